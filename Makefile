@@ -1,0 +1,52 @@
+# Everything happens in .venv; `make setup` is a prerequisite of what needs it.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test bench clean
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+BIN := .venv/bin
+
+# What the installation was made from. The place counts too: a moved environment is no good.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(sort $(wildcard native/*))
+STAMP := .venv/.setup-$(shell { pwd; cat $(SOURCES); } | cksum | cut -d ' ' -f 1)
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# By environment, because that also reaches the isolated environment that builds the native
+# module; pip 25.3 and later want a name of its own for that.
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP)  ## create .venv and install slipstream into it, editable
+
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "slipstream needs Python 3.11 or later; name one with PYTHON=..." >&2; exit 1; }
+	@echo "setup: environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "setup: $(TORCH)"
+	@# On its own: whichever build of it the index offers (CPU, CUDA) then satisfies the rest.
+	@$(PIP) '$(TORCH)'
+	@echo "setup: slipstream, compiled here"
+	@$(PIP) --editable '.[test,train]'
+	@rm -f .venv/.setup-*
+	@touch $@
+	@echo "setup: done"
+
+train: setup  ## a first run: four workers train a digit classifier
+	@$(BIN)/slipstream train digits --workers 4
+
+test: setup  ## what CI runs: lint, format, types, tests
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+	@$(BIN)/python -m pytest
+
+bench: setup  ## measure this machine
+	@$(BIN)/slipstream bench
+
+clean:  ## remove caches and build products; .venv stays, the next setup refreshes it
+	@rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .venv/.setup-*
+	@find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,137 @@
+// The Python face of the kernels: buffers are checked here, so the kernels need not.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "crc32c.h"
+#include "mean.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+// The bytes of a C-contiguous buffer, held for as long as this object lives.
+class Buffer {
+  public:
+    enum class Access { read, write };
+
+    // `name` is the argument's, for messages.
+    Buffer(nb::handle object, const std::string& name, Access access) {
+        if (!PyObject_CheckBuffer(object.ptr())) {
+            const auto type = nb::cast<std::string>(nb::type_name(object.type()));
+            throw nb::type_error((name + " must offer the buffer protocol, not " + type).c_str());
+        }
+        const bool writes = access == Access::write;
+        if (PyObject_GetBuffer(object.ptr(), &view_, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0)
+            return;
+        // Exporters disagree on the exception they refuse with.
+        const nb::python_error cause;
+        refuse(name + " must be " + (writes ? "writable and " : "") + "C-contiguous: " +
+               nb::str(cause.value()).c_str());
+    }
+
+    // An exporter may point into the view it filled: it stays where it is.
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view_); }
+
+    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+    std::size_t nbytes() const { return static_cast<std::size_t>(view_.len); }
+
+  private:
+    Py_buffer view_{};
+};
+
+struct Number {
+    const char* name;
+    std::size_t itemsize;
+    slipstream::Format format;
+};
+
+constexpr Number kNumbers[] = {
+    {"float32", 4, slipstream::Format::float32},
+    {"float64", 8, slipstream::Format::float64},
+    {"bfloat16", 2, slipstream::Format::bfloat16},
+    {"float16", 2, slipstream::Format::float16},
+};
+
+const Number& number_for(const std::string& dtype) {
+    for (const Number& number : kNumbers)
+        if (dtype == number.name) return number;
+    refuse("dtype must be float32, float64, bfloat16 or float16, not '" + dtype + "'");
+}
+
+void check_divisor(double divisor, bool in_double) {
+    const double rounded = in_double ? divisor : static_cast<float>(divisor);
+    if (!std::isfinite(rounded) || rounded == 0.0)
+        refuse("divisor must be finite and nonzero in the precision of the sum, not " +
+               nb::cast<std::string>(nb::repr(nb::float_(divisor))));
+}
+
+// A block of `out` is written when that block of every input has been read, so a shifted
+// overlap, or one of items of another size, would read means as if they were input.
+bool overlaps_badly(const Buffer& out, const Buffer& input, bool same_itemsize) {
+    const auto a = reinterpret_cast<std::uintptr_t>(out.data());
+    const auto b = reinterpret_cast<std::uintptr_t>(input.data());
+    return !(a == b && same_itemsize) && a < b + input.nbytes() && b < a + out.nbytes();
+}
+
+void mean_into(nb::handle out, nb::sequence inputs, const std::string& dtype, double divisor,
+               const std::optional<std::string>& out_dtype) {
+    const Number& in = number_for(dtype);
+    const Number& written = number_for(out_dtype.value_or(dtype));
+    check_divisor(divisor, in.itemsize == 8 || written.itemsize == 8);
+    const Buffer target(out, "out", Buffer::Access::write);
+    if (target.nbytes() % written.itemsize != 0)
+        refuse("out has " + std::to_string(target.nbytes()) + " bytes, not a multiple of the " +
+               std::to_string(written.itemsize) + " of a " + written.name);
+    const std::size_t count = target.nbytes() / written.itemsize;
+
+    std::deque<Buffer> held;
+    std::vector<const std::byte*> sources;
+    for (nb::handle input : inputs) {
+        const std::string name = "inputs[" + std::to_string(held.size()) + "]";
+        const Buffer& source = held.emplace_back(input, name, Buffer::Access::read);
+        if (source.nbytes() != count * in.itemsize)
+            refuse(name + " has " + std::to_string(source.nbytes()) + " bytes, out has " +
+                   std::to_string(target.nbytes()));
+        if (overlaps_badly(target, source, in.itemsize == written.itemsize))
+            refuse(name + " overlaps out without being the same memory");
+        sources.push_back(source.data());
+    }
+    if (sources.empty()) refuse("inputs must not be empty");
+
+    const nb::gil_scoped_release unlocked;
+    slipstream::mean_kernel(in.format, written.format)(target.data(), sources, count, divisor);
+}
+
+template <auto Checksum>
+std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
+    const Buffer buffer(data, "data", Buffer::Access::read);
+    const nb::gil_scoped_release unlocked;
+    return Checksum(buffer.data(), buffer.nbytes(), seed);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Kernels over raw buffers; all of them release the GIL.";
+    m.def("mean_into", &mean_into, "out"_a, "inputs"_a, "dtype"_a, "divisor"_a,
+          "out_dtype"_a = nb::none(),
+          "Write the sum of the inputs, taken in order, divided by `divisor`.");
+    m.def("crc32c", &checksum<slipstream::crc32c>, "data"_a, "seed"_a = 0,
+          "CRC-32C of `data`, continuing the checksum `seed`.");
+    m.def("crc32c_portable", &checksum<slipstream::crc32c_portable>, "data"_a, "seed"_a = 0,
+          "The same checksum by table, whatever the processor offers.");
+}

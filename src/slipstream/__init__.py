@@ -1,0 +1,52 @@
+"""Data-parallel training where the network, the stragglers or the batch size are the problem.
+
+with slipstream.init() as job:
+    model, optimizer = job.distribute(model, optimizer, slipstream.push_pull())
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
+    from slipstream.job import Job, init
+    from slipstream.strategy import Plan, Route, Strategy
+    from slipstream.systems import all_to_all, allreduce, push_pull
+
+__version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "Job",
+    "Plan",
+    "Route",
+    "RuntimeFault",
+    "SlipstreamError",
+    "Strategy",
+    "all_to_all",
+    "allreduce",
+    "init",
+    "push_pull",
+]
+
+# Names are imported when first used: servers and the command line start without torch.
+_HOMES = {
+    "ConfigError": "errors",
+    "Job": "job",
+    "Plan": "strategy",
+    "Route": "strategy",
+    "RuntimeFault": "errors",
+    "SlipstreamError": "errors",
+    "Strategy": "strategy",
+    "all_to_all": "systems",
+    "allreduce": "systems",
+    "init": "job",
+    "push_pull": "systems",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    return getattr(import_module(f"slipstream.{_HOMES[name]}"), name)

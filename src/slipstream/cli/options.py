@@ -1,0 +1,111 @@
+"""The options that every command which starts a job shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.errors import LaunchError
+from slipstream.runtime.environment import read_secret
+from slipstream.runtime.launch import Settings
+
+Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SLIPSTREAM_STRATEGY",
+        help="The system to train with, such as push_pull or 'push_pull(overlap=False)'.",
+    ),
+]
+Servers = Annotated[
+    int,
+    typer.Option(min=0, help="Dedicated server processes; 0 puts one beside the first worker."),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the job's figures to this file at its end.")
+]
+LogFile = Annotated[Path | None, typer.Option("--log", help="Write a run log (JSON lines).")]
+TensorBoard = Annotated[
+    Path | None, typer.Option("--tensorboard", help="Write TensorBoard events to this folder.")
+]
+Prometheus = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Read the job secret from this file; else SLIPSTREAM_SECRET, or one is made up."
+    ),
+]
+Encrypt = Annotated[
+    bool,
+    typer.Option(
+        "--encrypt/--no-encrypt",
+        envvar="SLIPSTREAM_ENCRYPT",
+        help="Encrypt links; without, they are still authenticated.",
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port where the workers meet; 0 takes a free one."),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SLIPSTREAM_INTERFACE", help="Network interface or address that links use."
+    ),
+]
+
+
+def settings(
+    *,
+    strategy: str | None,
+    json: Path | None,
+    log: Path | None,
+    tensorboard: Path | None,
+    prometheus: int | None,
+    secret_file: Path | None,
+    encrypt: bool,
+    port: int,
+    interface: str | None,
+) -> Settings:
+    """Checks what can be checked before any process starts."""
+    if strategy is not None:
+        # Here, because the systems take a moment to import and --help does not need them.
+        from slipstream.systems import parse
+
+        parse(strategy)
+    for option, file in (("--json", json), ("--log", log)):
+        if file is not None:
+            _prepare(option, file)
+    return Settings(
+        strategy=strategy,
+        secret=_secret(secret_file),
+        encrypt=encrypt,
+        port=port,
+        interface=interface,
+        json=json,
+        log=log,
+        tensorboard=tensorboard,
+        prometheus=prometheus,
+    )
+
+
+def _prepare(option: str, file: Path) -> None:
+    """Hours later would be a bad time to find out that a result has no place to go."""
+    if file.is_dir():
+        raise LaunchError(f"{option} {file}: that is a folder; name a file in it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{option} {file}: no such folder can be made: {error}") from error
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise LaunchError(f"{option} {file} cannot be written; choose another place")
+
+
+def _secret(file: Path | None) -> str | None:
+    secret = read_secret({"SLIPSTREAM_SECRET_FILE": str(file)} if file else os.environ)
+    return secret.decode() if secret else None

@@ -1,0 +1,62 @@
+"""``slipstream run``: any training script, on several workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import options
+from slipstream.errors import LaunchError
+from slipstream.runtime.launch import launch
+from slipstream.runtime.processes import Placement
+
+
+def run(
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module's name after -m.")
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed to the script as they are."),
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, not a file.")] = False,
+    workers: options.Workers = 1,
+    strategy: options.Strategy = None,
+    servers: options.Servers = 0,
+    json: options.JsonFile = None,
+    log: options.LogFile = None,
+    tensorboard: options.TensorBoard = None,
+    prometheus: options.Prometheus = None,
+    secret_file: options.SecretFile = None,
+    encrypt: options.Encrypt = True,
+    port: options.Port = 0,
+    interface: options.Interface = None,
+) -> None:
+    """Run a training script on several workers of this machine."""
+    settings = options.settings(
+        strategy=strategy,
+        json=json,
+        log=log,
+        tensorboard=tensorboard,
+        prometheus=prometheus,
+        secret_file=secret_file,
+        encrypt=encrypt,
+        port=port,
+        interface=interface,
+    )
+    command = [sys.executable, *_program(script, module), *(arguments or [])]
+    places = [Placement()] * workers
+    raise typer.Exit(launch(command, places, servers=[Placement()] * servers, settings=settings))
+
+
+def _program(script: str, module: bool) -> list[str]:
+    if module:
+        return ["-m", script]
+    if not Path(script).exists():
+        raise LaunchError(
+            f"there is no script {script!r} in {Path.cwd()}; give its path, or -m and a module"
+        )
+    return [script]

@@ -1,0 +1,35 @@
+"""A job's figures, as a short table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """What ``--json`` writes, for people."""
+    traffic = summary["bytes"]
+    table = Table(show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_row("strategy", str(summary["strategy"]))
+    table.add_row("workers", str(summary["workers"]))
+    table.add_row("servers", str(summary["servers"]))
+    if summary.get("accuracy") is not None:
+        table.add_row("accuracy", f"{summary['accuracy']:.2%}")
+    table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}")
+    for scheme, nbytes in sorted(traffic["by_scheme"].items()):
+        table.add_row(f"bytes {scheme}", human_bytes(nbytes))
+    table.add_row("time waited", f"{summary['wait_s']:.1f} of {summary['wall_s']:.1f} s")
+    return table
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1.5 MiB``; bytes below 1 KiB are whole."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,70 @@
+"""``slipstream train``: built-in first runs, on real data that needs no download."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from slipstream.cli import options
+from slipstream.errors import LaunchError
+from slipstream.runtime.launch import launch
+from slipstream.runtime.processes import Placement
+
+app = typer.Typer(name="train", help="Train a built-in example.", no_args_is_help=True)
+
+
+@app.callback()
+def _examples() -> None:
+    pass  # keeps `digits` a word of its own while it is the only example
+
+
+@app.command()
+def digits(
+    workers: options.Workers = 4,
+    strategy: options.Strategy = None,
+    servers: options.Servers = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 12,
+    batch: Annotated[int, typer.Option(min=1, help="Samples a step, over all workers.")] = 60,
+    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Seed of weights and of the data's order.")] = 0,
+    json: options.JsonFile = None,
+    log: options.LogFile = None,
+    tensorboard: options.TensorBoard = None,
+    prometheus: options.Prometheus = None,
+    secret_file: options.SecretFile = None,
+    encrypt: options.Encrypt = True,
+    port: options.Port = 0,
+    interface: options.Interface = None,
+) -> None:
+    """Train a small convolutional net on scikit-learn's handwritten digits."""
+    if find_spec("sklearn") is None:
+        raise LaunchError(
+            "the digits come with scikit-learn, which is missing; pip install 'slipstream[train]'"
+        )
+    if batch < workers:
+        raise LaunchError(
+            f"--batch {batch} leaves some of {workers} workers without a sample; raise it to "
+            f"{workers} or more, or start fewer workers"
+        )
+    settings = options.settings(
+        strategy=strategy,
+        json=json,
+        log=log,
+        tensorboard=tensorboard,
+        prometheus=prometheus,
+        secret_file=secret_file,
+        encrypt=encrypt,
+        port=port,
+        interface=interface,
+    )
+    # -P: a file in the current folder must not take a module's place.
+    command = [sys.executable, "-P", "-m", "slipstream.cli.digits"]
+    command += [
+        f"--{name}={value}"
+        for name, value in {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed}.items()
+    ]
+    places = [Placement()] * workers
+    raise typer.Exit(launch(command, places, servers=[Placement()] * servers, settings=settings))

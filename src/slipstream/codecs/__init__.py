@@ -1,0 +1,6 @@
+"""What travels. Codecs are frozen recipes; their memory, where they have any, is explicit."""
+
+from slipstream.codecs.dense import Dense
+from slipstream.codecs.protocol import Codec
+
+__all__ = ["Codec", "Dense"]

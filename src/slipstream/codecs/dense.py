@@ -1,0 +1,70 @@
+"""Every value travels, in the tensor's own precision or a shorter one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from slipstream._native import mean_into
+from slipstream.errors import FrameRefused, IncompatibleRoute
+from slipstream.types import ITEM_BYTES, Buffer, Spec, Values
+
+Wire = Literal["own", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """``wire="own"`` is exact; ``bfloat16`` or ``float16`` halve the bytes of fp32 and round.
+
+    A wire format wider than the tensor would only waste bytes, so such tensors keep their own.
+    """
+
+    wire: Wire = "own"
+
+    splits: ClassVar[bool] = True
+    frames: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        return "dense" if self.wire == "own" else f"dense-{self.wire}"
+
+    def wire_dtype(self, dtype: str) -> str:
+        shorter = self.wire != "own" and ITEM_BYTES[self.wire] < ITEM_BYTES[dtype]
+        return self.wire if shorter else dtype
+
+    def check(self, spec: Spec) -> None:
+        if spec.dtype not in ITEM_BYTES:
+            raise IncompatibleRoute(
+                f"{spec.name!r} is {spec.dtype}; slipstream exchanges {', '.join(ITEM_BYTES)}: "
+                "convert it, or freeze it with requires_grad_(False)"
+            )
+
+    def encode(self, values: Values) -> tuple[Buffer, ...]:
+        wire = self.wire_dtype(values.dtype)
+        if wire == values.dtype:
+            return (values.data,)
+        out = Values.empty(values.numel, wire)
+        mean_into(out.data, [values.data], values.dtype, 1.0, out_dtype=wire)
+        return (out.data,)
+
+    def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
+        expected = numel * ITEM_BYTES[self.wire_dtype(dtype)]
+        actual = memoryview(frames[0]).nbytes
+        if actual != expected:
+            raise FrameRefused(f"{actual} bytes where {numel} values take {expected}")
+
+    def combine(
+        self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float
+    ) -> None:
+        wire = self.wire_dtype(out.dtype)
+        inputs = [frames[0] for frames in contributions]
+        mean_into(out.data, inputs, wire, divisor, out_dtype=out.dtype)
+
+    def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
+        if self.wire_dtype(out.dtype) == out.dtype:
+            out.data[:] = np.frombuffer(frames[0], dtype=np.uint8)
+        else:
+            self.combine([frames], out, divisor=1.0)

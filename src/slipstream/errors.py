@@ -1,0 +1,105 @@
+"""Every error slipstream raises.
+
+SlipstreamError
+├── ConfigError                 before anything starts: the way out is in the message
+│   ├── UnknownStrategy         no system of that name, or arguments it does not take
+│   ├── IncompatibleRoute       a tensor cannot travel the road chosen for it
+│   ├── ModelMismatch           ranks brought different models or optimizers
+│   ├── ForeignParameters       the optimizer holds parameters the model does not
+│   ├── TooManyServers          fewer chunks than servers
+│   ├── LaunchError             environment, port, address or script is unusable
+│   ├── SecretError             missing or different job secret
+│   └── CheckpointError         a file that cannot be loaded into this job
+└── RuntimeFault                while running
+    ├── PeerLost                a member went silent
+    ├── PeerFailed              a member said that it failed
+    ├── WaitLimit               a wait ran into its limit; names who is missing
+    └── FrameRefused            a message that does not fit what was announced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SlipstreamError(Exception):
+    """Root of the tree; catch it to catch everything slipstream raises on purpose."""
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """What was asked for cannot work; nothing was started."""
+
+
+class UnknownStrategy(ConfigError):
+    """No system of that name, or arguments it does not take."""
+
+
+class IncompatibleRoute(ConfigError):
+    """A tensor cannot travel the road chosen for it."""
+
+
+class ModelMismatch(ConfigError):
+    """Ranks brought models or optimizers that differ."""
+
+
+class ForeignParameters(ConfigError):
+    """The optimizer holds parameters that are not in the model."""
+
+
+class TooManyServers(ConfigError):
+    """More servers than chunks: some would hold nothing."""
+
+
+class LaunchError(ConfigError):
+    """Environment, port, address or script is unusable."""
+
+
+class SecretError(ConfigError):
+    """The job secret is missing, or differs between members."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be read, or does not fit this job."""
+
+
+class RuntimeFault(SlipstreamError, RuntimeError):
+    """Something went wrong after the start."""
+
+
+class PeerLost(RuntimeFault):
+    """A member has not been heard from for longer than the limit."""
+
+    def __init__(self, peer: str, silent_s: float) -> None:
+        self.peer = peer
+        self.silent_s = silent_s
+        super().__init__(
+            f"{peer} is lost: nothing heard from it for {silent_s:.1f} s "
+            "(killed, hung, or cut off from the network)"
+        )
+
+
+class PeerFailed(RuntimeFault):
+    """A member left because of an error of its own."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        self.peer = peer
+        self.reason = reason
+        super().__init__(f"{peer} failed: {reason}")
+
+
+class WaitLimit(RuntimeFault):
+    """A wait ran into its limit."""
+
+    def __init__(
+        self, what: str, limit_s: float, missing: Sequence[str], refusal: str = ""
+    ) -> None:
+        self.what = what
+        self.limit_s = limit_s
+        self.missing = tuple(missing)
+        names = ", ".join(missing) if missing else "nobody by name"
+        hint = f"; last message refused here, from {refusal}" if refusal else ""
+        super().__init__(f"waited {limit_s:.0f} s for {what}; missing: {names}{hint}")
+
+
+class FrameRefused(RuntimeFault):
+    """A message that does not fit what was announced; counted, never fatal to the receiver."""

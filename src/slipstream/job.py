@@ -1,0 +1,358 @@
+"""The two lines: ``init`` joins (or is alone), ``Job.distribute`` makes a loop data-parallel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runtime.departure import depart
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.joining import Limits, Membership, join
+from slipstream.runtime.last_words import speak_for
+from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watcher
+from slipstream.strategy import Plan, Strategy
+from slipstream.systems import parse
+from slipstream.torch.inventory import whole_state
+from slipstream.torch.replica import Replica, prepare, replicate
+from slipstream.torch.saving import load_job, save_job
+from slipstream.torch.staging import Staging
+from slipstream.types import Cluster
+
+DEFAULT_STRATEGY = "push_pull"
+
+
+def init(
+    *,
+    servers: int | None = None,
+    secret: str | None = None,
+    encrypt: bool | None = None,
+    interface: str | None = None,
+    start_limit_s: float = 120.0,
+    wait_limit_s: float = 600.0,
+    silence_limit_s: float = 6.0,
+) -> Job:
+    """Join the job this process was started for; alone, a world of one.
+
+    Arguments win over the environment (``SLIPSTREAM_SERVERS``, ``SLIPSTREAM_SECRET``,
+    ``SLIPSTREAM_ENCRYPT``, ``SLIPSTREAM_INTERFACE``). Limits are in seconds: for all ranks to
+    join, for any later wait, and for how long a member may be silent before it counts as lost.
+    """
+    rank = os.environ.get("RANK", "0")
+    speak_for(int(rank) if rank.isdecimal() else 0)
+    env = Environment.read(os.environ)
+    env = replace(
+        env,
+        servers=servers or env.servers,
+        secret=secret.encode() if secret is not None else env.secret,
+        encrypt=env.encrypt if encrypt is None else encrypt,
+        interface=interface or env.interface,
+    )
+    limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)
+    return Job(env, join(env, limits) if env.world_size > 1 else None)
+
+
+class Job:
+    """This process's place in a training job; use it as a context manager."""
+
+    def __init__(self, env: Environment, membership: Membership | None) -> None:
+        self.summary: dict[str, Any] | None = None
+        self._env = env
+        self._membership = membership
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._strategy: Strategy | None = None
+        self._plan: Plan | None = None
+        self._replica: Replica | None = None
+        self._watchers: list[Watcher] = []
+        self._steps_alone = 0
+        self._begun = time.monotonic()
+        self._samples = 0
+        self._latest: dict[str, float] = {}
+        self._saves = 0
+
+    # ---- who and what
+
+    @property
+    def rank(self) -> int:
+        return self._env.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._env.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._env.world_size
+
+    @property
+    def step(self) -> int:
+        """Steps completed."""
+        return self._replica.synchronizer.step if self._replica else self._steps_alone
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided for every tensor."""
+        if self._plan is None:
+            raise ConfigError("there is no plan before job.distribute(model, optimizer)")
+        return self._plan
+
+    # ---- the second line
+
+    def distribute(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy | str | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Make the model data-parallel: rank 0's weights everywhere, gradients averaged.
+
+        Returns the same module, and an optimizer that loops and schedulers use as before. Without
+        a strategy, the one of the command line (or ``SLIPSTREAM_STRATEGY``) is taken.
+        """
+        if self._model is not None:
+            raise ConfigError(
+                "job.distribute was called twice: put several models into one nn.ModuleDict"
+            )
+        chosen = strategy or self._env.strategy or DEFAULT_STRATEGY
+        chosen = parse(chosen) if isinstance(chosen, str) else chosen
+        if self._membership is None:
+            inventory = prepare(model, optimizer, chosen)
+            self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
+            optimizer.register_step_post_hook(self._count_step)
+        else:
+            self._replica = replicate(model, optimizer, chosen, self._membership)
+            self._plan, optimizer = self._replica.plan, self._replica.optimizer
+        self._model, self._optimizer, self._strategy = model, optimizer, chosen
+        self._watch()
+        self._begun = time.monotonic()
+        return model, optimizer
+
+    def _count_step(self, *_: Any) -> None:
+        self._steps_alone += 1
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes within only add up locally; the next one outside exchanges the sum."""
+        return self._replica.synchronizer.accumulate() if self._replica else nullcontext()
+
+    def wait(self) -> None:
+        """Until all weights are up to date; only needed to read one outside of any forward."""
+        if self._replica is not None:
+            self._replica.synchronizer.wait()
+
+    # ---- checkpoints
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint; every rank must call it, rank 0 writes the file."""
+        model, optimizer = self._distributed("save")
+        self.wait()
+        self._saves += 1
+        save_job(
+            Path(path),
+            f"save/{self._saves}",
+            model,
+            optimizer,
+            self._replica,
+            self._membership,
+            facts={"step": self.step, "strategy": self._named(), "workers": self.world_size},
+        )
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continue from a checkpoint; every rank must call it, rank 0 reads the file.
+
+        Any number of workers and servers may have written it. Random generators are restored on
+        ranks that the writing job had too.
+        """
+        model, optimizer = self._distributed("load")
+        self.wait()
+        self._saves += 1
+        step = load_job(
+            Path(path), f"load/{self._saves}", model, optimizer, self._replica, self._membership
+        )
+        if self._replica is None:
+            self._steps_alone = step
+        else:
+            self._replica.synchronizer.resume(step)
+
+    def _distributed(self, doing: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self._model is None or self._optimizer is None:
+            raise ConfigError(f"job.{doing} comes after job.distribute(model, optimizer)")
+        return self._model, self._optimizer
+
+    # ---- figures
+
+    def record(
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        accuracy: float | torch.Tensor | None = None,
+        samples: int = 0,
+        **figures: float,
+    ) -> None:
+        """Note figures of this step for the summary, the run log and whoever watches."""
+        self._samples += samples
+        given = {"loss": loss, "accuracy": accuracy, **figures}
+        now = {key: number(value) for key, value in given.items() if value is not None}
+        self._latest.update(now)
+        if self._watchers:
+            traffic = self._traffic()
+            now |= {
+                "samples": self._samples,
+                "sent_bytes": traffic.sent,
+                "received_bytes": traffic.received,
+                "wait_s": self._wait_s(),
+            }
+            for watcher in self._watchers:
+                watcher.note(self.step, now)
+
+    def stats(self) -> dict[str, Any]:
+        """This worker's figures so far; the summary at the end holds all workers'."""
+        return combine([self._figures()])
+
+    def _figures(self) -> WorkerFigures:
+        return WorkerFigures(
+            strategy=self._named(),
+            workers=self.world_size,
+            servers=self._plan.cluster.servers if self._plan and self._replica else 0,
+            steps=self.step,
+            wall_s=time.monotonic() - self._begun,
+            samples=self._samples,
+            loss=self._latest.get("loss"),
+            accuracy=self._latest.get("accuracy"),
+            weights_sha256=fingerprint(self._model) if self._model is not None else None,
+            traffic=self._traffic(),
+            wait_s=self._wait_s(),
+            faults={"refused_frames": self._refused()},
+        )
+
+    def _named(self) -> str:
+        return self._strategy.name if self._strategy else ""
+
+    def _wait_s(self) -> float:
+        return self._replica.synchronizer.wait_s if self._replica else 0.0
+
+    def _refused(self) -> int:
+        if self._membership is None:
+            return 0
+        return self._membership.member.refused + sum(self._membership.transport.refused.values())
+
+    def _traffic(self) -> Traffic:
+        if self._replica is None or self._membership is None:
+            return Traffic()
+        sent, received = self._replica.bytes()
+        transport = self._membership.transport
+        beside = self._replica.shards.beside
+        moved = transport.sent + transport.received
+        local = sum(moved[peer] for peer in beside)
+        by_links = sum(
+            exchange.sent.total() + exchange.received.total()
+            for exchange in self._replica.link_exchanges
+        )
+        return Traffic(
+            sent=sent.total(),
+            received=received.total(),
+            local=local,
+            control=moved.total() - local - by_links,
+            by_scheme=dict(sent + received),
+        )
+
+    def _watch(self) -> None:
+        if self.rank != 0:
+            return
+        if self._env.log is not None:
+            header = {"strategy": self._named(), "workers": self.world_size}
+            self._watchers.append(RunLog(self._env.log, header))
+        if self._env.tensorboard is not None:
+            self._watchers.append(TensorBoard(self._env.tensorboard))
+        if self._env.prometheus is not None:
+            self._watchers.append(Prometheus(self._env.prometheus))
+
+    # ---- the end
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        try:
+            if error is None:
+                self.wait()
+                self.summary = self._finish()
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            self._close(error)
+
+    def _finish(self) -> dict[str, Any] | None:
+        own = self._figures()
+        if self._membership is None:
+            summary = combine([own])
+        else:
+            others = depart(self._membership, own.encode())
+            if self.rank != 0:
+                return None
+            summary = combine([own, *(WorkerFigures.decode(content) for content in others)])
+        if self._env.json is not None:
+            write_json(self._env.json, summary)
+        return summary
+
+    def _close(self, error: BaseException | None) -> None:
+        for watcher in self._watchers:
+            watcher.close()
+        if self._membership is not None:
+            if error is not None:
+                self._membership.member.abandon(describe_error(error))
+            if self._replica is not None:
+                self._replica.close()
+            self._membership.member.stop()
+
+
+def number(value: float | torch.Tensor) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line that the other ranks will show."""
+    if isinstance(error, SlipstreamError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}".strip()[:2000]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over every parameter and buffer, by name."""
+    digest = hashlib.sha256()
+    staging = Staging()
+    for key, (name, tensor) in enumerate(whole_state(model)):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        staging.fetch(key, tensor)
+        digest.update(staging.readable(key, tensor).data)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,120 @@
+"""Labs are removed, whatever happens to whoever made them.
+
+A lab is found by its name alone: namespaces ``slip1a2b3c-…`` belong to lab ``slip1a2b3c``. Removing
+it ends the processes inside, then deletes the namespaces, and with them every link.
+
+Run as a script, this file is a lab's watchdog: a process in a session of its own that waits for its
+maker to close a pipe or to die (killed, even with -9), and then removes what is left. It therefore
+imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+NAME_PREFIX = "slip"
+_NAMESPACE = re.compile(rf"({NAME_PREFIX}[0-9a-f]{{6}})-(?:sw|h[0-9]+)")
+_COMMAND_LIMIT_S = 20.0
+
+
+def lab_of(namespace: str) -> str | None:
+    """The lab a namespace belongs to, or None if it is not one of ours."""
+    match = _NAMESPACE.fullmatch(namespace)
+    return match[1] if match else None
+
+
+def namespaces() -> list[str]:
+    """Every namespace of every lab on this machine."""
+    listed = (line.split()[0] for line in _output("ip", "netns", "list").splitlines() if line)
+    return [name for name in listed if lab_of(name) is not None]
+
+
+def existing() -> list[str]:
+    """The names of all labs on this machine, in use or left behind."""
+    return sorted({name for name in map(lab_of, namespaces()) if name is not None})
+
+
+def remove(lab: str, *, grace_s: float = 2.0) -> None:
+    """Remove one lab; nothing happens if it is gone already."""
+    mine = [name for name in namespaces() if lab_of(name) == lab]
+    _end_processes(mine, grace_s=grace_s)
+    for name in mine:
+        # Two removers may meet (the maker and its watchdog): the second finds nothing to do.
+        _output("ip", "netns", "delete", name)
+
+
+def remove_all() -> list[str]:
+    """Remove every lab on this machine, those in use as well; returns their names."""
+    names = existing()
+    for name in names:
+        remove(name)
+    return names
+
+
+def _end_processes(names: list[str], *, grace_s: float) -> None:
+    killing_from = time.monotonic() + grace_s
+    giving_up_at = killing_from + 5.0
+    asked: set[int] = set()
+    while (pids := _pids(names)) and time.monotonic() < giving_up_at:
+        if time.monotonic() >= killing_from:
+            _signal(pids, signal.SIGKILL)
+        else:
+            _signal(pids - asked, signal.SIGTERM)
+            asked |= pids
+        time.sleep(0.02)
+
+
+def _pids(names: list[str]) -> set[int]:
+    return {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _output(*command: str) -> str:
+    # In a session of its own, so that Ctrl-C does not stop a removal half way.
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=_COMMAND_LIMIT_S,
+        start_new_session=True,
+        check=False,
+    )
+    return result.stdout
+
+
+def start_watchdog(lab: str) -> subprocess.Popen[bytes]:
+    """A process that removes ``lab`` once its stdin is closed or this process is gone."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, lab, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _watch(lab: str, maker: int) -> None:
+    # The pipe alone is not enough: a process the maker forked holds a copy of its end.
+    waiting_on = [sys.stdin.fileno()]
+    with contextlib.suppress(OSError):
+        waiting_on.append(os.pidfd_open(maker))
+    select.select(waiting_on, [], [])
+    remove(lab, grace_s=0.5)
+
+
+if __name__ == "__main__":
+    _watch(sys.argv[1], int(sys.argv[2]))

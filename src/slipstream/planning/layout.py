@@ -1,0 +1,92 @@
+"""Cut tensors into chunks of at most a fixed size, in the order backward makes them ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipstream.types import ITEM_BYTES, Chunk, Segment, Spec
+
+CHUNK_BYTES = 2 * 1024 * 1024
+SMALLEST_CHUNK_BYTES = 4 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that may share a chunk: one route, one dtype, one role."""
+
+    route: int
+    dtype: str
+    role: str
+    splits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All chunks, in backward order within each group."""
+
+    chunks: tuple[Chunk, ...]
+
+    def of_tensor(self, tensors: int) -> tuple[tuple[int, ...], ...]:
+        """For each tensor, the chunks that hold a piece of it."""
+        table: list[list[int]] = [[] for _ in range(tensors)]
+        for chunk in self.chunks:
+            for segment in chunk.segments:
+                table[segment.tensor].append(chunk.index)
+        return tuple(tuple(row) for row in table)
+
+
+def lay_out(
+    specs: Sequence[Spec],
+    groups: Sequence[Group],
+    *,
+    shares: int,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Layout:
+    """Chunks of at most ``chunk_bytes``, shrunk so that ``shares`` holders get equal loads."""
+    members: dict[Group, list[int]] = {}
+    for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
+        members.setdefault(groups[tensor], []).append(tensor)
+    chunks: list[Chunk] = []
+    for group, tensors in members.items():
+        if group.splits:
+            total = sum(specs[t].numel for t in tensors)
+            runs = fill(specs, tensors, even_numel(total, group.dtype, shares, chunk_bytes))
+        else:
+            runs = (whole(specs, t) for t in tensors)
+        chunks += [
+            Chunk(len(chunks) + i, group.route, group.dtype, segments)
+            for i, segments in enumerate(run for run in runs if run)
+        ]
+    return Layout(tuple(chunks))
+
+
+def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
+    """Elements a chunk: the largest size within ``chunk_bytes`` that gives equal shares."""
+    size = ITEM_BYTES[dtype]
+    rounds = max(1, -(-total * size // (max(1, shares) * chunk_bytes)))
+    even = -(-total // (max(1, shares) * rounds))
+    return max(even, min(SMALLEST_CHUNK_BYTES, chunk_bytes) // size, 1)
+
+
+def whole(specs: Sequence[Spec], tensor: int) -> tuple[Segment, ...]:
+    numel = specs[tensor].numel
+    return (Segment(tensor, 0, numel),) if numel else ()
+
+
+def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[tuple[Segment, ...]]:
+    """Walk the tensors end to end, cutting every ``room`` elements."""
+    run: list[Segment] = []
+    left = room
+    for tensor in tensors:
+        start, numel = 0, specs[tensor].numel
+        while start < numel:
+            stop = min(numel, start + left)
+            run.append(Segment(tensor, start, stop))
+            left -= stop - start
+            start = stop
+            if not left:
+                yield tuple(run)
+                run, left = [], room
+    if run:
+        yield tuple(run)

@@ -1,0 +1,1 @@
+"""What waits and what runs: members, holders, exchanges, servers, launch, checkpoints."""

@@ -1,0 +1,174 @@
+"""The processes of one job on this machine: started, heard, stopped, cleared away."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from slipstream.errors import WaitLimit
+from slipstream.runtime import guardian
+from slipstream.runtime.processes import (
+    SERVER_STOP_S,
+    Placement,
+    ServerProcess,
+    start_process,
+)
+from slipstream.runtime.relay import start_relay
+from slipstream.runtime.supervision import Ended, Event, Limits, Signalled, Supervision, Verdict
+
+# For the last lines of members that have ended; a stray process may hold their pipes open.
+OUTPUT_S = 1.0
+
+
+class Crew:
+    """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._watch = Supervision(limits, time.monotonic)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers: list[ServerProcess] = []
+        self._output: list[threading.Thread] = []
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> Crew:
+        self._cleanup.enter_context(_signals_into(self._events))
+        self._guardian = _start_guardian()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._cleanup:
+            self._kill_workers(signal.SIGKILL)
+            self._close_servers()
+            guardian.sweep(process.pid for process in self._processes.values())
+            self._finish_output()
+            self._guardian.communicate(b"done\n")
+
+    def add_worker(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        placement: Placement,
+        *,
+        has_terminal: bool,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Starts a worker, on our own stdin, stdout and stderr or with its lines under its name."""
+        piped = subprocess.PIPE
+        process = start_process(
+            command,
+            env,
+            placement,
+            stdin=None if has_terminal else subprocess.DEVNULL,
+            stdout=None if has_terminal else piped,
+            stderr=None if has_terminal else piped,
+            pass_fds=pass_fds,
+        )
+        self._watch.started(name)
+        self._add(name, process)
+        for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
+            if stream is not None:
+                self._output.append(start_relay(stream, f"[{name}] ", fd))
+
+    def add_server(self, server: ServerProcess) -> None:
+        self._servers.append(server)
+        self._add(server.name, server.process)
+
+    def servers_announced(self) -> bool:
+        """Waits until every server has its address; False if the job is over before that."""
+        limit_s = self._limits.server_start_s
+        deadline = time.monotonic() + limit_s
+        while missing := [s.name for s in self._servers if not s.announced(timeout_s=0.05)]:
+            self._handle_next(time.monotonic())
+            if self._watch.ending:
+                return False
+            if time.monotonic() > deadline:
+                raise WaitLimit("servers to say where they listen", limit_s, missing)
+        return True
+
+    def wait(self) -> Verdict:
+        """Returns when all workers have ended, by themselves or because they had to."""
+        while self._watch.running:
+            self._handle_next(self._watch.deadline)
+            if time.monotonic() >= self._watch.deadline:
+                self._kill_workers(self._watch.press())
+        return self._watch.verdict()
+
+    def _add(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self._processes[name] = process
+        self._tell_guardian(process.pid)
+        threading.Thread(target=self._watch_exit, args=(name, process), daemon=True).start()
+
+    def _watch_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self._events.put(Ended(name, process.wait()))
+
+    def _handle_next(self, deadline: float) -> None:
+        remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        with contextlib.suppress(queue.Empty):
+            self._kill_workers(self._watch.take(self._events.get(timeout=remaining_s)))
+
+    def _kill_workers(self, signum: signal.Signals | None) -> None:
+        if signum is None:
+            return
+        for name in self._watch.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[name].pid, signum)
+
+    def _close_servers(self) -> None:
+        for server in self._servers:
+            server.dismiss()
+        deadline = time.monotonic() + SERVER_STOP_S
+        for server in self._servers:
+            server.close(max(0.0, deadline - time.monotonic()))
+
+    def _finish_output(self) -> None:
+        deadline = time.monotonic() + OUTPUT_S
+        for thread in self._output:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _tell_guardian(self, group: int) -> None:
+        assert self._guardian.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._guardian.stdin.write(f"{group}\n".encode())
+
+
+def _start_guardian() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def _signals_into(events: queue.SimpleQueue[Event]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP become events; under ``nohup`` SIGHUP stays ignored."""
+    previous = {}
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+            continue
+        previous[signum] = signal.signal(signum, lambda got, _: events.put(Signalled(got)))
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

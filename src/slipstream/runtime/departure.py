@@ -1,0 +1,31 @@
+"""Leaving a job in order: everybody reports to rank 0, which dismisses them when all are done."""
+
+from __future__ import annotations
+
+from slipstream.runtime.joining import Membership
+from slipstream.runtime.member import HUB
+from slipstream.transports.wire import Leave
+
+
+def depart(membership: Membership, summary: bytes) -> list[bytes]:
+    """Leave with one's figures; on rank 0, the figures of ranks 1 to n-1."""
+    member, limit_s = membership.member, membership.limits.wait_s
+    if not member.is_hub:
+        member.send(HUB, Leave(), [summary])
+        member.wait_until(
+            lambda: member.dismissed,
+            what="rank 0 to end the job",
+            limit_s=limit_s,
+            missing=lambda: [HUB],
+        )
+        return []
+    others = [f"rank {rank}" for rank in range(1, membership.env.world_size)]
+    member.wait_until(
+        lambda: all(name in member.summaries for name in others),
+        what="all ranks to finish",
+        limit_s=limit_s,
+        missing=lambda: [name for name in others if name not in member.summaries],
+    )
+    for name in [*others, *member.roster.heard]:
+        member.send(name, Leave())
+    return [member.summaries[name] for name in others]

@@ -1,0 +1,269 @@
+"""The worker's half of a round over point-to-point links.
+
+Gradients go in as tensors become ready; a chunk leaves when its last tensor is. Results are parked
+by the receiving thread and written by the training thread while it waits, so that no two threads
+touch a tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from slipstream.consistency import Progress
+from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
+from slipstream.runtime.holder import Holder, PublishMean, split_frames
+from slipstream.runtime.member import Member
+from slipstream.strategy import Plan
+from slipstream.transports.protocol import Ticket
+from slipstream.transports.wire import Message, Publish, Push, Settings, checksum
+from slipstream.types import Buffer, Chunk, Values
+
+LEAVING_PAUSE_S = 0.0005
+
+
+class Slots(Protocol):
+    """The live tensors behind a plan's specs."""
+
+    def source(self, tensor: int) -> Values | None:
+        """What this worker contributes, or None."""
+        ...
+
+    def sink(self, tensor: int) -> Values:
+        """Where the result goes."""
+        ...
+
+    def settle(self, tensor: int) -> None:
+        """The whole result of this round is in the sink."""
+        ...
+
+
+class Exchange(Protocol):
+    """One road's worth of rounds, as the gradient tap drives it."""
+
+    step: int  # of the training loop, so that holders can tell when workers fall out of it
+    wait_s: float
+    sent: Counter[str]  # payload bytes by scheme, without what stays beside this worker
+    received: Counter[str]
+
+    def ready(self, tensor: int) -> None:
+        """The tensor's contribution to this round is final."""
+        ...
+
+    def flush(self) -> None:
+        """Everything not ready yet contributes what it has; the round is complete here."""
+        ...
+
+    def wait(self, tensors: Iterable[int] | None = None) -> None:
+        """Until the results of these tensors (default all) are in their sinks."""
+        ...
+
+
+class LinkExchange:
+    """All chunks of a plan that travel over links; implements ``Exchange``."""
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        member: Member,
+        slots: Slots,
+        *,
+        beside: Collection[str] = (),
+        limit_s: float,
+    ) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.step = 0
+        self.wait_s = 0.0
+        self.settings: Callable[[], Settings | None] = lambda: None
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self._member = member
+        self._slots = slots
+        self._beside = {plan.cluster.name(rank), *beside}
+        self._limit_s = limit_s
+        self._chunks = {c.index: c for c in plan.chunks if plan.route(c).road == "links"}
+        self._of_tensor = [
+            [i for i in row if i in self._chunks] for row in plan.layout.of_tensor(len(plan.specs))
+        ]
+        self._rounds = dict.fromkeys(self._chunks, 0)  # contributions made
+        self._committed = dict.fromkeys(self._chunks, 0)  # results written
+        self._seen = dict.fromkeys(self._chunks, 0)  # results received
+        self._arrived: dict[int, tuple[Publish, Sequence[Buffer]]] = {}
+        self._leaving: dict[int, list[Ticket]] = {index: [] for index in self._chunks}
+        self._unready = self._fresh_counts()
+        self._fired: set[int] = set()
+        self._unwritten = Counter[int]()
+        self._sinks: dict[int, Values] = {}
+        self._holder = Holder(rank, plan, PublishMean())
+        member.on(Publish, self._on_publish)
+        member.on(Push, self._on_push)
+
+    def _fresh_counts(self) -> dict[int, int]:
+        return {i: len({s.tensor for s in c.segments}) for i, c in self._chunks.items()}
+
+    # ---- the training thread
+
+    def ready(self, tensor: int) -> None:
+        if tensor in self._fired:
+            raise RuntimeFault(
+                f"the gradient of {self.plan.specs[tensor].name!r} was completed twice in one "
+                "backward pass (re-entrant checkpointing of a shared weight does this): use "
+                "checkpoint(..., use_reentrant=False) or a strategy with overlap=False"
+            )
+        self._fired.add(tensor)
+        for index in self._of_tensor[tensor]:
+            self._unready[index] -= 1
+            if not self._unready[index]:
+                self._push(self._chunks[index])
+
+    def flush(self) -> None:
+        for tensor, chunks in enumerate(self._of_tensor):
+            if chunks and tensor not in self._fired:
+                self.ready(tensor)
+        self._fired.clear()
+        self._unready = self._fresh_counts()
+
+    def _push(self, chunk: Chunk) -> None:
+        if not self._may_start(chunk.index):
+            self.wait({segment.tensor for segment in chunk.segments})
+        codec = self.plan.route(chunk).push
+        frames: list[Buffer] = []
+        present = bytearray()
+        for segment in chunk.segments:
+            values = self._slots.source(segment.tensor)
+            present.append(values is not None)
+            if values is not None:
+                frames.extend(codec.encode(values.part(segment.start, segment.stop)))
+        body = Push(
+            chunk.index,
+            self._rounds[chunk.index],
+            self.step,
+            bytes(present),
+            checksum(frames),
+            self.settings(),
+        )
+        self._rounds[chunk.index] += 1
+        self._member.round = self._rounds[chunk.index]
+        self._send(chunk, body, frames)
+
+    def _send(self, chunk: Chunk, body: Push, frames: Sequence[Buffer]) -> None:
+        priority = self.plan.priority(chunk)
+        scheme = self.plan.route(chunk).scheme
+        for node in self.plan.holders[chunk.index]:
+            peer = self.plan.cluster.name(node)
+            self._count(self.sent, peer, scheme, frames)
+            ticket = self._member.send(peer, body, frames, priority=priority)
+            if ticket is not None:
+                self._leaving[chunk.index].append(ticket)
+
+    def _count(
+        self, counter: Counter[str], peer: str, scheme: str, frames: Sequence[Buffer]
+    ) -> None:
+        if peer not in self._beside:
+            counter[scheme] += sum(memoryview(frame).nbytes for frame in frames)
+
+    def _may_start(self, index: int) -> bool:
+        progress = Progress(round=self._rounds[index], committed=self._committed[index])
+        return self.plan.consistency.may_start(progress)
+
+    def wait(self, tensors: Iterable[int] | None = None) -> None:
+        if tensors is None:
+            wanted: Iterable[int] = self._chunks
+        else:
+            wanted = {index for tensor in tensors for index in self._of_tensor[tensor]}
+        pending = {index for index in wanted if not self._may_start(index)}
+        if not pending:
+            return
+        begun = time.monotonic()
+        while pending:
+            self._member.wait_until(
+                lambda: bool(self._arrived),
+                what=f"the results of round {max(self._rounds[i] for i in pending)}",
+                limit_s=self._limit_s,
+            )
+            while self._arrived:
+                index, (body, frames) = self._arrived.popitem()
+                self._let_go(index)
+                self._write(self._chunks[index], body, frames)
+                pending.discard(index)
+        self.wait_s += time.monotonic() - begun
+
+    def _let_go(self, index: int) -> None:
+        """Until this worker's contribution has left: the result overwrites its memory.
+
+        A server has all of it when it answers; a mesh peer may still be waiting for its copy.
+        """
+        deadline = time.monotonic() + self._limit_s
+        while not all(ticket.done for ticket in self._leaving[index]):
+            self._member.check()
+            if time.monotonic() > deadline:
+                raise WaitLimit("a contribution to leave", self._limit_s, [])
+            time.sleep(LEAVING_PAUSE_S)
+        self._leaving[index].clear()
+
+    def _write(self, chunk: Chunk, body: Publish, frames: Sequence[Buffer]) -> None:
+        route = self.plan.route(chunk)
+        groups = split_frames(chunk, body.present, frames, route.publish.frames)
+        self._committed[chunk.index] = body.round + 1
+        for segment, group in zip(chunk.segments, groups, strict=True):
+            if group is None:
+                continue
+            tensor = segment.tensor
+            if tensor not in self._sinks:
+                self._sinks[tensor] = self._slots.sink(tensor)
+                self._unwritten[tensor] = self.plan.specs[tensor].numel
+            out = self._sinks[tensor].part(segment.start, segment.stop)
+            route.publish.decode_into(group, out)
+            self._unwritten[tensor] -= segment.numel
+            if not self._unwritten[tensor]:
+                del self._sinks[tensor], self._unwritten[tensor]
+                self._slots.settle(tensor)
+
+    # ---- the receiving thread
+
+    def _on_publish(self, message: Message) -> None:
+        body = message.body
+        assert isinstance(body, Publish)
+        self._admit(message.sender, body, message.frames)
+        self._seen[body.chunk] += 1
+        with self._member.changed:
+            self._arrived[body.chunk] = (body, message.frames)
+            self._member.changed.notify_all()
+
+    def _admit(self, sender: str, body: Publish, frames: Sequence[Buffer]) -> None:
+        chunk = self._chunks.get(body.chunk)
+        if chunk is None:
+            raise FrameRefused(f"a result for chunk {body.chunk}, which does not travel links")
+        if sender not in {self.plan.cluster.name(n) for n in self.plan.holders[chunk.index]}:
+            raise FrameRefused(f"{sender} does not hold chunk {chunk.index}")
+        if body.round != self._seen[chunk.index] or body.round >= self._rounds[chunk.index]:
+            raise FrameRefused(f"a result for round {body.round} of chunk {chunk.index}")
+        codec = self.plan.route(chunk).publish
+        groups = split_frames(chunk, body.present, frames, codec.frames)
+        for segment, group in zip(chunk.segments, groups, strict=True):
+            if group is not None:
+                codec.examine(group, segment.numel, chunk.dtype)
+        if checksum(frames) != body.crc:
+            raise FrameRefused(f"checksum of chunk {chunk.index} does not match its bytes")
+        self._count(self.received, sender, self.plan.route(chunk).scheme, frames)
+
+    def _on_push(self, message: Message) -> None:
+        """A peer's contribution, where workers hold chunks themselves (mesh)."""
+        assert isinstance(message.body, Push)
+        rank = rank_of(message.sender)
+        results = self._holder.push(rank, message.body, message.frames)
+        scheme = self.plan.route(self.plan.chunks[message.body.chunk]).scheme
+        self._count(self.received, message.sender, scheme, message.frames)
+        own = self.plan.cluster.name(self.rank)
+        for result in results:
+            self._on_publish(Message(own, result.body, result.frames))
+
+
+def rank_of(name: str) -> int:
+    """2 for ``rank 2``; -1 for anything else."""
+    kind, _, number = name.partition(" ")
+    return int(number) if kind == "rank" and number.isdecimal() and len(number) < 10 else -1

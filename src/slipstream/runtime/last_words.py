@@ -1,0 +1,45 @@
+"""One clear message for an error nobody caught, from one rank, without a traceback of ours."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from slipstream.errors import PeerFailed, PeerLost, SlipstreamError
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+def speak_for(rank: int) -> None:
+    """From now on, uncaught slipstream errors of this process end in one line, or in none.
+
+    What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what was lost).
+    """
+    before = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SlipstreamError):
+            before(kind, error, trace)
+        elif rank == speaker(error):
+            print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
+
+    sys.excepthook = say
+
+
+def speaker(error: SlipstreamError) -> int:
+    about = error.peer if isinstance(error, PeerLost | PeerFailed) else ""
+    return 1 if about == "rank 0" else 0
+
+
+def place(trace: TracebackType | None) -> str:
+    """The last line of the user's own code on the way to the error."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(PACKAGE)
+        and "/torch/" not in frame.filename
+        and not frame.filename.startswith("<")
+    ]
+    return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""

@@ -1,0 +1,253 @@
+"""A member of a job: its transport, its heartbeat, and what it knows of the others.
+
+Rank 0 is the hub: everybody beats to it, and it tells everybody who is where, who is lost and who
+failed. A worker pumps messages on a thread of its own; a server pumps on its main thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, WaitLimit
+from slipstream.transports.protocol import Ticket, Transport
+from slipstream.transports.wire import AnyBody, Beat, Fault, Leave, Message
+from slipstream.types import Buffer
+
+HUB = "rank 0"
+BEAT_S = 1.0
+SILENCE_S = 6.0
+Handler = Callable[[Message], None]
+
+
+class Roster:
+    """Who is in the job, when each was last heard, how far each is. Pure: time is passed in."""
+
+    def __init__(self, silence_s: float) -> None:
+        self.silence_s = silence_s
+        self.heard: dict[str, float] = {}
+        self.rounds: dict[str, int] = {}
+        self.left: set[str] = set()
+
+    def expect(self, name: str, now: float) -> None:
+        if name not in self.left:
+            self.heard.setdefault(name, now)
+
+    def hear(self, name: str, now: float) -> None:
+        if name in self.heard:
+            self.heard[name] = now
+
+    def leave(self, name: str) -> None:
+        self.left.add(name)
+        self.heard.pop(name, None)
+        self.rounds.pop(name, None)
+
+    def silent(self, now: float) -> list[tuple[str, float]]:
+        """Members not heard for longer than allowed, and for how long."""
+        ages = ((name, now - at) for name, at in self.heard.items())
+        return [(name, age) for name, age in ages if age > self.silence_s]
+
+    def behind(self, round_: int) -> list[str]:
+        return sorted(name for name, at in self.rounds.items() if at < round_)
+
+
+class Member:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        silence_s: float = SILENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.transport = transport
+        self.round = 0
+        self.changed = threading.Condition()
+        self.roster = Roster(silence_s)
+        self.summaries: dict[str, bytes] = {}
+        self.dismissed = False
+        self.fault: RuntimeFault | None = None
+        self.refused = 0
+        self.last_refusal = ""
+        self.idle: Callable[[], None] = lambda: None  # called about once a beat
+        self._clock = clock
+        self._own: deque[Message] = deque()
+        self._handlers: dict[type[Any], Handler] = {}
+        self._beat_at = clock()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.on(Beat, self._on_beat)
+        self.on(Leave, self._on_leave)
+        self.on(Fault, self._on_fault)
+
+    @property
+    def is_hub(self) -> bool:
+        return self.name == HUB
+
+    def on(self, kind: type[Any], handler: Handler) -> None:
+        """Whom to call, on the pumping thread, for messages of a kind."""
+        self._handlers[kind] = handler
+
+    def expect(self, *names: str) -> None:
+        """Watch these members from now on."""
+        now = self._clock()
+        for name in names:
+            if name != self.name:
+                self.roster.expect(name, now)
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> Ticket | None:
+        """To a peer; or to this member itself, which needs no ticket."""
+        if peer != self.name:
+            return self.transport.send(peer, body, frames, priority=priority)
+        self._own.append(Message(peer, body, frames))
+        self.transport.wake()
+        return None
+
+    # ---- waiting (the training thread)
+
+    def check(self) -> None:
+        """Raise what has gone wrong, if anything has."""
+        if self.fault is not None:
+            raise self.fault
+
+    def wait_until(
+        self,
+        holds: Callable[[], bool],
+        *,
+        what: str,
+        limit_s: float,
+        missing: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        """Until ``holds()``; raises the job's fault, or WaitLimit naming who is missing."""
+        with self.changed:
+            self.changed.wait_for(lambda: holds() or self.fault is not None, timeout=limit_s)
+            if holds():
+                return
+        self.check()
+        names = missing() if missing else self.roster.behind(self.round)
+        raise WaitLimit(what, limit_s, names, self.last_refusal)
+
+    # ---- pumping
+
+    def start(self) -> None:
+        """Pump on a thread of its own."""
+        self._thread = threading.Thread(target=self.pump, name=f"slipstream {self.name}")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def pump(self) -> None:
+        """Handle messages and beats until stopped or dismissed."""
+        try:
+            while not self._stopping:
+                self.pump_once(self._until_beat())
+        except Exception as error:
+            self.fail(error if isinstance(error, RuntimeFault) else internal_fault(error))
+
+    def pump_once(self, timeout_s: float) -> None:
+        message = self._own.popleft() if self._own else self.transport.receive(timeout_s)
+        if message is not None:
+            self._handle(message)
+        if self._clock() >= self._beat_at:
+            self._beat()
+
+    def _until_beat(self) -> float:
+        return max(0.0, self._beat_at - self._clock())
+
+    def _handle(self, message: Message) -> None:
+        self.roster.hear(message.sender, self._clock())
+        handler = self._handlers.get(type(message.body))
+        try:
+            if handler is None:
+                raise FrameRefused(f"{self.name} takes no {type(message.body).__name__}")
+            handler(message)
+        except FrameRefused as error:
+            self.refused += 1
+            self.last_refusal = f"{message.sender}: {error}"
+
+    def _beat(self) -> None:
+        now = self._clock()
+        self._beat_at = now + BEAT_S
+        self.idle()
+        if self.is_hub:
+            self.roster.rounds[self.name] = self.round
+            for name in self.roster.heard:
+                self.transport.send(name, Beat(self.roster.rounds), priority=-1)
+        elif HUB in self.roster.heard:
+            self.transport.send(HUB, Beat({self.name: self.round}), priority=-1)
+        for name, age in self.roster.silent(now):
+            self._announce(Fault(name, None, age))
+
+    def _announce(self, fault: Fault) -> None:
+        """Take note of a fault; the hub tells the others."""
+        self.roster.leave(fault.peer)
+        if self.is_hub:
+            for name in self.roster.heard:
+                self.transport.send(name, fault, priority=-1)
+        if fault.reason is None:
+            self.fail(PeerLost(fault.peer, fault.silent_s))
+        else:
+            self.fail(PeerFailed(fault.peer, fault.reason))
+
+    def fail(self, fault: RuntimeFault) -> None:
+        """Remember the first fault and wake whoever waits."""
+        with self.changed:
+            self.fault = self.fault or fault
+            self.changed.notify_all()
+
+    def _on_beat(self, message: Message) -> None:
+        assert isinstance(message.body, Beat)
+        if self.is_hub:
+            self.roster.rounds[message.sender] = message.body.rounds.get(message.sender, 0)
+        elif message.sender == HUB:
+            self.roster.rounds = dict(message.body.rounds)
+
+    def _on_leave(self, message: Message) -> None:
+        assert isinstance(message.body, Leave)
+        if message.body.reason is not None:
+            self._announce(Fault(message.sender, message.body.reason, 0.0))
+            return
+        if message.frames:
+            self.summaries[message.sender] = bytes(message.frames[0])
+        with self.changed:
+            self.roster.leave(message.sender)
+            self.dismissed = self.dismissed or message.sender == HUB
+            self.changed.notify_all()
+
+    def _on_fault(self, message: Message) -> None:
+        assert isinstance(message.body, Fault)
+        if message.sender == HUB and message.body.peer != self.name:
+            self._announce(message.body)
+
+    # ---- the end
+
+    def abandon(self, reason: str) -> None:
+        """Tell the others that this member ends with an error; all that is left is ``stop``."""
+        if self.fault is not None:
+            return  # they know, or it was they who said so
+        if self.is_hub:
+            for name in tuple(self.roster.heard):
+                self.transport.send(name, Leave(reason))
+        elif not self.dismissed:
+            self.transport.send(HUB, Leave(reason))
+
+    def stop(self) -> None:
+        """Stop pumping and close the transport after its queue is sent."""
+        self._stopping = True
+        self.transport.wake()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        self.transport.close()
+
+
+def internal_fault(error: Exception) -> RuntimeFault:
+    fault = RuntimeFault(f"slipstream's network thread failed: {type(error).__name__}: {error}")
+    fault.__cause__ = error
+    return fault

@@ -1,0 +1,144 @@
+"""How members find each other: torch's TCPStore, every value signed with the job's key."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from torch import distributed
+
+from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
+from slipstream.runtime.environment import Environment, is_loopback
+from slipstream.transports.credentials import Credentials
+
+SIGNATURE_BYTES = 32
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
+T = TypeVar("T")
+
+# A process may run several jobs one after the other, but its port can be listened on only once.
+_jobs = itertools.count()
+_stores: dict[tuple[str, int], Any] = {}
+
+
+class Rendezvous:
+    """A signed blackboard that all ranks share; readers wait, within a limit."""
+
+    def __init__(self, env: Environment, *, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._env = env
+        self._watch: Callable[[], None] = lambda: None
+        self.store = distributed.PrefixStore(
+            f"slipstream/{env.attempt}/{next(_jobs)}", open_store(env, limit_s)
+        )
+        job = env.job or self._shared_random("job")
+        secret = env.secret or self._shared_random("token").encode()
+        self.credentials = Credentials.on(env.listen_host(), secret, job, encrypt=env.encrypt)
+
+    def _shared_random(self, key: str) -> str:
+        """A random text that rank 0 makes up and everybody reads."""
+        if self._env.rank == 0:
+            self.store.set(key, secrets.token_hex(32))
+        self._wait(key, "rank 0")
+        return bytes(self.store.get(key)).decode()
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call this while waiting; it raises when the job has failed."""
+        self._watch = check
+
+    def _wait(self, key: str, whom: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        pause_s = SHORTEST_PAUSE_S
+        while not self._has(key):
+            self._watch()
+            if time.monotonic() > deadline:
+                raise WaitLimit(f"{whom} to join ({key})", self._limit_s, [whom])
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self.store.check([key]))
+        except distributed.DistError as error:
+            self._watch()
+            raise PeerFailed("rank 0", "its store closed") from error
+
+    def post(self, key: str, value: object) -> None:
+        content = msgspec.msgpack.encode(value)
+        signed: Any = self.credentials.sign(key.encode() + content) + content
+        self.store.set(key, signed)  # takes bytes, whatever its stub says
+
+    def read(self, key: str, rank: int, kind: type[T]) -> T:
+        """What a rank posted under a key."""
+        self._wait(key, f"rank {rank}")
+        raw = bytes(self.store.get(key))
+        signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
+        if not self.credentials.genuine(key.encode() + content, signature):
+            raise SecretError(
+                f"rank {rank} and rank {self._env.rank} were given different job secrets: "
+                "set SLIPSTREAM_SECRET (or the secret file) to the same text everywhere"
+            )
+        return msgspec.msgpack.decode(content, type=kind)
+
+    def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
+        """Everybody's value, by rank; every rank must call it with the same key."""
+        self.post(f"{key}/{self._env.rank}", value)
+        return [self.read(f"{key}/{rank}", rank, kind) for rank in range(self._env.world_size)]
+
+
+def open_store(env: Environment, limit_s: float) -> Any:
+    """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
+    place = (env.master_addr, env.master_port)
+    if place not in _stores:
+        _stores[place] = connect_store(env, limit_s)
+    return _stores[place]
+
+
+def connect_store(env: Environment, limit_s: float) -> Any:
+    hosts = env.rank == 0 and not env.agent_store
+    fd = listening_fd(env) if hosts else None
+    try:
+        return distributed.TCPStore(
+            env.master_addr,
+            env.master_port,
+            None,
+            is_master=hosts,
+            timeout=timedelta(seconds=limit_s),
+            wait_for_workers=False,
+            master_listen_fd=fd,
+        )
+    except distributed.DistError as error:
+        raise LaunchError(
+            f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} within "
+            f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its"
+        ) from error
+
+
+def listening_fd(env: Environment) -> int:
+    """A socket for the store, on loopback only where all ranks are on one host."""
+    if env.store_fd is not None:
+        os.set_inheritable(env.store_fd, False)
+        return env.store_fd
+    host = env.master_addr if not is_loopback(env.master_addr) else "127.0.0.1"
+    try:
+        return bound_fd(host, env.master_port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            # MASTER_ADDR may be a name that forwards to this host.
+            return bound_fd(env.listen_host(), env.master_port)
+        raise LaunchError(
+            f"rank 0 cannot listen on {env.master_addr}:{env.master_port}: "
+            f"{os.strerror(error.errno or 0)}; choose a free MASTER_PORT"
+        ) from error
+
+
+def bound_fd(host: str, port: int) -> int:
+    with socket.create_server((host, port), backlog=2048) as server:
+        return server.detach()

@@ -1,0 +1,136 @@
+"""A server process: one shard's holder behind a transport, until the job ends.
+
+Started by a worker beside itself or by the launcher; ends when rank 0 dismisses it, when the job
+fails, or when whoever started it is gone (its standard input closes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Mapping
+
+from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
+from slipstream.runtime.configuration import Configuration
+from slipstream.runtime.exchange import rank_of
+from slipstream.runtime.holder import Holder, PublishMean, Updater
+from slipstream.runtime.member import HUB, Member
+from slipstream.strategy import Plan
+from slipstream.transports.credentials import Credentials
+from slipstream.transports.wire import Configure, Fetch, Leave, Load, Message, Push, Ready, State
+from slipstream.transports.zmq import ZmqTransport
+from slipstream.types import Node
+
+
+class Server:
+    """One shard."""
+
+    def __init__(self, index: int, member: Member) -> None:
+        self.index = index
+        self.member = member
+        self._holder: Holder | None = None
+        member.on(Configure, self._on_configure)
+        member.on(Push, self._on_push)
+
+    @property
+    def done(self) -> bool:
+        return self.member.dismissed or self.member.fault is not None
+
+    def _on_configure(self, message: Message) -> None:
+        if message.sender != HUB or len(message.frames) != 1 or self._holder is not None:
+            raise FrameRefused("only rank 0 configures a server, and once")
+        configuration = Configuration.decode(message.frames[0])
+        for name, address in configuration.addresses.items():
+            self.member.transport.connect(name, address)
+        self.member.expect(HUB)
+        self.member.roster.silence_s = configuration.silence_s
+        try:
+            plan = configuration.plan()
+            node = plan.cluster.server_nodes[self.index]
+            self._holder = Holder(node, plan, self._updater(configuration, plan, node))
+            self.member.send(HUB, Ready())
+        except SlipstreamError as error:
+            self.member.send(HUB, Ready(str(error)))
+
+    def _updater(self, configuration: Configuration, plan: Plan, node: Node) -> Updater:
+        if configuration.optimizer is None:
+            return PublishMean()
+        # torch is imported only by servers that need it: without, a server starts at once.
+        from slipstream.torch.shard_optimizer import ShardOptimizer
+
+        shard = ShardOptimizer(plan, node, configuration.optimizer)
+        self.member.on(Load, lambda message: shard.load(message))
+        self.member.on(State, lambda message: shard.load_state(message))
+        self.member.on(Fetch, lambda message: self._answer(shard.fetch(message), message.sender))
+        return shard
+
+    def _answer(self, answer: tuple[State, list[bytes]], peer: str) -> None:
+        body, frames = answer
+        self.member.send(peer, body, frames)
+
+    def _on_push(self, message: Message) -> None:
+        if self._holder is None:
+            raise FrameRefused("a push before the plan is known")
+        assert isinstance(message.body, Push)
+        try:
+            results = self._holder.push(rank_of(message.sender), message.body, message.frames)
+        except FrameRefused:
+            raise
+        except RuntimeFault as fault:
+            self.member.send(HUB, Leave(str(fault)))
+            raise
+        plan = self._holder.plan
+        chunk = plan.chunks[message.body.chunk]
+        node = plan.cluster.server_nodes[self.index]
+        urgency = plan.priority(chunk)
+        for result in results:
+            for target in plan.route(chunk).topology.fanout(node, plan.cluster):
+                name = plan.cluster.name(target)
+                self.member.send(name, result.body, result.frames, priority=urgency)
+
+
+def serve(env: Mapping[str, str]) -> int:
+    """Run one server from its environment; see ``processes.start_server``."""
+    index = int(env["SLIPSTREAM_SERVER_INDEX"])
+    host = env["SLIPSTREAM_BIND"]
+    credentials = Credentials.on(
+        host,
+        env["SLIPSTREAM_SECRET"].encode(),
+        env["SLIPSTREAM_JOB"],
+        encrypt=env.get("SLIPSTREAM_ENCRYPT", "1") != "0",
+    )
+    transport = ZmqTransport(f"server {index}", host=host, credentials=credentials)
+    member = Member(transport.name, transport)
+    server = Server(index, member)
+    print(json.dumps({"address": transport.address}), flush=True)
+    os.dup2(2, 1)  # nothing else may follow the address
+    while not server.done and not abandoned():
+        try:
+            member.pump_once(0.25)
+        except RuntimeFault as fault:
+            member.fail(fault)
+    transport.close()
+    return 0 if member.fault is None else 1
+
+
+def abandoned() -> bool:
+    """Whether whoever started this process has let go of its standard input."""
+    readable, _, _ = select.select([0], [], [], 0)
+    return bool(readable) and not os.read(0, 4096)
+
+
+def allow_many_connections() -> None:
+    """Strangers may open connections until they are cut; they must not use up all descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    allow_many_connections()
+    sys.exit(serve(os.environ))

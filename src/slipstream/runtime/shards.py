@@ -1,0 +1,111 @@
+"""Starting a job's servers, telling them the plan, and knowing which stands beside whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slipstream.errors import ConfigError, TooManyServers
+from slipstream.runtime.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.joining import Membership
+from slipstream.runtime.member import HUB
+from slipstream.runtime.processes import ServerProcess, start_server
+from slipstream.strategy import Plan, Strategy
+from slipstream.transports.wire import Configure, Message, Ready
+from slipstream.types import Cluster, Spec
+
+
+def choose_cluster(strategy: Strategy, specs: tuple[Spec, ...], membership: Membership) -> Cluster:
+    """As many servers as were asked for; else one a host, or fewer for a small model."""
+    env = membership.env
+    if not strategy.needs_servers(specs, env.world_size):
+        return Cluster(env.world_size)
+    asked = len(env.server_addresses) or env.servers
+    if asked:
+        return Cluster(env.world_size, asked)
+    for servers in range(len(membership.first_on_each_host), 1, -1):
+        try:
+            strategy.plan(specs, Cluster(env.world_size, servers))
+        except TooManyServers:
+            continue
+        return Cluster(env.world_size, servers)
+    return Cluster(env.world_size, 1)
+
+
+@dataclass(slots=True)
+class Shards:
+    """The servers of a job, as one worker sees them."""
+
+    addresses: tuple[str, ...] = ()
+    beside: frozenset[str] = frozenset()
+    own: list[ServerProcess] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, plan: Plan, membership: Membership) -> Shards:
+        """Start this worker's share of the servers and link to all of them."""
+        env, rendezvous = membership.env, membership.rendezvous
+        count = plan.cluster.servers
+        shards = cls()
+        if env.server_addresses:
+            shards.addresses = env.server_addresses
+        else:
+            starters = membership.first_on_each_host
+            mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
+            shards._start_own(mine, membership)
+            shards.addresses = tuple(
+                rendezvous.read(f"server/{k}", starters[k % len(starters)], str)
+                for k in range(count)
+            )
+            shards.beside = frozenset(f"server {k}" for k in mine)
+        for k, address in enumerate(shards.addresses):
+            membership.transport.connect(f"server {k}", address)
+        return shards
+
+    def _start_own(self, mine: list[int], membership: Membership) -> None:
+        credentials = membership.rendezvous.credentials
+        for k in mine:
+            server = start_server(
+                index=k,
+                secret=credentials.secret.decode(),
+                job=credentials.job,
+                encrypt=credentials.encrypt,
+                bind=membership.host,
+                timeout_s=membership.limits.start_s,
+            )
+            self.own.append(server)
+            membership.rendezvous.post(f"server/{k}", server.address)
+
+    def configure(
+        self, plan: Plan, membership: Membership, optimizer: OptimizerRecipe | None
+    ) -> None:
+        """Rank 0 tells every server the plan and waits until all have understood it."""
+        member = membership.member
+        if member.name != HUB or not self.addresses:
+            return
+        answers: dict[str, str | None] = {}
+
+        def on_ready(message: Message) -> None:
+            assert isinstance(message.body, Ready)
+            with member.changed:
+                answers[message.sender] = message.body.reason
+                member.changed.notify_all()
+
+        member.on(Ready, on_ready)
+        names = [f"server {k}" for k in range(len(self.addresses))]
+        workers = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
+        content = Configuration.of(plan, workers, membership.limits.silence_s, optimizer).encode()
+        for name in names:
+            member.send(name, Configure(), [content])
+        member.wait_until(
+            lambda: len(answers) == len(names),
+            what="the servers to take the plan",
+            limit_s=membership.limits.start_s,
+            missing=lambda: [name for name in names if name not in answers],
+        )
+        for name, reason in answers.items():
+            if reason is not None:
+                raise ConfigError(f"{name} refused the plan: {reason}")
+        member.expect(*names)
+
+    def close(self) -> None:
+        for server in self.own:
+            server.close()

@@ -1,0 +1,86 @@
+"""Rank 0's tensors to everybody, piece by piece from rank to rank.
+
+Each rank passes a piece on as it arrives, so the whole takes about as long as one copy over one
+link, however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slipstream.errors import FrameRefused
+from slipstream.runtime.member import Member
+from slipstream.transports.wire import Message, Piece, checksum
+from slipstream.types import Values
+
+PIECE_BYTES = 4 * 1024 * 1024
+
+
+class StateChain:
+    """One worker's link of the chain; ``run`` must be called on every rank in the same order."""
+
+    def __init__(self, rank: int, world_size: int, member: Member, limit_s: float) -> None:
+        self._rank = rank
+        self._next = f"rank {rank + 1}" if rank + 1 < world_size else None
+        self._member = member
+        self._limit_s = limit_s
+        self._sync = 0
+        self._targets: Sequence[Values] = ()
+        self._left = 0
+        self._early: list[Message] = []
+        member.on(Piece, self._on_piece)
+
+    def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> None:
+        """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same."""
+        if self._rank == 0:
+            self._send_all(tensors)
+        else:
+            with self._member.changed:
+                self._targets = tensors
+                self._left = sum(values.data.nbytes for values in tensors)
+                early, self._early = self._early, []
+                for message in early:
+                    self._take(message)
+            self._member.wait_until(
+                lambda: not self._left,
+                what="rank 0's weights",
+                limit_s=self._limit_s,
+                missing=lambda: [f"rank {self._rank - 1}"],
+            )
+        self._sync += 1
+        finish()
+
+    def _send_all(self, tensors: Sequence[Values]) -> None:
+        if self._next is None:
+            return
+        for index, values in enumerate(tensors):
+            for offset in range(0, values.data.nbytes, PIECE_BYTES):
+                piece = values.data[offset : offset + PIECE_BYTES]
+                body = Piece(self._sync, index, offset, checksum([piece]))
+                self._member.send(self._next, body, [piece])
+
+    def _on_piece(self, message: Message) -> None:
+        assert isinstance(message.body, Piece)
+        if message.sender != f"rank {self._rank - 1}" or len(message.frames) != 1:
+            raise FrameRefused(f"a piece of state from {message.sender}")
+        with self._member.changed:
+            if self._left == 0 or message.body.sync != self._sync:
+                # The rank before may be further: keep what is for the run to come.
+                self._early.append(message)
+            else:
+                self._take(message)
+            self._member.changed.notify_all()
+
+    def _take(self, message: Message) -> None:
+        body, frame = message.body, message.frames[0]
+        assert isinstance(body, Piece)
+        nbytes = memoryview(frame).nbytes
+        if body.tensor >= len(self._targets):
+            raise FrameRefused(f"a piece of tensor {body.tensor}")
+        target = self._targets[body.tensor].data
+        if body.offset + nbytes > target.nbytes or checksum(message.frames) != body.crc:
+            raise FrameRefused(f"a piece of tensor {body.tensor} that does not fit")
+        if self._next is not None:
+            self._member.send(self._next, body, message.frames)
+        memoryview(target)[body.offset : body.offset + nbytes] = memoryview(frame)
+        self._left -= nbytes

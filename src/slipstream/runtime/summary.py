@@ -1,0 +1,84 @@
+"""The figures of a run: one worker's, and all workers' put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Bytes of one worker. ``local`` went to the server beside it, ``control`` is everything that
+    is not training payload: headers, heartbeats, the first copy of the weights."""
+
+    sent: int = 0
+    received: int = 0
+    local: int = 0
+    control: int = 0
+    by_scheme: dict[str, int] = {}
+
+
+class WorkerFigures(msgspec.Struct, frozen=True):
+    """What one worker knows of its run."""
+
+    strategy: str
+    workers: int
+    servers: int
+    steps: int
+    wall_s: float
+    samples: int
+    loss: float | None
+    accuracy: float | None
+    weights_sha256: str | None
+    traffic: Traffic
+    wait_s: float
+    faults: dict[str, int]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> WorkerFigures:
+        return msgspec.json.decode(content, type=cls)
+
+
+def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
+    """All workers' figures as one: totals of bytes and samples, the mean of time waited."""
+    first = figures[0]
+    wall_s = max(worker.wall_s for worker in figures)
+    samples = sum(worker.samples for worker in figures)
+    by_scheme: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for worker in figures:
+        by_scheme.update(worker.traffic.by_scheme)
+        faults.update(worker.faults)
+    return {
+        "strategy": first.strategy,
+        "workers": first.workers,
+        "servers": first.servers,
+        "steps": first.steps,
+        "wall_s": wall_s,
+        "samples": samples,
+        "samples_per_s": samples / wall_s if wall_s > 0 else 0.0,
+        "loss": first.loss,
+        "accuracy": first.accuracy,
+        "weights_sha256": [worker.weights_sha256 for worker in figures],
+        "bytes": {
+            "sent": sum(worker.traffic.sent for worker in figures),
+            "received": sum(worker.traffic.received for worker in figures),
+            "local": sum(worker.traffic.local for worker in figures),
+            "control": sum(worker.traffic.control for worker in figures),
+            "by_scheme": dict(by_scheme),
+        },
+        "wait_s": sum(worker.wait_s for worker in figures) / len(figures),
+        "faults": dict(faults),
+        "per_worker": [per_worker(worker) for worker in figures] if len(figures) > 1 else [],
+    }
+
+
+def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(figures)
+    kept = {key: plain[key] for key in ("steps", "wall_s", "samples", "loss", "wait_s")}
+    return {**kept, "bytes": plain["traffic"]}

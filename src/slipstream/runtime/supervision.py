@@ -1,0 +1,141 @@
+"""What to do when members of a job end: pure, so that every order of events can be tried."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# A worker that ends only because another one failed exits with this (EX_UNAVAILABLE), so that
+# the launcher names the one that failed even if that one takes longer to go.
+EXIT_PEER_FAILED = 69
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long members may take: to end by themselves after a failure, after SIGTERM, to start."""
+
+    grace_s: float = 8.0
+    term_s: float = 3.0
+    kill_s: float = 5.0
+    server_start_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A member ended; a negative code is the signal that killed it."""
+
+    member: str
+    code: int
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def remoteness(self) -> int:
+        """How far from the cause this end may be; members follow one another out of a job."""
+        if self.code < 0 or (self.is_worker and self.code != EXIT_PEER_FAILED):
+            return 0
+        return 2 if self.is_worker else 1  # servers stay longest: they see every end
+
+    @property
+    def is_worker(self) -> bool:
+        return self.member.startswith("rank")
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"{self.member} was killed by {signal_name(-self.code)}"
+        return f"{self.member} exited with code {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher itself was asked to stop."""
+
+    signum: int
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum
+
+    def __str__(self) -> str:
+        by = "Ctrl-C" if self.signum == signal.SIGINT else signal_name(self.signum)
+        return f"stopped by {by}"
+
+
+Event = Ended | Signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the job ended: the launcher's exit code and, unless all went well, the line to print."""
+
+    code: int
+    line: str = ""
+
+
+@dataclass(slots=True)
+class Supervision:
+    """Takes events, says which signal to send to the workers still there, and when to look again.
+
+    One failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A
+    signal to the launcher starts at SIGTERM, a second one goes on to SIGKILL.
+    """
+
+    limits: Limits
+    clock: Callable[[], float]
+    running: set[str] = field(default_factory=set)
+    deadline: float = math.inf
+    _failures: list[Ended] = field(default_factory=list)
+    _asked: Signalled | None = None
+    _sent: list[signal.Signals] = field(default_factory=list)
+
+    @property
+    def ending(self) -> bool:
+        return self._asked is not None or bool(self._failures)
+
+    def started(self, worker: str) -> None:
+        self.running.add(worker)
+
+    def take(self, event: Event) -> signal.Signals | None:
+        if isinstance(event, Signalled):
+            self._asked = self._asked or event
+            return self.press()
+        self.running.discard(event.member)
+        # A server may well be gone before the workers are: rank 0 dismisses it at the end.
+        if event.code != 0 and not self._sent:
+            self._failures.append(event)
+            self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
+        return None
+
+    def press(self) -> signal.Signals | None:
+        """The deadline has passed, or somebody is impatient: the next harder signal."""
+        steps = ((signal.SIGTERM, self.limits.term_s), (signal.SIGKILL, self.limits.kill_s))
+        if len(self._sent) == len(steps):
+            self.running.clear()  # stuck in the kernel: nothing more can be done about them
+            return None
+        signum, limit_s = steps[len(self._sent)]
+        self._sent.append(signum)
+        self.deadline = self.clock() + limit_s
+        return signum
+
+    def verdict(self) -> Verdict:
+        if not self._failures:
+            return Verdict(self._asked.exit_code, str(self._asked)) if self._asked else Verdict(0)
+        cause = min(self._failures, key=lambda failure: failure.remoteness)
+        return Verdict(cause.exit_code, f"{cause}{self._aftermath(cause)}")
+
+    def _aftermath(self, cause: Ended) -> str:
+        rest = "the other ranks" if cause.is_worker else "the ranks"
+        if self._sent:
+            return f"; {rest} were stopped"
+        return f"; {rest} ended with it" if len(self._failures) > 1 else ""
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,180 @@
+"""A strategy maps every tensor to a route and adds one consistency, one schedule, one update.
+
+``Strategy.plan`` turns that into chunks and holders, or refuses with the reason, before anything
+starts. A plan is a pure value: every member of a job works out the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from slipstream.codecs import Codec, Dense
+from slipstream.consistency import Consistency, Rounds
+from slipstream.errors import IncompatibleRoute
+from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
+from slipstream.topologies import Mesh, Sharded, Topology
+from slipstream.types import Chunk, Cluster, Node, Spec
+
+Road = Literal["links", "collective"]
+Update = Literal["worker", "server"]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of one tensor: who holds it, what is pushed, what is published, over what.
+
+    ``links`` are point-to-point messages; ``collective`` lets torch.distributed do the fan-out of
+    a mesh.
+    """
+
+    topology: Topology
+    push: Codec
+    publish: Codec
+    road: Road = "links"
+
+    @property
+    def scheme(self) -> str:
+        """What statistics call this route."""
+        place = self.topology.name if self.road == "links" else self.road
+        return f"{self.push.name}/{place}"
+
+    def check(self, spec: Spec) -> None:
+        self.push.check(spec)
+        self.publish.check(spec)
+        if self.road == "collective" and self.topology != Mesh():
+            raise IncompatibleRoute(
+                f"{spec.name!r}: collectives leave the result with every worker, which is a mesh; "
+                f"route it over links to use {self.topology.name}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is fixed before the first step."""
+
+    cluster: Cluster
+    specs: tuple[Spec, ...]
+    routes: tuple[Route, ...]
+    route_of: tuple[int, ...]
+    consistency: Consistency
+    schedule: Schedule
+    update: Update
+    chunk_bytes: int
+    layout: Layout
+    holders: tuple[tuple[Node, ...], ...]
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        cluster: Cluster,
+        specs: Sequence[Spec],
+        routes: Sequence[Route],
+        route_of: Sequence[int],
+        consistency: Consistency,
+        schedule: Schedule,
+        update: Update,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> Plan:
+        groups = [
+            Group(r, spec.dtype, spec.role, routes[r].push.splits and routes[r].publish.splits)
+            for spec, r in zip(specs, route_of, strict=True)
+        ]
+        layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
+        holders: list[tuple[Node, ...]] = [()] * len(layout.chunks)
+        for index, route in enumerate(routes):
+            chunks = [chunk for chunk in layout.chunks if chunk.route == index]
+            dealt = route.topology.deal([chunk.nbytes for chunk in chunks], cluster)
+            for chunk, nodes in zip(chunks, dealt, strict=True):
+                holders[chunk.index] = nodes
+        return cls(
+            cluster,
+            tuple(specs),
+            tuple(routes),
+            tuple(route_of),
+            consistency,
+            schedule,
+            update,
+            chunk_bytes,
+            layout,
+            tuple(holders),
+        )
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.layout.chunks
+
+    def route(self, chunk: Chunk) -> Route:
+        return self.routes[chunk.route]
+
+    def held_by(self, node: Node) -> tuple[Chunk, ...]:
+        return tuple(chunk for chunk in self.chunks if node in self.holders[chunk.index])
+
+    def priority(self, chunk: Chunk) -> int:
+        """A chunk is as urgent as its most urgent tensor."""
+        last = len(self.specs)
+        orders = [self.specs[segment.tensor].order for segment in chunk.segments]
+        return min(self.schedule.priority(forward_order=o, backward_order=last - o) for o in orders)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One point in the design space; ``slipstream.systems`` holds the named ones."""
+
+    name: str
+    route: Callable[[Spec, Cluster], Route]
+    consistency: Consistency
+    schedule: Schedule
+    update: Update = "worker"
+    chunk_bytes: int = CHUNK_BYTES
+
+    def plan(self, specs: Sequence[Spec], cluster: Cluster) -> Plan:
+        """Route, check and lay out every tensor."""
+        routes: list[Route] = []
+        route_of = []
+        for spec in specs:
+            route = self.route(spec, cluster)
+            route.check(spec)
+            if self.update == "server" and not route.topology.needs_servers:
+                raise IncompatibleRoute(
+                    f"{spec.name!r} travels {route.scheme}, which has no server to update it; "
+                    "use update='worker'"
+                )
+            if route not in routes:
+                routes.append(route)
+            route_of.append(routes.index(route))
+        return Plan.make(
+            cluster=cluster,
+            specs=specs,
+            routes=routes,
+            route_of=route_of,
+            consistency=self.consistency,
+            schedule=self.schedule,
+            update=self.update,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def needs_servers(self, specs: Sequence[Spec], workers: int) -> bool:
+        cluster = Cluster(workers, servers=1)
+        return any(self.route(spec, cluster).topology.needs_servers for spec in specs)
+
+
+PARTS: dict[str, type[Any]] = {
+    part.__name__: part
+    for part in (AfterBackward, Dense, Mesh, Priority, Rounds, Sharded, WaitFree)
+}
+
+
+def describe(part: Any) -> tuple[str, dict[str, Any]]:
+    """A frozen part as plain data, for the wire: its name and its fields."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return type(part).__name__, values
+
+
+def rebuild(description: Sequence[Any]) -> Any:
+    """The part that ``describe`` described."""
+    name, values = description
+    return PARTS[name](**values)

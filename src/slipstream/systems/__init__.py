@@ -1,0 +1,56 @@
+"""The named systems, each a short composition; ``parse`` reads one from text."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable
+
+from slipstream.errors import UnknownStrategy
+from slipstream.strategy import Strategy
+from slipstream.systems.all_to_all import all_to_all
+from slipstream.systems.allreduce import allreduce
+from slipstream.systems.push_pull import push_pull
+
+__all__ = ["SYSTEMS", "all_to_all", "allreduce", "parse", "push_pull"]
+
+SYSTEMS: dict[str, Callable[..., Strategy]] = {
+    "all_to_all": all_to_all,
+    "allreduce": allreduce,
+    "push_pull": push_pull,
+}
+
+
+def parse(text: str) -> Strategy:
+    """``push_pull`` or ``push_pull(overlap=False)``: what command lines and environments give."""
+    name, arguments = read_call(text)
+    if name not in SYSTEMS:
+        near = difflib.get_close_matches(name, SYSTEMS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownStrategy(f"no strategy {name!r}: there are {', '.join(SYSTEMS)}{hint}")
+    factory = SYSTEMS[name]
+    unknown = set(arguments) - set(inspect.signature(factory).parameters)
+    if unknown:
+        takes = ", ".join(inspect.signature(factory).parameters) or "no arguments"
+        raise UnknownStrategy(
+            f"{name} does not take {', '.join(sorted(unknown))}: it takes {takes}"
+        )
+    return factory(**arguments)
+
+
+def read_call(text: str) -> tuple[str, dict[str, object]]:
+    """The name and the literal keyword arguments of a call."""
+    malformed = UnknownStrategy(
+        f"cannot read strategy {text!r}: write NAME or NAME(key=value, …) with literal values"
+    )
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if isinstance(node, ast.Name):
+            return node.id, {}
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+            raise malformed
+        pairs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise malformed from error
+    return node.func.id, {key: value for key, value in pairs.items() if key is not None}

@@ -1,0 +1,7 @@
+"""Who holds a chunk, and to whom its holder fans out. Pure."""
+
+from slipstream.topologies.mesh import Mesh
+from slipstream.topologies.protocol import Topology
+from slipstream.topologies.sharded import Sharded
+
+__all__ = ["Mesh", "Sharded", "Topology"]

@@ -1,0 +1,23 @@
+"""Peer mesh: every worker holds everything and hears from every other worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slipstream.types import Cluster, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """All workers hold each chunk; what a holder works out stays with it."""
+
+    name: ClassVar[str] = "mesh"
+    needs_servers: ClassVar[bool] = False
+
+    def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
+        return (cluster.worker_nodes,) * len(nbytes)
+
+    def fanout(self, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        return (holder,)

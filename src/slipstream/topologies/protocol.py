@@ -1,0 +1,26 @@
+"""What a topology answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.types import Cluster, Node
+
+
+class Topology(Protocol):
+    """A frozen recipe that places chunks and names the receivers of what a holder publishes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_servers(self) -> bool: ...
+
+    def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
+        """The holders of each chunk, given every chunk's size."""
+        ...
+
+    def fanout(self, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        """Who receives what this holder publishes."""
+        ...

@@ -1,0 +1,1 @@
+"""Where slipstream meets torch: tensors, autograd hooks, optimizers, checkpoints."""

@@ -1,0 +1,162 @@
+"""Checkpoints: one safetensors file with tensors by name and everything else as JSON beside them.
+
+Written whole or not at all, and independent of how many workers and servers wrote it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from slipstream.errors import CheckpointError
+from slipstream.torch.inventory import whole_state
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What a file holds: named tensors, and JSON that may refer to them."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Beside the target first, then in its place: a reader sees the old file or the new."""
+        content = save(self.tensors, {"slipstream": json.dumps(self.facts)})
+        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            sync_directory(path.parent)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["slipstream"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise CheckpointError(f"no checkpoint at {path}") from None
+        except KeyError:
+            raise CheckpointError(
+                f"{path} is a safetensors file but not a slipstream checkpoint"
+            ) from None
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+        if facts.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {facts.get('format')}, this slipstream reads {FORMAT}"
+            )
+        return cls(tensors, facts)
+
+
+def sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Plain data as JSON; tensors go aside under a name and leave a reference."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"$tensor": name}
+    if isinstance(value, Mapping):
+        return {"$dict": [[key, pack(v, f"{name}/{key}", tensors)] for key, v in value.items()]}
+    if isinstance(value, tuple | list):
+        kind = "$tuple" if isinstance(value, tuple) else "$list"
+        return {kind: [pack(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"optimizer state {name} holds a {type(value).__name__}, which a checkpoint cannot keep"
+    )
+
+
+def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$dict" in value:
+        return {key: unpack(v, tensors) for key, v in value["$dict"]}
+    if "$tuple" in value:
+        return tuple(unpack(v, tensors) for v in value["$tuple"])
+    return [unpack(v, tensors) for v in value["$list"]]
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"model/{name}": tensor.cpu().contiguous().clone() for name, tensor in whole_state(model)
+    }
+
+
+def check_fits(model: nn.Module, checkpoint: Checkpoint, path: Path) -> None:
+    """The checkpoint must hold exactly this model's tensors."""
+    here = {f"model/{name}": tensor for name, tensor in whole_state(model)}
+    there = {name: t for name, t in checkpoint.tensors.items() if name.startswith("model/")}
+    for name in sorted(here.keys() ^ there.keys()):
+        side = "the checkpoint" if name in there else "the model"
+        raise CheckpointError(f"{path}: only {side} has {name.removeprefix('model/')!r}")
+    for name, tensor in here.items():
+        if tensor.shape != there[name].shape or tensor.dtype != there[name].dtype:
+            raise CheckpointError(
+                f"{path}: {name.removeprefix('model/')!r} is {tuple(there[name].shape)} "
+                f"{there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} in the model"
+            )
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    with torch.no_grad():
+        for name, tensor in whole_state(model):
+            tensor.copy_(checkpoint.tensors[f"model/{name}"])
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's, Python's and numpy's generators, as JSON."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        "cuda": [
+            base64.b64encode(state.numpy().tobytes()).decode()
+            for state in (torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+        ],
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+    torch.set_rng_state(tensor(state["torch"]))
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([tensor(text) for text in state["cuda"]])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002

@@ -1,0 +1,172 @@
+"""The worker's half of a round over collectives: flat buckets, all-reduced in a fixed order."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.codecs import Dense
+from slipstream.errors import IncompatibleRoute, RuntimeFault
+from slipstream.strategy import Plan
+from slipstream.torch.staging import as_real
+from slipstream.transports.collective import Collectives
+from slipstream.types import Chunk
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One chunk's flat memory; the last elements say which segments this worker has.
+
+    The presence marks ride in the bucket itself: summed over workers they tell whether anybody
+    had a gradient, without a collective of their own.
+    """
+
+    chunk: Chunk
+    flat: torch.Tensor
+    unready: int
+    work: Any = None
+
+    def values(self, start: int, numel: int) -> torch.Tensor:
+        return self.flat[start : start + numel]
+
+    @property
+    def marks(self) -> torch.Tensor:
+        return self.flat[self.chunk.numel :]
+
+
+class CollectiveExchange:
+    """All chunks of a plan that travel by collectives; implements ``Exchange``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[torch.Tensor],
+        collectives: Collectives,
+        member: Any,
+    ) -> None:
+        self.plan = plan
+        self.step = 0
+        self.wait_s = 0.0
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self._parameters = parameters
+        self._collectives = collectives
+        self._member = member
+        self._buckets = [
+            self._bucket(chunk) for chunk in plan.chunks if plan.route(chunk).road == "collective"
+        ]
+        self._places = self._find_places()
+        self._fired: set[int] = set()
+        self._launched = 0
+        self._outstanding = False
+
+    def _bucket(self, chunk: Chunk) -> Bucket:
+        codec = self.plan.route(chunk).push
+        if not isinstance(codec, Dense):
+            raise IncompatibleRoute(f"collectives carry dense values only, not {codec.name}")
+        dtype = getattr(torch, codec.wire_dtype(chunk.dtype))
+        size = chunk.numel + len(chunk.segments)
+        flat = torch.zeros(size, dtype=dtype, device=self._collectives.device)
+        return Bucket(chunk, flat, len(chunk.segments))
+
+    def _find_places(self) -> dict[int, list[tuple[int, int, int, int]]]:
+        """For each tensor: (bucket, segment number, start in tensor, start in bucket)."""
+        places: dict[int, list[tuple[int, int, int, int]]] = {}
+        for b, bucket in enumerate(self._buckets):
+            offset = 0
+            for s, segment in enumerate(bucket.chunk.segments):
+                places.setdefault(segment.tensor, []).append((b, s, segment.start, offset))
+                offset += segment.numel
+        return places
+
+    def ready(self, tensor: int) -> None:
+        if tensor not in self._places:
+            return
+        if tensor in self._fired:
+            raise RuntimeFault(
+                f"the gradient of {self.plan.specs[tensor].name!r} was completed twice in one "
+                "backward pass (re-entrant checkpointing of a shared weight does this): use "
+                "checkpoint(..., use_reentrant=False) or a strategy with overlap=False"
+            )
+        self._fired.add(tensor)
+        gradient = self._parameters[tensor].grad
+        flat = None if gradient is None else flatten(gradient)
+        for b, s, start, offset in self._places[tensor]:
+            bucket = self._buckets[b]
+            numel = bucket.chunk.segments[s].numel
+            bucket.marks[s] = flat is not None
+            if flat is None:
+                bucket.values(offset, numel).zero_()
+            else:
+                bucket.values(offset, numel).copy_(flat[start : start + numel])
+            bucket.unready -= 1
+        self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        # Every rank must start its collectives in the same order.
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].unready:
+            bucket = self._buckets[self._launched]
+            bucket.work = self._collectives.all_reduce(bucket.flat)
+            self._launched += 1
+            self._count(bucket)
+
+    def _count(self, bucket: Bucket) -> None:
+        """A ring moves 2(n-1)/n of the bucket in all, half of it out."""
+        n = self.plan.cluster.workers
+        nbytes = bucket.flat.numel() * bucket.flat.element_size()
+        scheme = self.plan.route(bucket.chunk).scheme
+        self.sent[scheme] += 2 * (n - 1) * nbytes // n
+        self.received[scheme] += 2 * (n - 1) * nbytes // n
+
+    def flush(self) -> None:
+        for tensor in self._places:
+            if tensor not in self._fired:
+                self.ready(tensor)
+        self._fired.clear()
+        self._launched = 0
+        self._outstanding = True
+        self._member.round = max(self._member.round, self.step + 1)
+
+    def wait(self, tensors: Iterable[int] | None = None) -> None:
+        if not self._outstanding:
+            return
+        begun = time.monotonic()
+        for bucket in self._buckets:
+            self._collectives.wait(bucket.work)
+        self.wait_s += time.monotonic() - begun
+        for tensor in self._places:
+            self._write(tensor)
+        for bucket in self._buckets:
+            bucket.unready = len(bucket.chunk.segments)
+        self._outstanding = False
+
+    def _write(self, tensor: int) -> None:
+        first_bucket, first_segment, _, _ = self._places[tensor][0]
+        if not self._buckets[first_bucket].marks[first_segment]:
+            return  # nobody used it: its gradient stays as it is
+        parameter = self._parameters[tensor]
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+        whole = as_real(parameter.grad)
+        flat = whole.reshape(-1) if not whole.is_contiguous() else whole.view(-1)
+        for b, s, start, offset in self._places[tensor]:
+            bucket = self._buckets[b]
+            numel = bucket.chunk.segments[s].numel
+            mean = bucket.values(offset, numel)
+            target = flat[start : start + numel]
+            if mean.dtype == target.dtype and mean.device == target.device:
+                torch.div(mean, self.plan.cluster.workers, out=target)
+            else:
+                target.copy_(mean.to(target) / self.plan.cluster.workers)
+        if not whole.is_contiguous():
+            whole.copy_(flat.view(whole.shape))
+
+
+def flatten(gradient: torch.Tensor) -> torch.Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return as_real(dense).reshape(-1)

@@ -1,0 +1,61 @@
+"""Waits for a layer's weights just before that layer's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ForwardGate:
+    """Hooks on every module that owns exchanged tensors.
+
+    A module's own weights are awaited when it is called. Weights of modules that the first pass
+    never called (``nn.MultiheadAttention`` reads its projection's weight without calling it) are
+    awaited when the model is entered. A weight that is read only outside of any forward must be
+    read after ``job.wait()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        index_of: Mapping[int, int],
+        wait: Callable[[Sequence[int] | None], None],
+    ) -> None:
+        self._wait = wait
+        self._all = frozenset(index_of.values())
+        self._awaited_at_call: set[int] = set()
+        self._depth = 0
+        self._handles = []
+        for module in model.modules():
+            own = tuple(
+                index_of[id(tensor)]
+                for tensor in [
+                    *module.parameters(recurse=False),
+                    *module.buffers(recurse=False),
+                ]
+                if id(tensor) in index_of
+            )
+            self._handles.append(
+                module.register_forward_pre_hook(self._entering(own), prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        self._handles.append(model.register_state_dict_pre_hook(lambda *_: wait(None)))
+
+    def _entering(self, own: tuple[int, ...]) -> Callable[..., None]:
+        def entering(_module: nn.Module, _inputs: Any) -> None:
+            if self._depth == 0:
+                self._wait(sorted(self._all - self._awaited_at_call))
+            self._depth += 1
+            if own:
+                self._wait(own)
+                self._awaited_at_call.update(own)
+
+        hook: Callable[..., None] = torch.compiler.disable(entering)
+        return hook
+
+    @torch.compiler.disable
+    def _leaving(self, *_: Any) -> None:
+        self._depth -= 1

@@ -1,0 +1,91 @@
+"""What a model holds: the tensors that are exchanged, and the whole state that is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.errors import ForeignParameters
+from slipstream.types import ITEM_BYTES, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Trainable parameters and floating-point buffers in forward order, with their specs.
+
+    ``tensors[i]`` belongs to ``specs[i]``. A tied weight appears once.
+    """
+
+    specs: tuple[Spec, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Inventory:
+        specs: list[Spec] = []
+        tensors: list[torch.Tensor] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                specs.append(spec_of(name, parameter, len(specs), "parameter"))
+                tensors.append(parameter)
+        for name, buffer in model.named_buffers():
+            if dtype_name(buffer) in ITEM_BYTES:
+                specs.append(spec_of(name, buffer, len(specs), "buffer"))
+                tensors.append(buffer)
+        return cls(tuple(specs), tuple(tensors))
+
+    def only(self, keep: set[int]) -> Inventory:
+        """Without the tensors whose index is not in ``keep``; orders stay."""
+        return Inventory(
+            tuple(spec for i, spec in enumerate(self.specs) if i in keep),
+            tuple(tensor for i, tensor in enumerate(self.tensors) if i in keep),
+        )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype that travels: a complex number travels as two real ones."""
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def spec_of(name: str, tensor: torch.Tensor, order: int, role: str) -> Spec:
+    shape = (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+    return Spec(
+        name, shape, dtype_name(tensor), order, "parameter" if role == "parameter" else "buffer"
+    )
+
+
+def whole_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer, frozen and integer ones too, each once."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor.detach()) for name, tensor in named]
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Every parameter the optimizer holds must be the model's."""
+    known = {id(parameter) for parameter in model.parameters()}
+    foreign = [
+        f"group {g}, parameter {p} of shape {tuple(parameter.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for p, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ForeignParameters(
+            f"the optimizer holds a parameter that is not in the model ({foreign[0]}{more}): "
+            "build the optimizer from model.parameters() of the model you distribute"
+        )
+
+
+def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """One line for each thing that must be equal on all ranks."""
+    lines = [
+        f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}: "
+        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f"{'' if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ' frozen'}"
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    return [*lines, f"optimizer: {type(optimizer).__name__} with parameter groups of {groups}"]

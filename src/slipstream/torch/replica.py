@@ -1,0 +1,250 @@
+"""One worker's part of a distributed model: everything ``job.distribute`` sets up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
+from slipstream.runtime.configuration import OptimizerRecipe
+from slipstream.runtime.exchange import Exchange, LinkExchange
+from slipstream.runtime.joining import Membership
+from slipstream.runtime.shards import Shards, choose_cluster
+from slipstream.runtime.state_chain import StateChain
+from slipstream.strategy import Plan, Strategy
+from slipstream.torch.collective_exchange import CollectiveExchange
+from slipstream.torch.forward_gate import ForwardGate
+from slipstream.torch.inventory import Inventory, check_optimizer, portrait, whole_state
+from slipstream.torch.server_state import ServerState
+from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
+from slipstream.torch.shard_optimizer import check_elementwise, settings_of
+from slipstream.torch.slots import LiveTensors
+from slipstream.torch.staging import Staging
+from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
+from slipstream.transports.collective import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The parts, wired together."""
+
+    plan: Plan
+    synchronizer: Synchronizer
+    optimizer: torch.optim.Optimizer
+    exchanges: tuple[Exchange, ...]
+    shards: Shards
+    chain: StateChain
+    server_state: ServerState | None
+    collectives: Collectives | None
+
+    @property
+    def link_exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(e for e in self.exchanges if isinstance(e, LinkExchange))
+
+    def bytes(self) -> tuple[Counter[str], Counter[str]]:
+        """Payload sent and received, by scheme."""
+        sent: Counter[str] = Counter()
+        received: Counter[str] = Counter()
+        for exchange in self.exchanges:
+            sent += exchange.sent
+            received += exchange.received
+        return sent, received
+
+    def close(self) -> None:
+        if self.collectives is not None:
+            self.collectives.close()
+        self.shards.close()
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
+    """What will be exchanged; refuses what cannot work, before anything starts."""
+    check_optimizer(model, optimizer)
+    inventory = Inventory.of(model)
+    if not inventory.specs:
+        raise ConfigError("the model has no parameter that requires a gradient")
+    if strategy.update != "server":
+        return inventory
+    check_elementwise(optimizer)
+    groups = groups_of(optimizer)
+    kept = {
+        i
+        for i, (spec, tensor) in enumerate(zip(inventory.specs, inventory.tensors, strict=True))
+        if spec.role == "buffer" or id(tensor) in groups
+    }
+    return inventory.only(kept)
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    return {
+        id(parameter): g
+        for g, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+
+def agree(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    membership: Membership,
+) -> Inventory:
+    """``prepare`` on every rank; an error of one, or a difference, is the same error on all."""
+    problem, inventory = None, None
+    try:
+        inventory = prepare(model, optimizer, strategy)
+    except SlipstreamError as error:
+        problem = error
+    lines = [] if problem else [f"strategy: {strategy.name}", *portrait(model, optimizer)]
+    said = membership.rendezvous.gather("model", [str(problem or ""), lines], list[Any])
+    if problem is not None:
+        raise problem
+    for rank, (trouble, other) in enumerate(said):
+        if trouble:
+            raise ConfigError(f"rank {rank}: {trouble}")
+        if other != said[0][1]:
+            raise ModelMismatch(difference(rank, said[0][1], other))
+    assert inventory is not None
+    return inventory
+
+
+def difference(rank: int, first: list[str], other: list[str]) -> str:
+    """The first thing in which a rank's model differs from rank 0's."""
+    for mine, theirs in zip(first, other, strict=False):
+        if mine != theirs:
+            return f"rank {rank} brought a different model: {theirs}; on rank 0 {mine}"
+    longer, who = (other, rank) if len(other) > len(first) else (first, 0)
+    extra = longer[min(len(first), len(other))]
+    return f"rank {rank} brought a different model: only rank {who} has {extra}"
+
+
+def replicate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    membership: Membership,
+) -> Replica:
+    """Plan, start servers, copy rank 0's state, and hook into the model."""
+    inventory = agree(model, optimizer, strategy, membership)
+    plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
+    shards = Shards.start(plan, membership)
+    try:
+        return _wire(model, optimizer, plan, inventory, shards, membership)
+    except BaseException:
+        shards.close()
+        raise
+
+
+def _wire(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    inventory: Inventory,
+    shards: Shards,
+    membership: Membership,
+) -> Replica:
+    env, member, limits = membership.env, membership.member, membership.limits
+    by_server = plan.update == "server"
+    recipe = recipe_for(optimizer, inventory) if by_server else None
+    chain = StateChain(env.rank, env.world_size, member, limits.wait_s)
+    shards.configure(plan, membership, recipe)
+    membership.rendezvous.gather("configured", True, bool)
+    copy_state(chain, model)
+    slots = LiveTensors(plan, inventory.tensors, Staging())
+    exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
+    parts = (model, plan, inventory, slots, exchanges)
+    server_state = None
+    synchronizer: Synchronizer
+    if by_server:
+        remote = RemoteOptimizer(optimizer)
+        synchronizer = remote.synchronizer = ServerUpdates(remote, *parts)
+        server_state = ServerState(plan, inventory, member, limits.wait_s)
+        for exchange in exchanges:
+            exchange.settings = synchronizer.settings
+        index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
+        ForwardGate(model, index_of, synchronizer.wait)
+        if env.rank == 0:
+            server_state.send_weights()
+        optimizer = remote
+    else:
+        synchronizer = WorkerUpdates(optimizer, *parts)
+    # Nobody trains before everybody can take a gradient.
+    membership.rendezvous.gather("distributed", True, bool)
+    return Replica(
+        plan, synchronizer, optimizer, exchanges, shards, chain, server_state, collectives
+    )
+
+
+def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
+    groups = groups_of(optimizer)
+    return OptimizerRecipe(
+        type(optimizer).__name__,
+        settings_of(optimizer),
+        [groups.get(id(tensor), -1) for tensor in inventory.tensors],
+    )
+
+
+def copy_state(chain: StateChain, model: nn.Module) -> None:
+    """Every parameter and buffer of rank 0's model to all ranks."""
+    staging = Staging()
+    tensors = [tensor for _, tensor in whole_state(model)]
+    views = []
+    for key, tensor in enumerate(tensors):
+        staging.fetch(key, tensor)
+        staging.readable(key, tensor)
+        views.append(staging.writable(key, tensor))
+
+    def finish() -> None:
+        for key, tensor in enumerate(tensors):
+            staging.commit(key, tensor)
+
+    chain.run(views, finish)
+
+
+def make_exchanges(
+    plan: Plan,
+    inventory: Inventory,
+    slots: LiveTensors,
+    shards: Shards,
+    membership: Membership,
+) -> tuple[tuple[Any, ...], Collectives | None]:
+    """One exchange for each road the plan uses."""
+    exchanges: list[Any] = []
+    collectives = None
+    roads = {route.road for route in plan.routes}
+    if "collective" in roads:
+        collectives = Collectives(
+            membership.rendezvous.store,
+            membership.env.rank,
+            membership.env.world_size,
+            host=membership.host,
+            device=collective_device(inventory),
+            limit_s=membership.limits.wait_s,
+            check=membership.member.check,
+            grace_s=membership.limits.silence_s + 2,
+        )
+        exchanges.append(
+            CollectiveExchange(plan, inventory.tensors, collectives, membership.member)
+        )
+    if "links" in roads:
+        exchanges.append(
+            LinkExchange(
+                membership.env.rank,
+                plan,
+                membership.member,
+                slots,
+                beside=shards.beside,
+                limit_s=membership.limits.wait_s,
+            )
+        )
+    return tuple(exchanges), collectives
+
+
+def collective_device(inventory: Inventory) -> torch.device:
+    """NCCL where all parameters are on one CUDA device; the CPU otherwise."""
+    devices = {tensor.device for tensor in inventory.tensors}
+    device = next(iter(devices))
+    return device if len(devices) == 1 and device.type == "cuda" else torch.device("cpu")

@@ -1,0 +1,79 @@
+"""Where servers update: gradients leave, new weights come back, the loop sees an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.errors import RuntimeFault
+from slipstream.torch.shard_optimizer import settings_of
+from slipstream.torch.synchronizer import Synchronizer
+from slipstream.transports.wire import Settings
+
+
+class ServerUpdates(Synchronizer):
+    """Results are awaited layer by layer, before the next forward (see ``ForwardGate``).
+
+    The learning rate and other settings travel with each gradient, so a change between
+    ``backward()`` and ``step()`` comes too late; so does a change of the gradients. Both are
+    refused rather than ignored.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        self._optimizer = optimizer
+        self._sent: Settings | None = None
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        super().__init__(*args)
+
+    def settings(self) -> Settings:
+        """The optimizer's settings, the same for all of a round."""
+        if self._sent is None:
+            self._sent = settings_of(self._optimizer)
+        return self._sent
+
+    def pass_ended(self) -> None:
+        if self.plan.schedule.leaves_during_backward:
+            self.flush()
+            self._versions = [
+                (p.grad, p.grad._version)
+                for group in self._optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+
+    def before_step(self) -> None:
+        super().before_step()
+        if self._sent is not None and settings_of(self._optimizer) != self._sent:
+            raise RuntimeFault(
+                "an optimizer setting was changed between backward() and step(), but with "
+                "update='server' it travels with the gradients: change it before backward()"
+            )
+        if any(gradient._version != version for gradient, version in self._versions):
+            raise RuntimeFault(
+                "gradients were changed between backward() and step() (clipping?), but with "
+                "update='server' they have already left: use update='worker' to see and change "
+                "the averaged gradients"
+            )
+        self._sent = None
+        self._versions = []
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """Shares the user's parameter groups; ``step`` only marks the end of a step."""
+
+    def __init__(self, local: torch.optim.Optimizer) -> None:
+        super().__init__(local.param_groups, local.defaults)
+        self.local = local
+        self.synchronizer: ServerUpdates | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.synchronizer is not None:
+            self.synchronizer.before_step()
+            self.synchronizer.after_step()
+        return loss

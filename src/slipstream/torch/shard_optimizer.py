@@ -1,0 +1,219 @@
+"""A real torch optimizer over one shard's chunks: elementwise ones do not notice the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import ConfigError, FrameRefused
+from slipstream.runtime.configuration import OptimizerRecipe
+from slipstream.strategy import Plan
+from slipstream.transports.wire import Fetch, Load, Message, Setting, Settings, State, checksum
+from slipstream.types import Chunk, Node, Values
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that servers cannot run on pieces of tensors."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+        return
+    raise ConfigError(
+        f"update='server' runs the optimizer on pieces of tensors, and {kind.__name__} is not one "
+        f"known to be elementwise ({', '.join(ELEMENTWISE)}): use update='worker', which takes any"
+    )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """Hyperparameters by group, as plain values."""
+    return [
+        {key: plain(value) for key, value in group.items() if key in optimizer.defaults}
+        for group in optimizer.param_groups
+    ]
+
+
+def plain(value: Any) -> Setting:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    if isinstance(value, tuple | list):
+        return [float(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"the optimizer setting {value!r} cannot travel to servers; use update='worker'"
+    )
+
+
+class ShardOptimizer:
+    """Weights and optimizer state of every chunk a server holds; implements ``Updater``."""
+
+    def __init__(self, plan: Plan, node: Node, recipe: OptimizerRecipe) -> None:
+        if recipe.name not in ELEMENTWISE:
+            raise ConfigError(f"{recipe.name} is not an elementwise optimizer")
+        self._plan = plan
+        self._chunks = {
+            chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.held_by(node)
+        }
+
+    def _chunk(self, index: int) -> ChunkOptimizer:
+        if index not in self._chunks:
+            raise FrameRefused(f"chunk {index} is not held here")
+        return self._chunks[index]
+
+    def apply(
+        self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
+    ) -> Sequence[Values | None]:
+        return self._chunk(chunk.index).apply(mean, settings)
+
+    def load(self, message: Message) -> None:
+        assert isinstance(message.body, Load)
+        refuse_damaged(message, message.body.crc)
+        self._chunk(message.body.chunk).load(message.frames)
+
+    def load_state(self, message: Message) -> None:
+        assert isinstance(message.body, State)
+        refuse_damaged(message, message.body.crc)
+        self._chunk(message.body.chunk).load_state(message.body.entries, message.frames)
+
+    def fetch(self, message: Message) -> tuple[State, list[bytes]]:
+        assert isinstance(message.body, Fetch)
+        entries, frames = self._chunk(message.body.chunk).state()
+        return State(message.body.chunk, entries, checksum(frames)), frames
+
+
+def refuse_damaged(message: Message, crc: int) -> None:
+    if checksum(message.frames) != crc:
+        raise FrameRefused("checksum does not match the bytes")
+
+
+class ChunkOptimizer:
+    """One chunk: a parameter for each segment, all views of one flat tensor."""
+
+    def __init__(self, plan: Plan, chunk: Chunk, recipe: OptimizerRecipe) -> None:
+        self._chunk = chunk
+        self._dtype: torch.dtype = getattr(torch, chunk.dtype)
+        self._groups: list[int] = []
+        self._parameters = []
+        groups: dict[int, dict[str, Any]] = {}
+        for segment in chunk.segments:
+            values = torch.zeros(segment.numel, dtype=self._dtype)
+            parameter = torch.nn.Parameter(values)
+            self._parameters.append(parameter)
+            # Buffers belong to no group: their mean is published as it is.
+            if plan.specs[segment.tensor].role == "parameter":
+                group = recipe.group_of[segment.tensor]
+                settings = {key: restored(v) for key, v in recipe.settings[group].items()}
+                groups.setdefault(group, {**settings, "params": []})["params"].append(parameter)
+        self._groups = list(groups)
+        kind = getattr(torch.optim, recipe.name)
+        self._optimizer = kind(list(groups.values()), **groups_defaults(groups)) if groups else None
+
+    def apply(
+        self, mean: Sequence[Values | None], settings: Settings | None
+    ) -> Sequence[Values | None]:
+        if self._optimizer is None:
+            return mean
+        self._set(settings)
+        for parameter, values in zip(self._parameters, mean, strict=True):
+            parameter.grad = None if values is None else tensor_of(values.data, self._dtype)
+        self._optimizer.step()
+        return [
+            None if values is None else values_of(parameter, values.dtype)
+            for parameter, values in zip(self._parameters, mean, strict=True)
+        ]
+
+    def _set(self, settings: Settings | None) -> None:
+        if settings is None or self._optimizer is None:
+            return
+        for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            if index >= len(settings):
+                raise FrameRefused(f"settings for {len(settings)} parameter groups, not {index}")
+            group.update({key: restored(value) for key, value in settings[index].items()})
+
+    def load(self, frames: Sequence[Any]) -> None:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        if [memoryview(frame).nbytes for frame in frames] != sizes:
+            raise FrameRefused(f"weights of chunk {self._chunk.index} have other sizes")
+        with torch.no_grad():
+            for parameter, frame in zip(self._parameters, frames, strict=True):
+                parameter.copy_(tensor_of(frame, self._dtype))
+
+    def state(self) -> tuple[list[tuple[int, str, str]], list[bytes]]:
+        """Every tensor of the optimizer's state, by segment and name."""
+        entries, frames = [], []
+        for index, parameter in enumerate(self._parameters):
+            state = self._optimizer.state.get(parameter, {}) if self._optimizer else {}
+            for name, value in state.items():
+                if value is None:
+                    continue
+                tensor = torch.as_tensor(value)
+                entries.append((index, name, str(tensor.dtype).removeprefix("torch.")))
+                frames.append(bytes_of(tensor))
+        return entries, frames
+
+    def load_state(self, entries: Sequence[tuple[int, str, str]], frames: Sequence[Any]) -> None:
+        if len(entries) != len(frames) or self._optimizer is None:
+            raise FrameRefused(f"state of chunk {self._chunk.index} does not fit")
+        for (index, name, dtype), frame in zip(entries, frames, strict=True):
+            kind = getattr(torch, dtype, None)
+            if index >= len(self._parameters) or not isinstance(kind, torch.dtype):
+                raise FrameRefused(f"state entry {name} of segment {index} does not fit")
+            parameter = self._parameters[index]
+            value = tensor_of(frame, kind).clone()
+            if value.numel() not in (1, parameter.numel()):
+                raise FrameRefused(f"state entry {name} of segment {index} does not fit")
+            scalar = value.numel() == 1 and (parameter.numel() != 1 or is_scalar(name))
+            self._optimizer.state[parameter][name] = value.reshape(()) if scalar else value
+
+
+SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def is_scalar(name: str) -> bool:
+    """Whether a state entry is one number a tensor rather than one an element."""
+    return name in SCALAR_STATE
+
+
+def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Constructor arguments: any group's settings, each group overrides them anyway."""
+    first = next(iter(groups.values()))
+    constructor = {key: value for key, value in first.items() if key != "params"}
+    constructor.pop("decoupled_weight_decay", None)
+    return constructor
+
+
+def restored(value: Setting) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def tensor_of(buffer: Any, dtype: torch.dtype) -> torch.Tensor:
+    raw = np.frombuffer(buffer, dtype=np.uint8)
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def values_of(parameter: torch.Tensor, dtype: str) -> Values:
+    """A copy: the next round may close while this one is still on its way."""
+    raw = parameter.detach().clone().view(torch.uint8).numpy()
+    return Values(raw, dtype)

@@ -1,0 +1,76 @@
+"""The live tensors behind a plan: what each worker contributes, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.strategy import Plan
+from slipstream.torch.staging import Staging
+from slipstream.types import Values
+
+
+class LiveTensors:
+    """Parameters (through their gradients) and buffers of one model; implements ``Slots``.
+
+    Where workers update, a parameter's result is its mean gradient; where servers update, it is
+    the parameter's new value. A gradient that servers will read later is copied, because the next
+    backward pass may reuse its memory before it has left.
+    """
+
+    def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor], staging: Staging) -> None:
+        self._tensors = tuple(tensors)
+        self._is_buffer = [spec.role == "buffer" for spec in plan.specs]
+        self._weights_return = plan.update == "server"
+        self._gradients = staging
+        self._weights = Staging()
+        # Batch norm changes its statistics without telling autograd, so only contents can tell.
+        self._known = {
+            i: tensor.detach().clone()
+            for i, tensor in enumerate(self._tensors)
+            if self._is_buffer[i]
+        }
+        self._fetched: dict[int, torch.Tensor] = {}
+
+    def fetch(self, tensor: int) -> None:
+        """The contribution is final: begin to bring it to host memory."""
+        content = self._contribution(tensor)
+        if content is not None:
+            self._fetched[tensor] = content
+            self._gradients.fetch(tensor, content, always=self._weights_return)
+
+    def _contribution(self, tensor: int) -> torch.Tensor | None:
+        live = self._tensors[tensor]
+        if not self._is_buffer[tensor]:
+            gradient = live.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = gradient.to_dense()
+            return gradient
+        return None if torch.equal(live, self._known[tensor]) else live.detach()
+
+    def source(self, tensor: int) -> Values | None:
+        if tensor not in self._fetched:
+            self.fetch(tensor)
+        content = self._fetched.get(tensor)
+        return None if content is None else self._gradients.readable(tensor, content)
+
+    def sink(self, tensor: int) -> Values:
+        return self._weights.writable(tensor, self._target(tensor))
+
+    def settle(self, tensor: int) -> None:
+        self._weights.commit(tensor, self._target(tensor))
+        if self._is_buffer[tensor]:
+            self._known[tensor].copy_(self._tensors[tensor])
+
+    def forget(self) -> None:
+        """The round is over: the next one reads afresh."""
+        self._fetched.clear()
+
+    def _target(self, tensor: int) -> torch.Tensor:
+        live = self._tensors[tensor]
+        if self._is_buffer[tensor] or self._weights_return:
+            return live.detach()
+        if live.grad is None:
+            live.grad = torch.empty_like(live, requires_grad=False)
+        return live.grad

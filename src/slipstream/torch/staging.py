@@ -1,0 +1,139 @@
+"""Host memory behind tensors: their own where it is flat and on the CPU, a staging copy otherwise.
+
+A tensor on an accelerator is copied into pinned memory on a side stream, so that the copy runs
+beside the backward pass. ``CopyEngine`` is all that knows of streams; on a machine without an
+accelerator the tests run the same code with ``ImmediateCopies``. The CUDA half is plain on purpose
+and has not been tried on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from slipstream.torch.inventory import dtype_name
+from slipstream.types import Values
+
+
+class CopyEngine(Protocol):
+    """Moves tensors between a device and host memory."""
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory the device can copy to."""
+        ...
+
+    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        """Start a copy; call the result to wait until it is done."""
+        ...
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None: ...
+
+
+class ImmediateCopies:
+    """Copies that are done when they return: plain host memory."""
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        host.copy_(source)
+        return lambda: None
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(host)
+
+
+class StreamCopies:
+    """Pinned memory and a side stream of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return done.synchronize
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(host, non_blocking=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class Staging:
+    """Flat host views of tensors; buffers are made once for each key and reused."""
+
+    def __init__(self, engine_for: Callable[[torch.device], CopyEngine] | None = None) -> None:
+        self._engine_for = engine_for or engine_for_device
+        self._engines: dict[torch.device, CopyEngine] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
+        self._copying: dict[int, Callable[[], None]] = {}
+
+    def fetch(self, key: int, tensor: torch.Tensor, *, always: bool = False) -> None:
+        """Begin to make ``tensor`` readable in host memory (``always``: as a copy of its own)."""
+        if always or not is_flat_host(tensor):
+            flat = as_real(tensor)
+            host = self._host(key, flat)
+            self._copying[key] = self._engine(tensor).to_host(flat, host.view(flat.shape))
+
+    def readable(self, key: int, tensor: torch.Tensor) -> Values:
+        """The host memory that ``fetch`` promised, complete."""
+        if key in self._copying:
+            self._copying.pop(key)()
+            return values_of(self._hosts[key], tensor)
+        return values_of(tensor, tensor) if is_flat_host(tensor) else self._late(key, tensor)
+
+    def _late(self, key: int, tensor: torch.Tensor) -> Values:
+        if key not in self._hosts:
+            raise KeyError(f"tensor {key} was not fetched")
+        return values_of(self._hosts[key], tensor)
+
+    def writable(self, key: int, tensor: torch.Tensor) -> Values:
+        """Host memory whose content ``commit`` brings into the tensor."""
+        if is_flat_host(tensor):
+            return values_of(tensor, tensor)
+        return values_of(self._host(key, as_real(tensor)), tensor)
+
+    def commit(self, key: int, tensor: torch.Tensor) -> None:
+        if not is_flat_host(tensor):
+            flat = as_real(tensor)
+            self._engine(tensor).to_device(self._hosts[key].view(flat.shape), flat)
+
+    def _host(self, key: int, like: torch.Tensor) -> torch.Tensor:
+        host = self._hosts.get(key)
+        if host is None or host.numel() != like.numel() or host.dtype != like.dtype:
+            host = self._engine(like).host_empty(like.numel(), like.dtype)
+            self._hosts[key] = host
+        return host
+
+    def _engine(self, tensor: torch.Tensor) -> CopyEngine:
+        if tensor.device not in self._engines:
+            self._engines[tensor.device] = self._engine_for(tensor.device)
+        return self._engines[tensor.device]
+
+
+def engine_for_device(device: torch.device) -> CopyEngine:
+    return StreamCopies(device) if device.type == "cuda" else ImmediateCopies()
+
+
+def is_flat_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def values_of(memory: torch.Tensor, like: torch.Tensor) -> Values:
+    return Values(as_real(memory).reshape(-1).view(torch.uint8).numpy(), dtype_name(like))

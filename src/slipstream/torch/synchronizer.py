@@ -1,0 +1,127 @@
+"""Keeps one worker's model in step with the others: drives exchanges from autograd's hooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.runtime.exchange import Exchange
+from slipstream.strategy import Plan
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.slots import LiveTensors
+from slipstream.torch.tap import BackwardTap
+
+
+class Synchronizer(ABC):
+    """One exchange of everything a backward pass; subclasses say when results are awaited."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        inventory: Inventory,
+        slots: LiveTensors,
+        exchanges: Sequence[Exchange],
+    ) -> None:
+        self.plan = plan
+        self.step = 0
+        self.exchanged = False
+        self._slots = slots
+        self._exchanges = tuple(exchanges)
+        self._copying: list[int] = []
+        self._devices = [tensor.device.type for tensor in inventory.tensors]
+        parameters = [
+            (i, tensor)
+            for i, (spec, tensor) in enumerate(zip(inventory.specs, inventory.tensors, strict=True))
+            if spec.role == "parameter"
+        ]
+        self.tap = BackwardTap(
+            model, parameters, on_ready=self._gradient_ready, on_end=self.pass_ended
+        )
+
+    @property
+    def wait_s(self) -> float:
+        return sum(exchange.wait_s for exchange in self._exchanges)
+
+    def _gradient_ready(self, tensor: int) -> None:
+        if not self.plan.schedule.leaves_during_backward:
+            return
+        self._slots.fetch(tensor)
+        self._hand_over(self._copying)
+        # A copy from an accelerator is given until the next layer's gradient is done.
+        if self._devices[tensor] == "cpu":
+            self._hand_over([tensor])
+        else:
+            self._copying = [tensor]
+
+    def _hand_over(self, tensors: Iterable[int]) -> None:
+        for tensor in tensors:
+            for exchange in self._exchanges:
+                exchange.ready(tensor)
+        self._copying = []
+
+    @abstractmethod
+    def pass_ended(self) -> None:
+        """A backward pass outside ``accumulate`` is over."""
+
+    def flush(self) -> None:
+        """Complete this worker's part of the round."""
+        self._hand_over(self._copying)
+        for exchange in self._exchanges:
+            exchange.flush()
+        self._slots.forget()
+        self.exchanged = True
+
+    def wait(self, tensors: Sequence[int] | None = None) -> None:
+        for exchange in self._exchanges:
+            exchange.wait(tensors)
+
+    def before_step(self) -> None:
+        """Make sure that this step's gradients have been exchanged, even if none came."""
+        self.tap.end()
+        if not self.exchanged:
+            self.flush()
+
+    def after_step(self) -> None:
+        self.resume(self.step + 1)
+
+    def resume(self, step: int) -> None:
+        """The step that begins now."""
+        self.step = step
+        self.exchanged = False
+        for exchange in self._exchanges:
+            exchange.step = step
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes within only add to the gradients; nothing is exchanged."""
+        self.tap.paused = True
+        try:
+            yield
+        finally:
+            self.tap.paused = False
+
+
+class WorkerUpdates(Synchronizer):
+    """The mean gradient is in ``.grad`` when backward() returns; the user's optimizer runs here."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        super().__init__(*args)
+        optimizer.register_step_pre_hook(self._on_step)
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
+
+    def pass_ended(self) -> None:
+        self.flush()
+        self.wait()
+
+    def _on_step(self, _optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure):
+            return  # it runs backward itself, within the step
+        self.before_step()
+        self.wait()

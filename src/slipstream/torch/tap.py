@@ -1,0 +1,76 @@
+"""Autograd's side: tells when a gradient is final, and when a backward pass has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+
+class BackwardTap:
+    """Hooks on a model's parameters and outputs.
+
+    ``on_ready(i)`` is called when parameter i's gradient is complete, ``on_end()`` once when the
+    outermost backward pass that gave a parameter its gradient ends.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[tuple[int, torch.Tensor]],
+        *,
+        on_ready: Callable[[int], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.paused = False
+        self._open = False
+        self._touched = False
+        self._on_ready = on_ready
+        self._on_end = on_end
+        # The output's gradient comes first of all, in the outermost pass: re-entrant
+        # checkpointing runs passes within it whose end is not the end.
+        self._handles = [model.register_forward_hook(self._mark_outputs)]
+        for index, parameter in parameters:
+            hook = self._hook(index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def accumulated(_: torch.Tensor) -> None:
+            if not self.paused:
+                self._begin()
+                self._touched = True
+                self._on_ready(index)
+
+        return accumulated
+
+    @torch.compiler.disable
+    def _mark_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        if not self.paused:
+            self._begin()
+
+    def _begin(self) -> None:
+        if not self._open:
+            self._open = True
+            Variable._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        """The pass is over; also called before a step, in case the pass broke off."""
+        touched = self._touched
+        self._open = self._touched = False
+        if touched:
+            self._on_end()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,75 @@
+"""Collectives by torch.distributed: a process group of our own, beside any the user has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from slipstream.errors import WaitLimit
+
+LOOK_AROUND = timedelta(seconds=1)
+
+
+class Collectives:
+    """All-reduce over gloo (CPU) or NCCL (CUDA); waits look out for faults of the job."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        device: torch.device,
+        limit_s: float,
+        check: Callable[[], None],
+        grace_s: float,
+    ) -> None:
+        self.device = device
+        self._limit_s = limit_s
+        self._check = check
+        self._grace_s = grace_s
+        store = distributed.PrefixStore("collectives", store)
+        limit = timedelta(seconds=limit_s)
+        if device.type == "cuda":
+            nccl = distributed.ProcessGroupNCCL.Options()
+            nccl._timeout = limit
+            self._group: Any = distributed.ProcessGroupNCCL(store, rank, world_size, nccl)
+        else:
+            gloo: Any = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+            gloo._timeout = limit
+            self._group = distributed.ProcessGroupGloo(store, rank, world_size, gloo)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Start to sum a tensor over all ranks, in place; finish with ``wait``."""
+        return self._group.allreduce([tensor])
+
+    def wait(self, work: Any) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            try:
+                work.wait(LOOK_AROUND)
+                return
+            except RuntimeError as error:
+                self._check()
+                if work.is_completed():
+                    self._explain(error)
+            if time.monotonic() > deadline:
+                raise WaitLimit("a collective", self._limit_s, [])
+
+    def _explain(self, error: RuntimeError) -> None:
+        """A broken connection names no rank; the heartbeat will, a little later."""
+        deadline = time.monotonic() + self._grace_s
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._check()
+        raise WaitLimit("a collective, which broke off", self._grace_s, []) from error
+
+    def close(self) -> None:
+        self._group.abort()

@@ -1,0 +1,118 @@
+"""Messages within one thread, in an order that a seed decides: for tests and simulation."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.errors import FrameRefused
+from slipstream.transports.wire import AnyBody, Message, decode_header, encode_header
+from slipstream.types import Buffer
+
+
+@dataclass(slots=True)
+class DeliveryTicket:
+    """Done when the message has been delivered."""
+
+    done: bool = False
+
+
+@dataclass(order=True, slots=True)
+class Waiting:
+    """A message on a link; sorts by urgency, then by age."""
+
+    priority: int
+    order: int
+    header: bytes = field(compare=False)
+    frames: Sequence[Buffer] = field(compare=False)
+    ticket: DeliveryTicket = field(compare=False)
+
+
+class MemoryNetwork:
+    """Links between endpoints; ``deliver`` moves one message, most urgent first on its link.
+
+    Frames are read at delivery, not when sent, as a real link would.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._order = itertools.count()
+        self._links: defaultdict[tuple[str, str], list[Waiting]] = defaultdict(list)
+        self._endpoints: dict[str, MemoryTransport] = {}
+
+    def endpoint(self, name: str) -> MemoryTransport:
+        return self._endpoints.setdefault(name, MemoryTransport(name, self))
+
+    def post(
+        self, source: str, peer: str, header: bytes, frames: Sequence[Buffer], priority: int
+    ) -> DeliveryTicket:
+        waiting = Waiting(priority, next(self._order), header, frames, DeliveryTicket())
+        heapq.heappush(self._links[source, peer], waiting)
+        return waiting.ticket
+
+    def deliver(self) -> bool:
+        """Move one message over a randomly chosen busy link; False when all are idle."""
+        busy = sorted(link for link, waiting in self._links.items() if waiting)
+        if not busy:
+            return False
+        source, peer = self._random.choice(busy)
+        waiting = heapq.heappop(self._links[source, peer])
+        frames = tuple(bytes(memoryview(frame)) for frame in waiting.frames)
+        waiting.ticket.done = True
+        self._endpoints[peer].arrive(waiting.header, frames)
+        return True
+
+
+class MemoryTransport:
+    """One endpoint of a ``MemoryNetwork``; implements ``Transport``."""
+
+    def __init__(self, name: str, network: MemoryNetwork) -> None:
+        self.name = name
+        self.address = f"memory://{name}"
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._network = network
+        self._inbox: deque[Message] = deque()
+        self._peers: set[str] = set()
+
+    def connect(self, peer: str, address: str) -> None:
+        self._peers.add(peer)
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> DeliveryTicket:
+        if peer not in self._peers:
+            raise KeyError(peer)
+        header = encode_header(self.name, body)
+        self.sent[peer] += len(header) + sum(memoryview(frame).nbytes for frame in frames)
+        return self._network.post(self.name, peer, header, frames, priority)
+
+    def arrive(self, header: bytes, frames: Sequence[Buffer]) -> None:
+        try:
+            envelope = decode_header(header)
+        except FrameRefused as error:
+            self.refuse(error)
+            return
+        size = len(header) + sum(memoryview(frame).nbytes for frame in frames)
+        self.received[envelope.sender] += size
+        self._inbox.append(Message(envelope.sender, envelope.body, frames))
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next arrived message; lets the network move while there is none."""
+        while not self._inbox and self._network.deliver():
+            pass
+        return self._inbox.popleft() if self._inbox else None
+
+    def wake(self) -> None:
+        """Nothing to do: one thread does everything."""
+
+    def refuse(self, error: FrameRefused) -> None:
+        self.refused[type(error).__name__] += 1
+
+    def close(self) -> None:
+        self._peers.clear()

@@ -1,0 +1,39 @@
+"""The seam between what decides and what moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.transports.wire import AnyBody, Message
+from slipstream.types import Buffer
+
+
+class Ticket(Protocol):
+    """Tells when a message's frames may be changed again."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Sends to members by name. ``send`` may be called from any thread, the rest from one."""
+
+    @property
+    def address(self) -> str: ...
+
+    def connect(self, peer: str, address: str) -> None: ...
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> Ticket:
+        """Queue a message; its frames must stay unchanged until the ticket is done."""
+        ...
+
+    def receive(self, timeout_s: float) -> Message | None: ...
+
+    def wake(self) -> None:
+        """Make a ``receive`` under way on another thread return."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,163 @@
+"""What members say to each other: typed headers, raw payload frames, nothing that runs code.
+
+A message is one msgpack header frame and any number of payload frames. Headers are decoded into
+the types below and nothing else; payload frames are checked against the announced plan by the
+receiver before they are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from slipstream._native import crc32c
+from slipstream.errors import FrameRefused
+from slipstream.types import Buffer
+
+HEADER_BYTES = 1 << 20
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Name = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=20_000)]
+Setting = bool | int | float | None | list[float] | str
+Settings = list[dict[str, Setting]]
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Root of all headers."""
+
+
+class Push(Body, tag="push", frozen=True):
+    """A worker's contribution to one chunk; ``present`` marks the segments that have a payload.
+
+    ``settings`` are the optimizer's hyperparameters by group, where servers update.
+    """
+
+    chunk: Count
+    round: Count
+    step: Count
+    present: bytes
+    crc: Checksum
+    settings: Settings | None = None
+
+
+class Publish(Body, tag="publish", frozen=True):
+    """A holder's result for one chunk; a segment nobody contributed to is not present."""
+
+    chunk: Count
+    round: Count
+    present: bytes
+    crc: Checksum
+
+
+class Beat(Body, tag="beat", frozen=True):
+    """I am alive; rounds begun, by member. Rank 0 tells everybody everybody's."""
+
+    rounds: dict[Name, Count]
+
+
+class Leave(Body, tag="leave", frozen=True):
+    """I am done (or failed, with the reason); the payload is my summary."""
+
+    reason: Text | None = None
+
+
+class Fault(Body, tag="fault", frozen=True):
+    """Rank 0's word that a member is lost (no reason) or failed (its reason)."""
+
+    peer: Name
+    reason: Text | None
+    silent_s: float
+
+
+class Configure(Body, tag="configure", frozen=True):
+    """Rank 0 to a server: the plan, as JSON in the payload."""
+
+
+class Ready(Body, tag="ready", frozen=True):
+    """A server to rank 0: plan understood, links made; or the reason why not."""
+
+    reason: Text | None = None
+
+
+class Piece(Body, tag="piece", frozen=True):
+    """Bytes of one tensor of rank 0's model, relayed from rank to rank."""
+
+    sync: Count
+    tensor: Count
+    offset: Count
+    crc: Checksum
+
+
+class Load(Body, tag="load", frozen=True):
+    """The weights of a chunk, one frame a segment, for a server that updates them."""
+
+    chunk: Count
+    crc: Checksum
+
+
+class Fetch(Body, tag="fetch", frozen=True):
+    """Ask a server for the optimizer state of a chunk."""
+
+    chunk: Count
+
+
+class State(Body, tag="state", frozen=True):
+    """Optimizer state of a chunk, either way: a frame for each (segment, entry, dtype)."""
+
+    chunk: Count
+    entries: list[tuple[Count, Name, Name]]
+    crc: Checksum
+
+
+AnyBody = Push | Publish | Beat | Leave | Fault | Configure | Ready | Piece | Load | Fetch | State
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The header frame: who speaks, and what."""
+
+    sender: Name
+    body: AnyBody
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A decoded header with its payload."""
+
+    sender: str
+    body: AnyBody
+    frames: Sequence[Buffer] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memoryview(frame).nbytes for frame in self.frames)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode_header(sender: str, body: AnyBody) -> bytes:
+    return _encoder.encode(Envelope(sender, body))
+
+
+def decode_header(header: Buffer) -> Envelope:
+    """The envelope, or FrameRefused."""
+    view = memoryview(header)
+    if view.nbytes > HEADER_BYTES:
+        raise FrameRefused(f"a header of {view.nbytes} bytes; the limit is {HEADER_BYTES}")
+    try:
+        return _decoder.decode(view)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameRefused(f"unreadable header: {error}") from error
+
+
+def checksum(frames: Sequence[Buffer]) -> int:
+    crc = 0
+    for frame in frames:
+        crc = crc32c(frame, crc)
+    return crc

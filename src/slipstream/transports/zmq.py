@@ -1,0 +1,251 @@
+"""Messages over ZeroMQ: one listening socket a member, one connection out to each peer.
+
+All socket work happens inside ``receive``, on the thread that calls it; ``send`` only queues and
+wakes that thread. ZeroMQ gets few messages of a link at a time, so that an urgent one queued
+later still overtakes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from slipstream.errors import FrameRefused, LaunchError
+from slipstream.transports.credentials import Credentials
+from slipstream.transports.wire import (
+    HEADER_BYTES,
+    AnyBody,
+    Message,
+    decode_header,
+    encode_header,
+)
+from slipstream.types import Buffer
+
+IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
+RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
+HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
+LARGEST_FRAME_BYTES = 1 << 26
+LINGER_S = 2.0
+_ZAP = "inproc://zeromq.zap.01"
+
+
+class SendTicket:
+    """Done when ZeroMQ has passed every byte of a message to the kernel."""
+
+    __slots__ = ("tracker",)
+
+    def __init__(self) -> None:
+        self.tracker: zmq.MessageTracker | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.tracker is not None and self.tracker.done
+
+
+@dataclass(slots=True)
+class Posted:
+    """A message on its way; sorts by urgency, then by age."""
+
+    priority: int
+    order: int
+    parts: list[Buffer]
+    ticket: SendTicket
+
+    def __lt__(self, other: Posted) -> bool:
+        return (self.priority, self.order) < (other.priority, other.order)
+
+
+class Outbound:
+    """The way to one peer: a socket and what waits for it, most urgent first."""
+
+    def __init__(self, link: zmq.Socket[bytes]) -> None:
+        self.link = link
+        self.waiting: list[Posted] = []
+
+    def flush(self) -> bool:
+        """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
+        while self.waiting:
+            first = self.waiting[0]
+            try:
+                tracker = self.link.send_multipart(first.parts, zmq.NOBLOCK, copy=False, track=True)
+            except zmq.Again:
+                return False
+            first.ticket.tracker = tracker
+            heapq.heappop(self.waiting)
+        return True
+
+
+class ZmqTransport:
+    """See the module's docstring; implements ``Transport``."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str,
+        credentials: Credentials,
+        largest_frame_bytes: int = LARGEST_FRAME_BYTES,
+    ) -> None:
+        self.name = name
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._credentials = credentials
+        self._context = zmq.Context()
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[str, Posted | str]] = deque()
+        self._outbound: dict[str, Outbound] = {}
+        self._blocked: set[str] = set()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._guard = self._context.socket(zmq.REP)
+        self._guard.bind(_ZAP)
+        self._inbound = self._listen(host, largest_frame_bytes)
+        self.address: str = bytes(self._inbound.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._poller = zmq.Poller()
+        for readable in (self._guard, self._inbound, self._woken):
+            self._poller.register(readable, zmq.POLLIN)
+
+    def _listen(self, host: str, largest_frame_bytes: int) -> zmq.Socket[bytes]:
+        inbound = self._context.socket(zmq.PULL)
+        inbound.linger = 0
+        inbound.rcvhwm = RECEIVE_QUEUE
+        inbound.maxmsgsize = max(largest_frame_bytes, HEADER_BYTES)
+        inbound.handshake_ivl = int(HANDSHAKE_S * 1000)
+        inbound.backlog = 1024
+        inbound.ipv6 = ":" in host
+        self._credentials.guard(inbound)
+        place = f"[{host}]" if ":" in host else host
+        try:
+            inbound.bind(f"tcp://{place}:*")
+        except zmq.ZMQError as error:
+            inbound.close()
+            self._guard.close(0)
+            self._context.term()
+            raise LaunchError(
+                f"{self.name} cannot listen on {host}: {error.strerror}; "
+                "set SLIPSTREAM_INTERFACE to an interface or address of this host"
+            ) from error
+        return inbound
+
+    def connect(self, peer: str, address: str) -> None:
+        """Open the link to a peer; messages sent later go over it."""
+        self._posted.append((peer, address))
+        self.wake()
+
+    def _open(self, peer: str, address: str) -> None:
+        link = self._context.socket(zmq.PUSH)
+        link.sndhwm = IN_FLIGHT
+        link.linger = int(LINGER_S * 1000)
+        link.ipv6 = "[" in address
+        self._credentials.present(link)
+        link.connect(address)
+        self._outbound[peer] = Outbound(link)
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> SendTicket:
+        parts: list[Buffer] = [encode_header(self.name, body), *frames]
+        posted = Posted(priority, next(self._order), parts, SendTicket())
+        with self._lock:
+            self._posted.append((peer, posted))
+            self.sent[peer] += sum(memoryview(part).nbytes for part in parts)
+        self.wake()
+        return posted.ticket
+
+    def wake(self) -> None:
+        """Make a ``receive`` under way on another thread look around."""
+        # A full pipe wakes the reader as well as one more byte would.
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message that can be read, or None when the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._dispatch_posted()
+            left_ms = max(0, round((deadline - time.monotonic()) * 1000))
+            ready = dict(self._poller.poll(left_ms))
+            if self._woken.fileno() in ready:
+                self._drain_wakes()
+            if self._guard in ready:
+                self._guard.send_multipart(self._credentials.answer(self._guard.recv_multipart()))
+            for peer in tuple(self._blocked):
+                if self._outbound[peer].link in ready:
+                    self._push_out(peer)
+            if self._inbound in ready and (message := self._take()) is not None:
+                return message
+            if self._woken.fileno() in ready or time.monotonic() >= deadline:
+                return None
+
+    def _drain_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+
+    def _dispatch_posted(self) -> None:
+        touched = []
+        while self._posted:
+            peer, posted = self._posted.popleft()
+            if isinstance(posted, str):
+                self._open(peer, posted)
+            else:
+                heapq.heappush(self._outbound[peer].waiting, posted)
+                touched.append(peer)
+        for peer in dict.fromkeys(touched):
+            self._push_out(peer)
+
+    def _push_out(self, peer: str) -> None:
+        outbound = self._outbound[peer]
+        if outbound.flush():
+            if peer in self._blocked:
+                self._blocked.discard(peer)
+                self._poller.unregister(outbound.link)
+        elif peer not in self._blocked:
+            self._blocked.add(peer)
+            self._poller.register(outbound.link, zmq.POLLOUT)
+
+    def _take(self) -> Message | None:
+        try:
+            parts = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        try:
+            envelope = decode_header(parts[0].buffer)
+        except FrameRefused as error:
+            self.refuse(error)
+            return None
+        frames = tuple(part.buffer for part in parts[1:])
+        self.received[envelope.sender] += sum(len(part) for part in parts)
+        return Message(envelope.sender, envelope.body, frames)
+
+    def refuse(self, error: FrameRefused) -> None:
+        """Count a message that did not fit; whoever sent it is not worth more work."""
+        self.refused[type(error).__name__] += 1
+
+    def close(self) -> None:
+        """Send what is queued (within the linger limit) and free everything."""
+        deadline = time.monotonic() + LINGER_S
+        self._dispatch_posted()
+        while self._blocked and time.monotonic() < deadline:
+            for peer in tuple(self._blocked):
+                self._push_out(peer)
+            self._poller.poll(20)
+        self._inbound.close(0)
+        for outbound in self._outbound.values():
+            outbound.link.close()
+        self._guard.close(0)
+        self._woken.close()
+        self._wake.close()
+        self._context.term()

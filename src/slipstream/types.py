@@ -1,0 +1,111 @@
+"""The nouns every axis shares: tensors, their pieces, and who is in the cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Rank = int
+Node = int  # workers are 0 … n-1, servers n … n+s-1
+
+ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who takes part: ``workers`` trainers and ``servers`` shards, numbered one after the other."""
+
+    workers: int
+    servers: int = 0
+
+    @property
+    def worker_nodes(self) -> tuple[Node, ...]:
+        return tuple(range(self.workers))
+
+    @property
+    def server_nodes(self) -> tuple[Node, ...]:
+        return tuple(range(self.workers, self.workers + self.servers))
+
+    def name(self, node: Node) -> str:
+        """``rank 2`` or ``server 0``: what messages call a node."""
+        return f"rank {node}" if node < self.workers else f"server {node - self.workers}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor that is kept equal across workers.
+
+    ``order`` is its place in the forward pass. A parameter's mean runs over all workers (one that
+    did not use it counts zero); a buffer's mean runs over the workers on which it changed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    order: int
+    role: Literal["parameter", "buffer"] = "parameter"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of one flattened tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What travels as one message: neighbouring pieces of tensors of one dtype and one route."""
+
+    index: int
+    route: int
+    dtype: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+Buffer = memoryview | bytes | bytearray | np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A flat run of numbers as raw bytes: numpy has no bfloat16, so the dtype stands beside."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    dtype: str
+
+    @classmethod
+    def empty(cls, numel: int, dtype: str) -> Values:
+        return cls(np.empty(numel * ITEM_BYTES[dtype], dtype=np.uint8), dtype)
+
+    @property
+    def numel(self) -> int:
+        return self.data.nbytes // ITEM_BYTES[self.dtype]
+
+    def part(self, start: int, stop: int) -> Values:
+        size = ITEM_BYTES[self.dtype]
+        return Values(self.data[start * size : stop * size], self.dtype)

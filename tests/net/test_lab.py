@@ -1,0 +1,217 @@
+"""The lab against the kernel: links carry what their rate says, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import LaunchError
+from slipstream.lab import Lab, bits_per_second, existing, remove, why_unavailable
+
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
+]
+
+BLASTER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("blaster.py"))]
+LIMIT_S = 60.0
+
+# TCP's payload gets 95.6% of a link, and a full bucket a little on top; below, there is room for
+# a machine that is busy with other things.
+LEAST, MOST = 0.85, 1.02
+
+
+@dataclass(frozen=True)
+class Flow:
+    nbytes: int
+    first_s: float
+    last_s: float
+
+
+def transfer(lab: Lab, senders: Sequence[int], receiver: int, nbytes: int) -> Callable[[], list]:
+    """Start one transfer per sender; the result waits for them and says when the bytes came."""
+    port = 7000 + receiver
+    into = lab.hosts[receiver].popen(
+        [*BLASTER, "receive", str(port), str(len(senders))], stdout=subprocess.PIPE
+    )
+    assert into.stdout is not None
+    assert into.stdout.readline() == "ready\n"
+    address = lab.hosts[receiver].address
+    out = [
+        lab.hosts[sender].popen([*BLASTER, "send", address, str(port), str(nbytes)])
+        for sender in senders
+    ]
+
+    def finish() -> list[Flow]:
+        printed, _ = into.communicate(timeout=LIMIT_S)
+        assert [process.wait(timeout=LIMIT_S) for process in out] == [0] * len(out)
+        fields = [line.split() for line in printed.splitlines()]
+        return [Flow(int(n), float(first), float(last)) for n, first, last in fields]
+
+    return finish
+
+
+def share(flows: Sequence[Flow], rate: str) -> float:
+    """Of the rate, what these flows had together."""
+    seconds = max(flow.last_s for flow in flows) - min(flow.first_s for flow in flows)
+    return sum(flow.nbytes for flow in flows) * 8 / seconds / bits_per_second(rate)
+
+
+def nbytes_for(rate: str, seconds: float) -> int:
+    return int(bits_per_second(rate) / 8 * seconds)
+
+
+@pytest.fixture(scope="module", params=["100mbit", "200mbit", "1gbit", "2gbit"])
+def shaped(request: pytest.FixtureRequest) -> Iterator[tuple[Lab, str]]:
+    with Lab(hosts=4, rate=request.param) as lab:
+        yield lab, request.param
+
+
+def test_one_transfer_gets_the_rate(shaped: tuple[Lab, str]) -> None:
+    lab, rate = shaped
+    flows = transfer(lab, [0], 1, nbytes_for(rate, 1.0))()
+    assert LEAST < share(flows, rate) < MOST
+
+
+def test_four_at_once_get_the_rate_each(shaped: tuple[Lab, str]) -> None:
+    lab, rate = shaped
+    pairs = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    waiting = [transfer(lab, [a], b, nbytes_for(rate, 1.0)) for a, b in pairs]
+    shares = [share(finish(), rate) for finish in waiting]
+    assert min(shares) > LEAST
+    assert max(shares) < MOST
+
+
+def test_three_senders_to_one_host_share_its_link(shaped: tuple[Lab, str]) -> None:
+    lab, rate = shaped
+    flows = transfer(lab, [1, 2, 3], 0, nbytes_for(rate, 0.4))()
+    assert len(flows) == 3
+    assert LEAST < share(flows, rate) < MOST
+
+
+def test_the_kernels_counters_show_what_was_sent() -> None:
+    nbytes = 20_000_000
+    with Lab(hosts=3, rate="1gbit") as lab:
+        before = lab.bytes()
+        transfer(lab, [0], 2, nbytes)()
+        sender, idle, receiver = (b - a for a, b in zip(before, lab.bytes(), strict=True))
+    assert nbytes < sender.sent < 1.05 * nbytes
+    assert nbytes < receiver.received < 1.05 * nbytes
+    assert max(sender.received, receiver.sent) < 0.05 * nbytes  # acknowledgements
+    assert max(idle.sent, idle.received) < 10_000
+
+
+def test_rates_differ_per_host_and_change_while_running() -> None:
+    with Lab(hosts=3, rate=["100mbit", "400mbit", None]) as lab:
+        assert LEAST < share(transfer(lab, [1], 0, 6_000_000)(), "100mbit") < MOST
+        assert LEAST < share(transfer(lab, [2], 1, 24_000_000)(), "400mbit") < MOST
+        lab.set_rate(0, "400mbit")
+        assert lab.rates == ("400mbit", "400mbit", None)
+        assert LEAST < share(transfer(lab, [1], 0, 24_000_000)(), "400mbit") < MOST
+        lab.set_rate(0, None)
+        lab.set_rate(1, None)
+        assert share(transfer(lab, [1], 0, 50_000_000)(), "400mbit") > 2
+
+
+def test_two_labs_do_not_meet() -> None:
+    with Lab(hosts=2, rate=None) as one, Lab(hosts=2, rate=None) as other:
+        assert {host.name for host in one.hosts}.isdisjoint(host.name for host in other.hosts)
+        outside = other.hosts[0].popen(
+            [*BLASTER, "send", one.hosts[0].address, "7000", "1"], stderr=subprocess.PIPE
+        )
+        _, said = outside.communicate(timeout=LIMIT_S)
+        assert outside.returncode != 0
+        assert "unreachable" in said
+
+
+def test_nothing_appears_in_the_root_namespace() -> None:
+    with Lab(hosts=2) as lab:
+        assert lab.name in existing()
+        assert not [name for name in os.listdir("/sys/class/net") if lab.name in name]
+
+
+def test_the_environment_is_added_to() -> None:
+    program = "import os; print(os.environ['GIVEN'], 'PATH' in os.environ)"
+    with Lab(hosts=1, rate=None) as lab:
+        process = lab.hosts[0].popen(
+            [sys.executable, "-c", program], env={"GIVEN": "yes"}, stdout=subprocess.PIPE
+        )
+        assert process.communicate(timeout=LIMIT_S)[0] == "yes True\n"
+
+
+def test_the_end_takes_lab_and_processes_away() -> None:
+    with Lab(hosts=2) as lab:
+        sleeper = lab.hosts[1].popen(["sleep", "1000"])
+    assert sleeper.returncode == -signal.SIGTERM
+    assert lab.name not in existing()
+
+
+def test_an_exception_takes_the_lab_away() -> None:
+    with pytest.raises(RuntimeError, match="on purpose"), Lab(hosts=2) as lab:
+        raise RuntimeError("on purpose")
+    assert lab.name not in existing()
+
+
+def test_a_lab_that_cannot_be_made_leaves_nothing() -> None:
+    lab = Lab(hosts=2, congestion="no-such-algorithm")
+    with pytest.raises(LaunchError, match="no-such-algorithm"), lab:
+        pass
+    assert lab.name not in existing()
+
+
+def test_a_lab_cannot_be_entered_twice() -> None:
+    with Lab(hosts=1) as lab:
+        with pytest.raises(LaunchError, match="already"), lab:
+            pass
+        assert lab.name in existing()
+
+
+MAKER = """
+import os, subprocess, sys, time
+from slipstream.lab import Lab
+with Lab(hosts=2) as lab:
+    if os.fork() == 0:  # holds a copy of every pipe, in the root namespace
+        time.sleep(5)
+        os._exit(0)
+    inside = lab.hosts[0].popen(["sleep", "1000"])
+    print(lab.name, inside.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_lab_goes_with_its_maker(number: signal.Signals) -> None:
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert maker.stdout is not None
+    name, inside = maker.stdout.readline().split()
+    assert name in existing()
+    maker.send_signal(number)
+    maker.wait(timeout=LIMIT_S)
+    maker.stdout.close()
+    until = time.monotonic() + 10.0
+    while (name in existing() or Path("/proc", inside).exists()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert name not in existing()
+    assert not Path("/proc", inside).exists()
+
+
+def test_leftovers_are_found_by_name() -> None:
+    subprocess.run(["ip", "netns", "add", "slip00beef-sw"], check=True)
+    subprocess.run(["ip", "netns", "add", "slip00beef-h0"], check=True)
+    assert "slip00beef" in existing()
+    remove("slip00beef")
+    assert "slip00beef" not in existing()
+    remove("slip00beef")

@@ -1,0 +1,123 @@
+import math
+import signal
+
+import pytest
+
+from slipstream.runtime.supervision import (
+    EXIT_PEER_FAILED,
+    Ended,
+    Limits,
+    Signalled,
+    Supervision,
+    Verdict,
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> Supervision:
+    supervision = Supervision(Limits(grace_s=8, term_s=3, kill_s=5), clock)
+    for rank in range(3):
+        supervision.started(f"rank {rank}")
+    return supervision
+
+
+def test_all_well_is_zero_and_silent(watch: Supervision) -> None:
+    for rank in (2, 0, 1):
+        assert watch.take(Ended(f"rank {rank}", 0)) is None
+    assert not watch.running
+    assert watch.deadline == math.inf
+    assert watch.verdict() == Verdict(0)
+
+
+def test_failure_gives_the_rest_grace_then_presses_harder(watch: Supervision, clock: Clock) -> None:
+    assert watch.take(Ended("rank 2", 1)) is None
+    assert watch.deadline == 8
+    clock.now = 8
+    assert watch.press() is signal.SIGTERM
+    assert watch.deadline == 11
+    clock.now = 11
+    assert watch.press() is signal.SIGKILL
+    assert watch.deadline == 16
+    watch.take(Ended("rank 0", -9))
+    watch.take(Ended("rank 1", -9))
+    assert watch.verdict() == Verdict(1, "rank 2 exited with code 1; the other ranks were stopped")
+
+
+def test_a_second_failure_does_not_prolong_the_grace(watch: Supervision, clock: Clock) -> None:
+    watch.take(Ended("rank 2", 1))
+    clock.now = 5
+    watch.take(Ended("rank 1", 1))
+    assert watch.deadline == 8
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_the_launcher(watch: Supervision) -> None:
+    watch.take(Ended("rank 2", 1))
+    assert [watch.press(), watch.press(), watch.press()] == [signal.SIGTERM, signal.SIGKILL, None]
+    assert not watch.running
+
+
+def test_first_signal_terminates_second_kills(watch: Supervision) -> None:
+    assert watch.take(Signalled(signal.SIGINT)) is signal.SIGTERM
+    assert watch.take(Signalled(signal.SIGINT)) is signal.SIGKILL
+    assert watch.verdict() == Verdict(130, "stopped by Ctrl-C")
+
+
+def test_workers_ended_by_our_own_signal_are_no_failures(watch: Supervision) -> None:
+    watch.take(Signalled(signal.SIGTERM))
+    for rank in range(3):
+        watch.take(Ended(f"rank {rank}", -15))
+    assert watch.verdict() == Verdict(143, "stopped by SIGTERM")
+
+
+def test_the_one_that_failed_is_named_even_if_it_goes_last(watch: Supervision) -> None:
+    watch.take(Ended("rank 0", EXIT_PEER_FAILED))
+    watch.take(Ended("rank 1", EXIT_PEER_FAILED))
+    watch.take(Ended("rank 2", -11))
+    assert watch.verdict() == Verdict(
+        139, "rank 2 was killed by SIGSEGV; the other ranks ended with it"
+    )
+
+
+def test_a_server_that_breaks_fails_the_job(watch: Supervision) -> None:
+    watch.take(Ended("server 0", 1))
+    for rank in range(3):
+        watch.take(Ended(f"rank {rank}", EXIT_PEER_FAILED))
+    assert watch.verdict() == Verdict(1, "server 0 exited with code 1; the ranks ended with it")
+
+
+def test_a_dismissed_server_is_no_failure(watch: Supervision) -> None:
+    watch.take(Ended("server 0", 0))
+    for rank in range(3):
+        watch.take(Ended(f"rank {rank}", 0))
+    assert watch.verdict() == Verdict(0)
+
+
+def test_a_server_that_follows_a_failing_rank_is_not_blamed(watch: Supervision) -> None:
+    watch.take(Ended("server 0", 1))
+    watch.take(Ended("rank 0", EXIT_PEER_FAILED))
+    watch.take(Ended("rank 1", 3))
+    watch.take(Ended("rank 2", EXIT_PEER_FAILED))
+    assert watch.verdict() == Verdict(3, "rank 1 exited with code 3; the other ranks ended with it")
+
+
+def test_ranks_that_finished_before_a_failure_are_not_mentioned(watch: Supervision) -> None:
+    watch.take(Ended("rank 0", 0))
+    watch.take(Ended("rank 1", 0))
+    watch.take(Ended("rank 2", 7))
+    assert watch.verdict() == Verdict(7, "rank 2 exited with code 7")
+
+
+def test_signals_without_a_name_are_numbered() -> None:
+    assert str(Ended("rank 0", -40)) == "rank 0 was killed by signal 40"
