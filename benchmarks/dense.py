@@ -22,10 +22,10 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
@@ -49,6 +49,7 @@ SYSTEMS = (
 RUN_BUDGET_S = 12.0  # of timed and warm-up steps, as far as can be told beforehand
 START_LIMIT_S = 180.0
 END_LIMIT_S = 60.0
+TAIL_LINES = 20
 
 console = Console()
 
@@ -57,14 +58,21 @@ class RunFailed(Exception):
     """A worker failed or was too slow; the text shows what it said."""
 
 
+def drain(pipe: IO[str], work: Callable[[str], None]) -> None:
+    """Every line a worker writes, and an empty one for the end."""
+    with pipe:
+        for line in pipe:
+            work(line)
+    work("")
+
+
 class Crew:
     """The worker processes of one run; none outlives the block."""
 
     def __init__(self, commands: Sequence[Sequence[str]], env: Sequence[dict[str, str]]) -> None:
         self._commands, self._env = commands, env
         self._processes: list[subprocess.Popen[str]] = []
-        self._errors: list[IO[str]] = []
-        self._files = contextlib.ExitStack()
+        self._tails: list[deque[str]] = []
         self._heard: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
 
     def __enter__(self) -> Self:
@@ -77,26 +85,31 @@ class Crew:
         return self
 
     def _start(self, rank: int, command: Sequence[str], env: dict[str, str]) -> None:
-        errors = self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        self._errors.append(errors)
         process = subprocess.Popen(
             command,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self._processes.append(process)
-        threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
-
-    def _listen(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
+        assert process.stderr is not None
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._processes.append(process)
+        self._tails.append(tail)
+        for work, pipe in ((self._listen(rank), process.stdout), (tail.append, process.stderr)):
+            threading.Thread(target=drain, args=(pipe, work), daemon=True).start()
+
+    def _listen(self, rank: int) -> Callable[[str], None]:
+        def hear(line: str) -> None:
             if line.startswith('{"event"'):
                 self._heard.put((rank, json.loads(line)))
-        self._heard.put((rank, None))
+            elif not line:
+                self._heard.put((rank, None))
+
+        return hear
 
     def hear(self, event: str, limit_s: float) -> list[dict[str, Any]]:
         """One message from every worker, by rank."""
@@ -132,15 +145,13 @@ class Crew:
         if any(process.poll() != 0 for process in self._processes):
             raise RunFailed("not every worker ended well\n" + self.tails())
 
-    def tails(self, lines: int = 15) -> str:
+    def tails(self) -> str:
         # The first to end is not always the one at fault: give the others a moment to say so.
         time.sleep(1.0)
-        shown = []
-        for rank, (process, errors) in enumerate(zip(self._processes, self._errors, strict=True)):
-            errors.seek(0)
-            tail = "".join(errors.readlines()[-lines:])
-            shown.append(f"--- rank {rank}, exit code {process.poll()}\n{tail}")
-        return "".join(shown)
+        return "".join(
+            f"--- rank {rank}, exit code {process.poll()}\n{''.join(tuple(tail))}"
+            for rank, (process, tail) in enumerate(zip(self._processes, self._tails, strict=True))
+        )
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
@@ -149,11 +160,9 @@ class Crew:
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait(timeout=END_LIMIT_S)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-        self._files.close()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 @dataclass(frozen=True)
@@ -311,8 +320,8 @@ def table(outcomes: Sequence[Outcome], bound_s: float | None) -> Table:
     if bound_s is not None:
         title += f"; the wire alone takes at least {bound_s:.3f} s"
     shown = Table(title=title, title_justify="left")
-    shown.add_column("system")
-    for heading in ("s/step", "min", "max", "to ddp", "to wire", "MB/link/step", "runs"):
+    shown.add_column("system", no_wrap=True)
+    for heading in ("s/step", "min", "max", "to ddp", "to wire", "MB/link", "runs"):
         shown.add_column(heading, justify="right")
     reference = ddp_median(outcomes)
     for outcome in outcomes:

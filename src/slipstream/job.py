@@ -42,7 +42,7 @@ def init(
     interface: str | None = None,
     start_limit_s: float = 120.0,
     wait_limit_s: float = 600.0,
-    silence_limit_s: float = 6.0,
+    silence_limit_s: float = 5.0,
 ) -> Job:
     """Join the job this process was started for; alone, a world of one.
 
@@ -321,9 +321,9 @@ class Job:
         if self._membership is not None:
             if error is not None:
                 self._membership.member.abandon(describe_error(error))
+            self._membership.member.stop()
             if self._replica is not None:
                 self._replica.close()
-            self._membership.member.stop()
 
 
 def number(value: float | torch.Tensor) -> float:

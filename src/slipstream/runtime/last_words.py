@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slipstream.errors import PeerFailed, PeerLost, SlipstreamError
+from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -22,8 +23,11 @@ def speak_for(rank: int) -> None:
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
-        elif rank == speaker(error):
+            return
+        if rank == speaker(error):
             print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
+        if isinstance(error, PeerLost | PeerFailed):
+            raise SystemExit(EXIT_PEER_FAILED)
 
     sys.excepthook = say
 

@@ -18,8 +18,9 @@ from slipstream.transports.wire import AnyBody, Beat, Fault, Leave, Message
 from slipstream.types import Buffer
 
 HUB = "rank 0"
-BEAT_S = 1.0
-SILENCE_S = 6.0
+BEAT_S = 0.5
+LAST_WORDS_S = 3.0  # for what is still queued at the end
+SILENCE_S = 5.0
 Handler = Callable[[Message], None]
 
 
@@ -244,7 +245,8 @@ class Member:
         self.transport.wake()
         if self._thread is not None:
             self._thread.join(timeout=10)
-        self.transport.close()
+        # Where the job has failed, somebody may never read what is queued for it.
+        self.transport.close(LAST_WORDS_S if self.fault is None else LAST_WORDS_S / 10)
 
 
 def internal_fault(error: Exception) -> RuntimeFault:

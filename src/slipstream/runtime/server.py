@@ -113,7 +113,7 @@ def serve(env: Mapping[str, str]) -> int:
             member.pump_once(0.25)
         except RuntimeFault as fault:
             member.fail(fault)
-    transport.close()
+    member.stop()
     return 0 if member.fault is None else 1
 
 

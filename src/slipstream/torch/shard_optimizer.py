@@ -66,10 +66,10 @@ class ShardOptimizer:
     def __init__(self, plan: Plan, node: Node, recipe: OptimizerRecipe) -> None:
         if recipe.name not in ELEMENTWISE:
             raise ConfigError(f"{recipe.name} is not an elementwise optimizer")
-        self._plan = plan
         self._chunks = {
             chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.held_by(node)
         }
+        warm_up(recipe)
 
     def _chunk(self, index: int) -> ChunkOptimizer:
         if index not in self._chunks:
@@ -95,6 +95,13 @@ class ShardOptimizer:
         assert isinstance(message.body, Fetch)
         entries, frames = self._chunk(message.body.chunk).state()
         return State(message.body.chunk, entries, checksum(frames)), frames
+
+
+def warm_up(recipe: OptimizerRecipe) -> None:
+    """One step on nothing: torch imports much on the first, which must not look like a hang."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    getattr(torch.optim, recipe.name)([parameter]).step()
 
 
 def refuse_damaged(message: Message, crc: int) -> None:

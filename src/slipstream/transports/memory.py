@@ -114,5 +114,5 @@ class MemoryTransport:
     def refuse(self, error: FrameRefused) -> None:
         self.refused[type(error).__name__] += 1
 
-    def close(self) -> None:
+    def close(self, linger_s: float) -> None:
         self._peers.clear()

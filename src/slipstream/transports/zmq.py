@@ -34,7 +34,6 @@ IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 LARGEST_FRAME_BYTES = 1 << 26
-LINGER_S = 2.0
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -147,7 +146,6 @@ class ZmqTransport:
     def _open(self, peer: str, address: str) -> None:
         link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
-        link.linger = int(LINGER_S * 1000)
         link.ipv6 = "[" in address
         self._credentials.present(link)
         link.connect(address)
@@ -234,9 +232,8 @@ class ZmqTransport:
         """Count a message that did not fit; whoever sent it is not worth more work."""
         self.refused[type(error).__name__] += 1
 
-    def close(self) -> None:
-        """Send what is queued (within the linger limit) and free everything."""
-        deadline = time.monotonic() + LINGER_S
+    def close(self, linger_s: float) -> None:
+        deadline = time.monotonic() + linger_s
         self._dispatch_posted()
         while self._blocked and time.monotonic() < deadline:
             for peer in tuple(self._blocked):
@@ -244,7 +241,7 @@ class ZmqTransport:
             self._poller.poll(20)
         self._inbound.close(0)
         for outbound in self._outbound.values():
-            outbound.link.close()
+            outbound.link.close(max(1, round((deadline - time.monotonic()) * 1000)))
         self._guard.close(0)
         self._woken.close()
         self._wake.close()
