@@ -51,7 +51,9 @@ START_LIMIT_S = 180.0
 END_LIMIT_S = 60.0
 TAIL_LINES = 20
 
-console = Console()
+Run = dict[str, Any]  # step_s, cpu_s_per_step, steps_s and link_bytes, as the JSON has them
+
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 class RunFailed(Exception):
@@ -212,7 +214,7 @@ class Outcome:
     rate: str
     system: str
     steps: int
-    runs: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -232,7 +234,7 @@ class Outcome:
         return statistics.median(moved) / 1e6 if moved else None
 
 
-def measure(system: str, where: Place, *, warmup: int, steps: int, servers: int | None) -> dict:
+def measure(system: str, where: Place, *, warmup: int, steps: int, servers: int | None) -> Run:
     """One run: fresh workers, warmed up, then timed from a standing start to the last arrival."""
     port = 29500 if where.lab else free_port()
     shared = {"SLIPSTREAM_SECRET": secrets.token_hex(16), "SLIPSTREAM_ENCRYPT": "0"}
@@ -308,7 +310,7 @@ def run_once(outcome: Outcome, where: Place, repetition: int, args: argparse.Nam
     except RunFailed as failure:
         outcome.failures.append(str(failure))
         console.print(f"{label}  [red]failed[/red]")
-        console.print(str(failure), markup=False, highlight=False)
+        console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return
     outcome.runs.append(run)
     console.print(f"{label}  {run['step_s']:.3f} s/step", highlight=False)
@@ -322,7 +324,7 @@ def table(outcomes: Sequence[Outcome], bound_s: float | None) -> Table:
     shown = Table(title=title, title_justify="left")
     shown.add_column("system", no_wrap=True)
     for heading in ("s/step", "min", "max", "to ddp", "to wire", "MB/link", "runs"):
-        shown.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right", no_wrap=True)
     reference = ddp_median(outcomes)
     for outcome in outcomes:
         median = outcome.median_s
@@ -351,7 +353,9 @@ def number(value: float | None, *, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def as_json(outcome: Outcome, everyone: Sequence[Outcome], args: Any, nbytes: int) -> dict:
+def as_json(
+    outcome: Outcome, everyone: Sequence[Outcome], args: Any, nbytes: int
+) -> dict[str, Any]:
     reference = ddp_median([other for other in everyone if other.rate == outcome.rate])
     median, least, most = spread(outcome)
     return {
@@ -443,7 +447,7 @@ def main() -> int:
             report["workers"] = args.workers
             report["results"] = [as_json(o, outcomes, args, 4 * parameters) for o in outcomes]
     except (LaunchError, RunFailed) as error:
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -89,8 +89,7 @@ def training(system: str, rank: int) -> Iterator[tuple[Step, Step]]:
         import slipstream
 
         with slipstream.init() as job:
-            model, optimizer = job.distribute(model, sgd(model), system)
-            yield loop_body(model, optimizer, rank), job.wait
+            yield loop_body(*job.distribute(model, sgd(model), system), rank), job.wait
 
 
 def timed(step: Step, count: int) -> list[float]:
@@ -130,16 +129,18 @@ def member(system: str, warmup: int, steps: int) -> None:
 
 
 def alone(strategy: str, warmup: int, steps: int) -> None:
-    """The plain loop and a world of one in turns, five steps at a time."""
+    """The plain loop and a world of one, step by step in turns."""
     with training("local", 0) as (plain, _), training(strategy, 0) as (distributed, _):
         timed(plain, warmup)
         timed(distributed, warmup)
         say(event="ready")
         hear()
         times: dict[str, list[float]] = {"plain": [], "slipstream": []}
-        for _ in range(0, steps, 5):
-            times["plain"] += timed(plain, 5)
-            times["slipstream"] += timed(distributed, 5)
+        turns = [("plain", plain), ("slipstream", distributed)]
+        for _ in range(steps):
+            turns.reverse()  # neither always comes after the other
+            for name, step in turns:
+                times[name] += timed(step, 1)
         say(event="done", **times)
         hear()
 

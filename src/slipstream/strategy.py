@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from slipstream.codecs import Codec, Dense
 from slipstream.consistency import Consistency, Rounds
-from slipstream.errors import IncompatibleRoute
-from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.errors import ConfigError, IncompatibleRoute
+from slipstream.planning.layout import CHUNK_BYTES, LARGEST_CHUNK_BYTES, Group, Layout, lay_out
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology
 from slipstream.types import Chunk, Cluster, Node, Spec
@@ -131,6 +131,13 @@ class Strategy:
     update: Update = "worker"
     chunk_bytes: int = CHUNK_BYTES
 
+    def __post_init__(self) -> None:
+        if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
+            raise ConfigError(
+                f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 1 or more, at most "
+                f"{LARGEST_CHUNK_BYTES}"
+            )
+
     def plan(self, specs: Sequence[Spec], cluster: Cluster) -> Plan:
         """Route, check and lay out every tensor."""
         routes: list[Route] = []
@@ -156,6 +163,16 @@ class Strategy:
             update=self.update,
             chunk_bytes=self.chunk_bytes,
         )
+
+    def portrait(self, specs: Sequence[Spec], workers: int) -> list[str]:
+        """One line for each thing that must be equal on all ranks."""
+        cluster = Cluster(workers, servers=1)
+        routes = {repr(self.route(spec, cluster)) for spec in specs}
+        return [
+            f"strategy {self.name}, update at the {self.update}, chunks of {self.chunk_bytes}",
+            f"{self.consistency}, {self.schedule}",
+            *sorted(routes),
+        ]
 
     def needs_servers(self, specs: Sequence[Spec], workers: int) -> bool:
         cluster = Cluster(workers, servers=1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from slipstream._native import mean_into
-from slipstream.errors import FrameRefused, IncompatibleRoute
+from slipstream.errors import ConfigError, FrameRefused, IncompatibleRoute
 from slipstream.types import ITEM_BYTES, Buffer, Spec, Values
 
 Wire = Literal["own", "float32", "bfloat16", "float16"]
@@ -26,6 +26,10 @@ class Dense:
 
     splits: ClassVar[bool] = True
     frames: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.wire not in get_args(Wire):
+            raise ConfigError(f"wire={self.wire!r}: choose one of {', '.join(get_args(Wire))}")
 
     @property
     def name(self) -> str:

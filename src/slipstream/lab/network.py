@@ -27,7 +27,7 @@ _COMMAND_LIMIT_S = 20.0
 class Traffic:
     """Bytes a host has sent and received, as its link's kernel counters have them.
 
-    A super-packet's headers count once, so for large transfers this is the payload plus about 0.1%.
+    A super-packet's headers count once, so a large transfer shows as its payload and well under 1%.
     """
 
     sent: int
@@ -107,9 +107,9 @@ class Lab:
     lab and every process in it are gone when the block ends, however it ends.
 
     ``congestion`` is the hosts' TCP congestion control. Reno is the one every namespace may choose,
-    and with it results do not depend on the machine's default; BBR, for one, gives away up to a
-    fifth of a link that carries data one way and another flow's acknowledgements the other. None
-    keeps the machine's default.
+    and with it results do not depend on the machine's default; BBR, for one, has left a fifth of a
+    100 Mbit/s link unused that carried data one way and another flow's acknowledgements the other.
+    None keeps the machine's default.
     """
 
     def __init__(
@@ -169,20 +169,19 @@ class Lab:
 
     def bytes(self) -> tuple[Traffic, ...]:
         """What every host has sent and received so far, from the kernel's counters."""
-        links = {link["ifname"]: link["stats64"] for link in json.loads(_run(self._counters))}
+        listed = json.loads(_run(planning.counters(self._plan)))
+        links = {link["ifname"]: link["stats64"] for link in listed}
         at_port = [links[site.port] for site in self._plan.sites]
         # The switch receives what a host sends.
         return tuple(Traffic(stats["rx"]["bytes"], stats["tx"]["bytes"]) for stats in at_port)
-
-    @property
-    def _counters(self) -> Command:
-        return planning.counters(self._plan)
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Change one host's link, both ways, while it is in use."""
         for command in planning.shape(self._plan, host, rate):
             _run(command)
-        self._rates = (*self._rates[:host], rate, *self._rates[host + 1 :])
+        rates = list(self._rates)
+        rates[host] = rate
+        self._rates = tuple(rates)
 
 
 def missing_tools() -> str | None:

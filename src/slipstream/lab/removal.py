@@ -72,7 +72,8 @@ def _end_processes(names: list[str], *, grace_s: float) -> None:
 
 
 def _pids(names: list[str]) -> set[int]:
-    return {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
+    inside = {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
+    return inside - {os.getpid()}
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:

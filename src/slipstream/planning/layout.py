@@ -9,6 +9,7 @@ from slipstream.types import ITEM_BYTES, Chunk, Segment, Spec
 
 CHUNK_BYTES = 2 * 1024 * 1024
 SMALLEST_CHUNK_BYTES = 4 * 1024
+LARGEST_CHUNK_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,10 @@ def lay_out(
 def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
     """Elements a chunk: the largest size within ``chunk_bytes`` that gives equal shares."""
     size = ITEM_BYTES[dtype]
-    rounds = max(1, -(-total * size // (max(1, shares) * chunk_bytes)))
+    largest = max(1, chunk_bytes // size)
+    rounds = max(1, -(-total // (max(1, shares) * largest)))
     even = -(-total // (max(1, shares) * rounds))
-    return max(even, min(SMALLEST_CHUNK_BYTES, chunk_bytes) // size, 1)
+    return max(even, min(SMALLEST_CHUNK_BYTES // size, largest))
 
 
 def whole(specs: Sequence[Spec], tensor: int) -> tuple[Segment, ...]:

@@ -202,7 +202,7 @@ class LinkExchange:
             self._member.check()
             if time.monotonic() > deadline:
                 raise WaitLimit("a contribution to leave", self._limit_s, [])
-            time.sleep(LEAVING_PAUSE_S)
+            self._member.pause(LEAVING_PAUSE_S)
         self._leaving[index].clear()
 
     def _write(self, chunk: Chunk, body: Publish, frames: Sequence[Buffer]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, WaitLimit
-from slipstream.transports.protocol import Ticket, Transport
+from slipstream.transports.protocol import CONTROL, Ticket, Transport
 from slipstream.transports.wire import AnyBody, Beat, Fault, Leave, Message
 from slipstream.types import Buffer
 
@@ -136,6 +136,10 @@ class Member:
         names = missing() if missing else self.roster.behind(self.round)
         raise WaitLimit(what, limit_s, names, self.last_refusal)
 
+    def pause(self, seconds: float) -> None:
+        """Give what is queued time to leave."""
+        time.sleep(seconds)
+
     # ---- pumping
 
     def start(self) -> None:
@@ -175,14 +179,16 @@ class Member:
 
     def _beat(self) -> None:
         now = self._clock()
-        self._beat_at = now + BEAT_S
+        late_s, self._beat_at = now - self._beat_at, now + BEAT_S
         self.idle()
         if self.is_hub:
             self.roster.rounds[self.name] = self.round
             for name in self.roster.heard:
-                self.transport.send(name, Beat(self.roster.rounds), priority=-1)
+                self.transport.send(name, Beat(self.roster.rounds), priority=CONTROL)
         elif HUB in self.roster.heard:
-            self.transport.send(HUB, Beat({self.name: self.round}), priority=-1)
+            self.transport.send(HUB, Beat({self.name: self.round}), priority=CONTROL)
+        if late_s > BEAT_S:
+            return  # this member was away itself: what the others sent meanwhile is still unread
         for name, age in self.roster.silent(now):
             self._announce(Fault(name, None, age))
 
@@ -191,7 +197,7 @@ class Member:
         self.roster.leave(fault.peer)
         if self.is_hub:
             for name in self.roster.heard:
-                self.transport.send(name, fault, priority=-1)
+                self.transport.send(name, fault, priority=CONTROL)
         if fault.reason is None:
             self.fail(PeerLost(fault.peer, fault.silent_s))
         else:
@@ -235,9 +241,9 @@ class Member:
             return  # they know, or it was they who said so
         if self.is_hub:
             for name in tuple(self.roster.heard):
-                self.transport.send(name, Leave(reason))
+                self.transport.send(name, Leave(reason), priority=CONTROL)
         elif not self.dismissed:
-            self.transport.send(HUB, Leave(reason))
+            self.transport.send(HUB, Leave(reason), priority=CONTROL)
 
     def stop(self) -> None:
         """Stop pumping and close the transport after its queue is sent."""

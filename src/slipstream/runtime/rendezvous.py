@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -46,26 +46,29 @@ class Rendezvous:
         """A random text that rank 0 makes up and everybody reads."""
         if self._env.rank == 0:
             self.store.set(key, secrets.token_hex(32))
-        self._wait(key, "rank 0")
+        self._wait({key: "rank 0"})
         return bytes(self.store.get(key)).decode()
 
     def watch(self, check: Callable[[], None]) -> None:
         """Call this while waiting; it raises when the job has failed."""
         self._watch = check
 
-    def _wait(self, key: str, whom: str) -> None:
+    def _wait(self, whom: Mapping[str, str]) -> None:
+        """Until all keys are there; ``whom`` says who posts which."""
         deadline = time.monotonic() + self._limit_s
         pause_s = SHORTEST_PAUSE_S
-        while not self._has(key):
+        while not self._has(list(whom)):
             self._watch()
             if time.monotonic() > deadline:
-                raise WaitLimit(f"{whom} to join ({key})", self._limit_s, [whom])
+                missing = [name for key, name in whom.items() if not self._has([key])]
+                what = next(iter(whom)).partition("/")[0]
+                raise WaitLimit(f"all ranks to say their {what!r}", self._limit_s, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _has(self, key: str) -> bool:
+    def _has(self, keys: list[str]) -> bool:
         try:
-            return bool(self.store.check([key]))
+            return bool(self.store.check(keys))
         except distributed.DistError as error:
             self._watch()
             raise PeerFailed("rank 0", "its store closed") from error
@@ -77,7 +80,7 @@ class Rendezvous:
 
     def read(self, key: str, rank: int, kind: type[T]) -> T:
         """What a rank posted under a key."""
-        self._wait(key, f"rank {rank}")
+        self._wait({key: f"rank {rank}"})
         raw = bytes(self.store.get(key))
         signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
         if not self.credentials.genuine(key.encode() + content, signature):
@@ -90,7 +93,9 @@ class Rendezvous:
     def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
         """Everybody's value, by rank; every rank must call it with the same key."""
         self.post(f"{key}/{self._env.rank}", value)
-        return [self.read(f"{key}/{rank}", rank, kind) for rank in range(self._env.world_size)]
+        ranks = range(self._env.world_size)
+        self._wait({f"{key}/{rank}": f"rank {rank}" for rank in ranks})
+        return [self.read(f"{key}/{rank}", rank, kind) for rank in ranks]
 
 
 def open_store(env: Environment, limit_s: float) -> Any:

@@ -21,6 +21,7 @@ from slipstream.runtime.holder import Holder, PublishMean, Updater
 from slipstream.runtime.member import HUB, Member
 from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Configure, Fetch, Leave, Load, Message, Push, Ready, State
 from slipstream.transports.zmq import ZmqTransport
 from slipstream.types import Node
@@ -46,7 +47,6 @@ class Server:
         configuration = Configuration.decode(message.frames[0])
         for name, address in configuration.addresses.items():
             self.member.transport.connect(name, address)
-        self.member.expect(HUB)
         self.member.roster.silence_s = configuration.silence_s
         try:
             plan = configuration.plan()
@@ -55,6 +55,8 @@ class Server:
             self.member.send(HUB, Ready())
         except SlipstreamError as error:
             self.member.send(HUB, Ready(str(error)))
+        # Not before: an updater imports torch, which may take longer than a silence may last.
+        self.member.expect(HUB)
 
     def _updater(self, configuration: Configuration, plan: Plan, node: Node) -> Updater:
         if configuration.optimizer is None:
@@ -81,7 +83,7 @@ class Server:
         except FrameRefused:
             raise
         except RuntimeFault as fault:
-            self.member.send(HUB, Leave(str(fault)))
+            self.member.send(HUB, Leave(str(fault)), priority=CONTROL)
             raise
         plan = self._holder.plan
         chunk = plan.chunks[message.body.chunk]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slipstream.errors import ConfigError, TooManyServers
+from slipstream.errors import ConfigError, FrameRefused, TooManyServers
 from slipstream.runtime.configuration import Configuration, OptimizerRecipe
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.member import HUB
@@ -82,15 +82,19 @@ class Shards:
         if member.name != HUB or not self.addresses:
             return
         answers: dict[str, str | None] = {}
+        names = [f"server {k}" for k in range(len(self.addresses))]
 
         def on_ready(message: Message) -> None:
             assert isinstance(message.body, Ready)
+            if message.sender not in names:
+                raise FrameRefused(f"{message.sender} is no server")
+            # At once: a server that is ready waits for beats while others still start.
+            member.expect(message.sender)
             with member.changed:
                 answers[message.sender] = message.body.reason
                 member.changed.notify_all()
 
         member.on(Ready, on_ready)
-        names = [f"server {k}" for k in range(len(self.addresses))]
         workers = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
         content = Configuration.of(plan, workers, membership.limits.silence_s, optimizer).encode()
         for name in names:
@@ -104,7 +108,6 @@ class Shards:
         for name, reason in answers.items():
             if reason is not None:
                 raise ConfigError(f"{name} refused the plan: {reason}")
-        member.expect(*names)
 
     def close(self) -> None:
         for server in self.own:

@@ -50,7 +50,10 @@ def read_call(text: str) -> tuple[str, dict[str, object]]:
             return node.id, {}
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
             raise malformed
-        pairs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-    except (SyntaxError, ValueError) as error:
+        pairs = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in node.keywords]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise malformed from error
-    return node.func.id, {key: value for key, value in pairs.items() if key is not None}
+    named = {key: value for key, value in pairs if key is not None}
+    if len(named) < len(pairs):  # given twice, or as **{…}
+        raise malformed
+    return node.func.id, named

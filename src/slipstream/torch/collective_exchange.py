@@ -13,7 +13,7 @@ import torch
 from slipstream.codecs import Dense
 from slipstream.errors import IncompatibleRoute, RuntimeFault
 from slipstream.strategy import Plan
-from slipstream.torch.staging import as_real
+from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
 from slipstream.types import Chunk
 
@@ -150,10 +150,10 @@ class CollectiveExchange:
         if not self._buckets[first_bucket].marks[first_segment]:
             return  # nobody used it: its gradient stays as it is
         parameter = self._parameters[tensor]
-        if parameter.grad is None:
+        if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        whole = as_real(parameter.grad)
-        flat = whole.reshape(-1) if not whole.is_contiguous() else whole.view(-1)
+        in_place = parameter.grad.is_contiguous() and not is_lazy(parameter.grad)
+        flat = as_real(parameter.grad if in_place else torch.empty_like(parameter)).reshape(-1)
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
@@ -163,8 +163,8 @@ class CollectiveExchange:
                 torch.div(mean, self.plan.cluster.workers, out=target)
             else:
                 target.copy_(mean.to(target) / self.plan.cluster.workers)
-        if not whole.is_contiguous():
-            whole.copy_(flat.view(whole.shape))
+        if not in_place:
+            parameter.grad.copy_(shaped_as(parameter.grad, flat))
 
 
 def flatten(gradient: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,10 @@ def agree(
         inventory = prepare(model, optimizer, strategy)
     except SlipstreamError as error:
         problem = error
-    lines = [] if problem else [f"strategy: {strategy.name}", *portrait(model, optimizer)]
+    lines = [] if inventory is None else portrait(model, optimizer)
+    if inventory is not None:
+        lines += strategy.portrait(inventory.specs, membership.env.world_size)
+        lines.append(f"servers: {membership.env.servers or 'one a host'}")
     said = membership.rendezvous.gather("model", [str(problem or ""), lines], list[Any])
     if problem is not None:
         raise problem
@@ -112,13 +115,13 @@ def agree(
 
 
 def difference(rank: int, first: list[str], other: list[str]) -> str:
-    """The first thing in which a rank's model differs from rank 0's."""
+    """The first thing in which a rank's model or strategy differs from rank 0's."""
     for mine, theirs in zip(first, other, strict=False):
         if mine != theirs:
-            return f"rank {rank} brought a different model: {theirs}; on rank 0 {mine}"
+            return f"rank {rank} differs from rank 0: it has {theirs}; rank 0 has {mine}"
     longer, who = (other, rank) if len(other) > len(first) else (first, 0)
     extra = longer[min(len(first), len(other))]
-    return f"rank {rank} brought a different model: only rank {who} has {extra}"
+    return f"rank {rank} differs from rank 0: only rank {who} has {extra}"
 
 
 def replicate(

@@ -71,6 +71,7 @@ class LiveTensors:
         live = self._tensors[tensor]
         if self._is_buffer[tensor] or self._weights_return:
             return live.detach()
-        if live.grad is None:
+        # The mean over workers is dense, even where each one's gradient is sparse.
+        if live.grad is None or live.grad.is_sparse:
             live.grad = torch.empty_like(live, requires_grad=False)
         return live.grad

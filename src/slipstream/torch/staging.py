@@ -106,8 +106,7 @@ class Staging:
 
     def commit(self, key: int, tensor: torch.Tensor) -> None:
         if not is_flat_host(tensor):
-            flat = as_real(tensor)
-            self._engine(tensor).to_device(self._hosts[key].view(flat.shape), flat)
+            self._engine(tensor).to_device(shaped_as(tensor, self._hosts[key]), tensor.detach())
 
     def _host(self, key: int, like: torch.Tensor) -> torch.Tensor:
         host = self._hosts.get(key)
@@ -127,12 +126,25 @@ def engine_for_device(device: torch.device) -> CopyEngine:
 
 
 def is_flat_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy(tensor)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether torch has put off a conjugation or a change of sign: memory is not the value yet."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    """The values as real numbers; a view to read, which for lazy conjugates is a copy."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def shaped_as(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """Flat real numbers in the shape and kind of ``tensor``, to be copied into it."""
+    if tensor.is_complex():
+        return torch.view_as_complex(flat.view(*tensor.shape, 2))
+    return flat.view(tensor.shape)
 
 
 def values_of(memory: torch.Tensor, like: torch.Tensor) -> Values:

@@ -54,17 +54,17 @@ class MemoryNetwork:
         heapq.heappush(self._links[source, peer], waiting)
         return waiting.ticket
 
-    def deliver(self) -> bool:
-        """Move one message over a randomly chosen busy link; False when all are idle."""
+    def deliver(self) -> str | None:
+        """Move one message over a randomly chosen busy link; its receiver, None if all are idle."""
         busy = sorted(link for link, waiting in self._links.items() if waiting)
         if not busy:
-            return False
+            return None
         source, peer = self._random.choice(busy)
         waiting = heapq.heappop(self._links[source, peer])
         frames = tuple(bytes(memoryview(frame)) for frame in waiting.frames)
         waiting.ticket.done = True
         self._endpoints[peer].arrive(waiting.header, frames)
-        return True
+        return peer
 
 
 class MemoryTransport:

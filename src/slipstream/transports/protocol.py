@@ -8,6 +8,10 @@ from typing import Protocol
 from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer
 
+# For heartbeats and bad news: these have a way of their own, so that seconds of gradients queued on
+# a slow link do not look like silence. They keep no order with other messages.
+CONTROL = -1_000_000
+
 
 class Ticket(Protocol):
     """Tells when a message's frames may be changed again."""

@@ -1,4 +1,4 @@
-"""Messages over ZeroMQ: one listening socket a member, one connection out to each peer.
+"""Messages over ZeroMQ: one listening socket a member, a connection out to each peer.
 
 All socket work happens inside ``receive``, on the thread that calls it; ``send`` only queues and
 wakes that thread. ZeroMQ gets few messages of a link at a time, so that an urgent one queued
@@ -21,6 +21,7 @@ import zmq
 
 from slipstream.errors import FrameRefused, LaunchError
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
     HEADER_BYTES,
     AnyBody,
@@ -34,6 +35,7 @@ IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 LARGEST_FRAME_BYTES = 1 << 26
+Lane = tuple[str, bool]  # a peer, and whether for control messages
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -64,7 +66,7 @@ class Posted:
 
 
 class Outbound:
-    """The way to one peer: a socket and what waits for it, most urgent first."""
+    """One lane to one peer: a socket and what waits for it, most urgent first."""
 
     def __init__(self, link: zmq.Socket[bytes]) -> None:
         self.link = link
@@ -103,8 +105,9 @@ class ZmqTransport:
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._posted: deque[tuple[str, Posted | str]] = deque()
-        self._outbound: dict[str, Outbound] = {}
-        self._blocked: set[str] = set()
+        self._addresses: dict[str, str] = {}
+        self._outbound: dict[Lane, Outbound] = {}
+        self._blocked: set[Lane] = set()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -139,17 +142,18 @@ class ZmqTransport:
         return inbound
 
     def connect(self, peer: str, address: str) -> None:
-        """Open the link to a peer; messages sent later go over it."""
+        """Where a peer listens; messages sent later open the link."""
         self._posted.append((peer, address))
         self.wake()
 
-    def _open(self, peer: str, address: str) -> None:
+    def _open(self, peer: str) -> Outbound:
+        address = self._addresses[peer]
         link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
         link.ipv6 = "[" in address
         self._credentials.present(link)
         link.connect(address)
-        self._outbound[peer] = Outbound(link)
+        return Outbound(link)
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
@@ -179,9 +183,9 @@ class ZmqTransport:
                 self._drain_wakes()
             if self._guard in ready:
                 self._guard.send_multipart(self._credentials.answer(self._guard.recv_multipart()))
-            for peer in tuple(self._blocked):
-                if self._outbound[peer].link in ready:
-                    self._push_out(peer)
+            for lane in tuple(self._blocked):
+                if self._outbound[lane].link in ready:
+                    self._push_out(lane)
             if self._inbound in ready and (message := self._take()) is not None:
                 return message
             if self._woken.fileno() in ready or time.monotonic() >= deadline:
@@ -197,21 +201,24 @@ class ZmqTransport:
         while self._posted:
             peer, posted = self._posted.popleft()
             if isinstance(posted, str):
-                self._open(peer, posted)
-            else:
-                heapq.heappush(self._outbound[peer].waiting, posted)
-                touched.append(peer)
-        for peer in dict.fromkeys(touched):
-            self._push_out(peer)
+                self._addresses[peer] = posted
+                continue
+            lane = (peer, posted.priority <= CONTROL)
+            if lane not in self._outbound:
+                self._outbound[lane] = self._open(peer)
+            heapq.heappush(self._outbound[lane].waiting, posted)
+            touched.append(lane)
+        for lane in dict.fromkeys(touched):
+            self._push_out(lane)
 
-    def _push_out(self, peer: str) -> None:
-        outbound = self._outbound[peer]
+    def _push_out(self, lane: Lane) -> None:
+        outbound = self._outbound[lane]
         if outbound.flush():
-            if peer in self._blocked:
-                self._blocked.discard(peer)
+            if lane in self._blocked:
+                self._blocked.discard(lane)
                 self._poller.unregister(outbound.link)
-        elif peer not in self._blocked:
-            self._blocked.add(peer)
+        elif lane not in self._blocked:
+            self._blocked.add(lane)
             self._poller.register(outbound.link, zmq.POLLOUT)
 
     def _take(self) -> Message | None:
@@ -236,8 +243,8 @@ class ZmqTransport:
         deadline = time.monotonic() + linger_s
         self._dispatch_posted()
         while self._blocked and time.monotonic() < deadline:
-            for peer in tuple(self._blocked):
-                self._push_out(peer)
+            for lane in tuple(self._blocked):
+                self._push_out(lane)
             self._poller.poll(20)
         self._inbound.close(0)
         for outbound in self._outbound.values():

@@ -1,0 +1,112 @@
+"""Who plays in a simulation: the runtime's own members, workers and servers, without threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import RuntimeFault
+from slipstream.runtime.member import Member
+from slipstream.testing.clock import VirtualClock
+from slipstream.transports.memory import MemoryNetwork
+from slipstream.transports.protocol import Ticket
+from slipstream.transports.wire import AnyBody, Message
+from slipstream.types import Buffer, Spec, Values
+
+FOREVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A message was sent, or was taken by its receiver."""
+
+    kind: str  # "sent" or "taken"
+    source: str
+    peer: str
+    body: AnyBody
+    priority: int = 0
+
+
+class SimulatedMember(Member):
+    """Waits by letting the network move; a wait that would never end is a WaitLimit at once."""
+
+    def __init__(
+        self,
+        name: str,
+        network: MemoryNetwork,
+        clock: VirtualClock,
+        *,
+        move: Callable[[], bool],
+        trace: list[Event],
+    ) -> None:
+        super().__init__(name, network.endpoint(name), silence_s=FOREVER_S, clock=clock)
+        self._network = network
+        self._move = move
+        self._trace = trace
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> Ticket | None:
+        self._trace.append(Event("sent", self.name, peer, body, priority))
+        return super().send(peer, body, frames, priority=priority)
+
+    def _handle(self, message: Message) -> None:
+        self._trace.append(Event("taken", message.sender, self.name, message.body))
+        super()._handle(message)
+
+    def take(self, arrived: int) -> None:
+        """Handle what this member told itself, then what has arrived."""
+        try:
+            for _ in range(len(self._own) + arrived):
+                self.pump_once(0.0)
+        except RuntimeFault as fault:
+            self.fail(fault)
+
+    def wait_until(
+        self,
+        holds: Callable[[], bool],
+        *,
+        what: str,
+        limit_s: float,
+        missing: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        while not holds() and self.fault is None and self._move():
+            pass
+        super().wait_until(holds, what=what, limit_s=0.0, missing=missing)
+
+    def pause(self, seconds: float) -> None:
+        if not self._move():
+            raise RuntimeFault(f"{self.name} waits for what will never leave")
+
+
+class ByteSlots:
+    """A worker's tensors; as in training, a result is written over the contribution."""
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self._held = [Values.empty(spec.numel, spec.dtype) for spec in specs]
+        self._given: list[bool] = [False] * len(specs)
+        self._settled: set[int] = set()
+
+    def begin(self, contributions: Sequence[bytes | None]) -> None:
+        """A new round's contributions, by tensor; None where this worker has none."""
+        self._settled.clear()
+        for tensor, content in enumerate(contributions):
+            self._given[tensor] = content is not None
+            if content is not None:
+                memoryview(self._held[tensor].data)[:] = content
+
+    def results(self) -> tuple[bytes | None, ...]:
+        """What came back; None for tensors that nobody contributed to."""
+        return tuple(
+            held.data.tobytes() if tensor in self._settled else None
+            for tensor, held in enumerate(self._held)
+        )
+
+    def source(self, tensor: int) -> Values | None:
+        return self._held[tensor] if self._given[tensor] else None
+
+    def sink(self, tensor: int) -> Values:
+        return self._held[tensor]
+
+    def settle(self, tensor: int) -> None:
+        self._settled.add(tensor)

@@ -1,0 +1,16 @@
+"""Time that moves only when told to."""
+
+from __future__ import annotations
+
+
+class VirtualClock:
+    """Call it for the time in seconds, as ``time.monotonic`` is called."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
