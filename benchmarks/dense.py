@@ -214,6 +214,7 @@ class Outcome:
     rate: str
     system: str
     steps: int
+    bound_s: float | None
     runs: list[Run] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -234,8 +235,9 @@ class Outcome:
         return statistics.median(moved) / 1e6 if moved else None
 
 
-def measure(system: str, where: Place, *, warmup: int, steps: int, servers: int | None) -> Run:
+def measure(wanted: Outcome, where: Place, *, warmup: int, servers: int | None) -> Run:
     """One run: fresh workers, warmed up, then timed from a standing start to the last arrival."""
+    system, steps = wanted.system, wanted.steps
     port = 29500 if where.lab else free_port()
     shared = {"SLIPSTREAM_SECRET": secrets.token_hex(16), "SLIPSTREAM_ENCRYPT": "0"}
     if servers is not None:
@@ -249,10 +251,10 @@ def measure(system: str, where: Place, *, warmup: int, steps: int, servers: int 
         commands.append([*where.prefix(rank), sys.executable, str(WORKER), system, *options])
         environments.append(env)
     with Crew(commands, environments) as crew:
-        crew.hear("ready", START_LIMIT_S)
+        crew.hear("ready", START_LIMIT_S + warmup * step_limit_s(wanted.bound_s))
         before = where.bytes()
         crew.tell()
-        done = crew.hear("done", 60.0 + 10 * RUN_BUDGET_S)
+        done = crew.hear("done", steps * step_limit_s(wanted.bound_s))
         after = where.bytes()
         crew.tell()
         crew.end(END_LIMIT_S)
@@ -280,6 +282,11 @@ def lower_bound_s(rate: str, workers: int, nbytes: int) -> float | None:
     return 2 * (workers - 1) / workers * nbytes * 8 / bits_per_second(rate)
 
 
+def step_limit_s(bound_s: float | None) -> float:
+    """A step that takes longer is taken for hung."""
+    return 10.0 + 5.0 * (bound_s or 0.0)
+
+
 def steps_for(bound_s: float | None, warmup: int) -> int:
     """As many as fit the budget, between 4 and 20."""
     likely_s = 1.1 * (bound_s or 0.0) + 0.3
@@ -291,22 +298,20 @@ def compare(args: argparse.Namespace, nbytes: int) -> list[Outcome]:
     for rate in args.rates:
         bound_s = lower_bound_s(rate, args.workers, nbytes)
         steps = args.steps or steps_for(bound_s, args.warmup)
-        here = [Outcome(rate, system, steps) for system in args.systems]
+        here = [Outcome(rate, system, steps, bound_s) for system in args.systems]
         outcomes += here
         with place(rate, args.workers) as where:
             for repetition in range(args.repetitions):
                 for outcome in here:
                     run_once(outcome, where, repetition, args)
-        console.print(table(here, bound_s))
+        console.print(table(here))
     return outcomes
 
 
 def run_once(outcome: Outcome, where: Place, repetition: int, args: argparse.Namespace) -> None:
     label = f"{outcome.rate:>8}  {outcome.system:28} {repetition + 1}/{args.repetitions}"
     try:
-        run = measure(
-            outcome.system, where, warmup=args.warmup, steps=outcome.steps, servers=args.servers
-        )
+        run = measure(outcome, where, warmup=args.warmup, servers=args.servers)
     except RunFailed as failure:
         outcome.failures.append(str(failure))
         console.print(f"{label}  [red]failed[/red]")
@@ -316,8 +321,8 @@ def run_once(outcome: Outcome, where: Place, repetition: int, args: argparse.Nam
     console.print(f"{label}  {run['step_s']:.3f} s/step", highlight=False)
 
 
-def table(outcomes: Sequence[Outcome], bound_s: float | None) -> Table:
-    first = outcomes[0]
+def table(outcomes: Sequence[Outcome]) -> Table:
+    first, bound_s = outcomes[0], outcomes[0].bound_s
     title = f"links: {first.rate}, {first.steps} steps a run"
     if bound_s is not None:
         title += f"; the wire alone takes at least {bound_s:.3f} s"
@@ -353,9 +358,7 @@ def number(value: float | None, *, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def as_json(
-    outcome: Outcome, everyone: Sequence[Outcome], args: Any, nbytes: int
-) -> dict[str, Any]:
+def as_json(outcome: Outcome, everyone: Sequence[Outcome]) -> dict[str, Any]:
     reference = ddp_median([other for other in everyone if other.rate == outcome.rate])
     median, least, most = spread(outcome)
     return {
@@ -366,7 +369,7 @@ def as_json(
         "min_s": least,
         "max_s": most,
         "ratio_to_ddp": median / reference if median and reference else None,
-        "wire_lower_bound_s": lower_bound_s(outcome.rate, args.workers, nbytes),
+        "wire_lower_bound_s": outcome.bound_s,
         "busiest_link_mb_per_step": outcome.link_mb,
         "runs": outcome.runs,
         "failures": outcome.failures,
@@ -376,13 +379,14 @@ def as_json(
 def world_of_one(args: argparse.Namespace) -> dict[str, Any]:
     """The plain loop against the same loop with slipstream alone, in turns within one process."""
     ratios = []
+    steps = args.steps or 100
     for repetition in range(args.repetitions):
-        options = ["--alone", "--warmup", "10", "--steps", str(args.steps or 100)]
+        options = ["--alone", "--warmup", "10", "--steps", str(steps)]
         command = [sys.executable, str(WORKER), "push_pull", *options]
         with Crew([command], [{"OMP_NUM_THREADS": "1"}]) as crew:
             crew.hear("ready", START_LIMIT_S)
             crew.tell()
-            (done,) = crew.hear("done", 60.0 + 10 * RUN_BUDGET_S)
+            (done,) = crew.hear("done", 2 * steps * step_limit_s(None))
             crew.tell()
             crew.end(END_LIMIT_S)
         plain, ours = (statistics.median(done[key]) for key in ("plain", "slipstream"))
@@ -445,7 +449,7 @@ def main() -> int:
             outcomes = compare(args, 4 * parameters)
             failed = any(outcome.failures for outcome in outcomes)
             report["workers"] = args.workers
-            report["results"] = [as_json(o, outcomes, args, 4 * parameters) for o in outcomes]
+            report["results"] = [as_json(outcome, outcomes) for outcome in outcomes]
     except (LaunchError, RunFailed) as error:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1

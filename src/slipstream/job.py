@@ -222,6 +222,7 @@ class Job:
         return combine([self._figures()])
 
     def _figures(self) -> WorkerFigures:
+        self.wait()  # the fingerprint is of weights that are up to date
         return WorkerFigures(
             strategy=self._named(),
             workers=self.world_size,

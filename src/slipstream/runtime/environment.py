@@ -50,6 +50,9 @@ class Environment:
                 f"WORLD_SIZE={world} but MASTER_ADDR or MASTER_PORT is not set: start with "
                 "`slipstream run` or torchrun, or set both to rank 0's address and a free port"
             )
+        port = whole(env, "MASTER_PORT", 0)
+        if not 0 <= port < 1 << 16:
+            raise LaunchError(f"MASTER_PORT={port} is no port: choose one from 1 to 65535")
         addresses = env.get("SLIPSTREAM_SERVER_ADDRESSES", "")
         return cls(
             rank=rank,
@@ -57,7 +60,7 @@ class Environment:
             local_rank=whole(env, "LOCAL_RANK", 0),
             local_world_size=optional(env, "LOCAL_WORLD_SIZE"),
             master_addr=env.get("MASTER_ADDR", LOOPBACK),
-            master_port=whole(env, "MASTER_PORT", 0),
+            master_port=port,
             store_fd=optional(env, "SLIPSTREAM_STORE_FD"),
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=whole(env, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -125,6 +128,8 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
             text = Path(file).read_text().strip()
         except OSError as error:
             raise SecretError(f"cannot read the secret file {file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise SecretError(f"cannot read the secret file {file}: it is not text") from error
     if (file or "SLIPSTREAM_SECRET" in env) and len(text) < 16:
         raise SecretError("the job secret is shorter than 16 characters; use a random one")
     return text.encode() or None

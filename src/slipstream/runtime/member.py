@@ -52,7 +52,9 @@ class Roster:
         return [(name, age) for name, age in ages if age > self.silence_s]
 
     def behind(self, round_: int) -> list[str]:
-        return sorted(name for name, at in self.rounds.items() if at < round_)
+        """Workers that have not begun a round; servers begin none of their own."""
+        late = (name for name, at in self.rounds.items() if at < round_)
+        return sorted(name for name in late if name.startswith("rank "))
 
 
 class Member:

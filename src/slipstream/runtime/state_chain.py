@@ -38,8 +38,7 @@ class StateChain:
             with self._member.changed:
                 self._targets = tensors
                 self._left = sum(values.data.nbytes for values in tensors)
-                early, self._early = self._early, []
-                for message in early:
+                for message in self._take_out_early():
                     self._take(message)
             self._member.wait_until(
                 lambda: not self._left,
@@ -49,6 +48,15 @@ class StateChain:
             )
         self._sync += 1
         finish()
+
+    def _take_out_early(self) -> list[Message]:
+        """What has arrived for this run; pieces of later ones stay."""
+        of_run: dict[bool, list[Message]] = {True: [], False: []}
+        for message in self._early:
+            assert isinstance(message.body, Piece)
+            of_run[message.body.sync == self._sync].append(message)
+        self._early = of_run[False]
+        return of_run[True]
 
     def _send_all(self, tensors: Sequence[Values]) -> None:
         if self._next is None:

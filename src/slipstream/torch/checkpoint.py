@@ -6,6 +6,7 @@ Written whole or not at all, and independent of how many workers and servers wro
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import random
@@ -46,7 +47,8 @@ class Checkpoint:
             os.replace(draft, path)
             sync_directory(path.parent)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
     @classmethod
@@ -63,10 +65,9 @@ class Checkpoint:
             ) from None
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
-        if facts.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {facts.get('format')}, this slipstream reads {FORMAT}"
-            )
+        written = facts.get("format") if isinstance(facts, dict) else None
+        if written != FORMAT:
+            raise CheckpointError(f"{path} has format {written}, this slipstream reads {FORMAT}")
         return cls(tensors, facts)
 
 
@@ -81,6 +82,8 @@ def sync_directory(directory: Path) -> None:
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Plain data as JSON; tensors go aside under a name and leave a reference."""
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # {"a/b": …} beside {"a": {"b": …}}
+            name += "'"
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"$tensor": name}
     if isinstance(value, Mapping):

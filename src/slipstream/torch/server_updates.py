@@ -24,7 +24,7 @@ class ServerUpdates(Synchronizer):
     def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         self._optimizer = optimizer
         self._sent: Settings | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         super().__init__(*args)
 
     def settings(self) -> Settings:
@@ -33,31 +33,46 @@ class ServerUpdates(Synchronizer):
             self._sent = settings_of(self._optimizer)
         return self._sent
 
+    def _gradient_ready(self, tensor: int) -> None:
+        if self.exchanged:
+            raise RuntimeFault(
+                "a second backward() before step(), but with update='server' the first one's "
+                "gradients have already left: put all passes but the last into "
+                "`with job.accumulate():`, or use overlap=False"
+            )
+        super()._gradient_ready(tensor)
+
     def pass_ended(self) -> None:
         if self.plan.schedule.leaves_during_backward:
             self.flush()
-            self._versions = [
-                (p.grad, p.grad._version)
-                for group in self._optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            ]
+        self._gradients = [
+            (p, p.grad, 0 if p.grad is None else p.grad._version)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        ]
 
     def before_step(self) -> None:
+        self.tap.end()
+        if self._changed():
+            raise RuntimeFault(
+                "gradients were changed between backward() and step() (clipping?), but with "
+                "update='server' they are not the averaged ones: use update='worker' to see and "
+                "change those"
+            )
         super().before_step()
         if self._sent is not None and settings_of(self._optimizer) != self._sent:
             raise RuntimeFault(
                 "an optimizer setting was changed between backward() and step(), but with "
                 "update='server' it travels with the gradients: change it before backward()"
             )
-        if any(gradient._version != version for gradient, version in self._versions):
-            raise RuntimeFault(
-                "gradients were changed between backward() and step() (clipping?), but with "
-                "update='server' they have already left: use update='worker' to see and change "
-                "the averaged gradients"
-            )
         self._sent = None
-        self._versions = []
+        self._gradients = []
+
+    def _changed(self) -> bool:
+        return any(
+            p.grad is not gradient or (gradient is not None and gradient._version != version)
+            for p, gradient, version in self._gradients
+        )
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -76,4 +91,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self.synchronizer is not None:
             self.synchronizer.before_step()
             self.synchronizer.after_step()
+        # A scheduler made before job.distribute watches the local one.
+        setattr(self.local, "_opt_called", True)  # noqa: B010
         return loss

@@ -78,25 +78,26 @@ class Staging:
         self._engines: dict[torch.device, CopyEngine] = {}
         self._hosts: dict[int, torch.Tensor] = {}
         self._copying: dict[int, Callable[[], None]] = {}
+        self._copied: set[int] = set()
 
     def fetch(self, key: int, tensor: torch.Tensor, *, always: bool = False) -> None:
         """Begin to make ``tensor`` readable in host memory (``always``: as a copy of its own)."""
+        self._copied.discard(key)
         if always or not is_flat_host(tensor):
             flat = as_real(tensor)
             host = self._host(key, flat)
             self._copying[key] = self._engine(tensor).to_host(flat, host.view(flat.shape))
+            self._copied.add(key)
 
     def readable(self, key: int, tensor: torch.Tensor) -> Values:
-        """The host memory that ``fetch`` promised, complete."""
+        """The host memory that ``fetch`` promised, complete; as often as it is asked for."""
         if key in self._copying:
             self._copying.pop(key)()
+        if key in self._copied:
             return values_of(self._hosts[key], tensor)
-        return values_of(tensor, tensor) if is_flat_host(tensor) else self._late(key, tensor)
-
-    def _late(self, key: int, tensor: torch.Tensor) -> Values:
-        if key not in self._hosts:
+        if not is_flat_host(tensor):
             raise KeyError(f"tensor {key} was not fetched")
-        return values_of(self._hosts[key], tensor)
+        return values_of(tensor, tensor)
 
     def writable(self, key: int, tensor: torch.Tensor) -> Values:
         """Host memory whose content ``commit`` brings into the tensor."""

@@ -63,7 +63,7 @@ class Credentials:
 
     def admits(self, mechanism: bytes, proof: list[bytes]) -> bool:
         if mechanism == b"CURVE" and self.encrypt and len(proof) == 1:
-            return hmac.compare_digest(z85.encode(proof[0]), self._keys("connect")[0])
+            return hmac.compare_digest(proof[0], z85.decode(self._keys("connect")[0]))
         if mechanism == b"PLAIN" and not self.encrypt and len(proof) == 2:
             return hmac.compare_digest(proof[1], self.derive("token").hex().encode())
         return False

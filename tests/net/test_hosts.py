@@ -1,0 +1,68 @@
+"""Whole jobs over real links between hosts, as a scheduler would start them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.lab import Lab, why_unavailable
+
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
+]
+
+WORKER = Path(__file__).with_name("hosts_worker.py")
+SECRET = "a secret of this test, long enough"
+LIMIT_S = 120
+
+
+def run_jobs(lab: Lab, *strategies: str, encrypt: bool) -> list[dict[str, Any]]:
+    """One worker a host, told what a scheduler tells it and the secret; figures by strategy."""
+    shared = {
+        "WORLD_SIZE": str(len(lab.hosts)),
+        "MASTER_ADDR": lab.hosts[0].address,
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+        "SLIPSTREAM_SECRET": SECRET,
+        "SLIPSTREAM_ENCRYPT": "1" if encrypt else "0",
+    }
+    workers = [
+        host.popen(
+            [sys.executable, WORKER, *strategies],
+            env={**shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, host in enumerate(lab.hosts)
+    ]
+    said = [worker.communicate(timeout=LIMIT_S) for worker in workers]
+    errors = "\n".join(stderr for _, stderr in said)
+    assert [worker.returncode for worker in workers] == [0] * len(workers), errors
+    return [json.loads(stdout) for stdout, _ in said]
+
+
+def test_hosts_train_together_encrypted_or_not_and_stats_agree_with_the_kernel() -> None:
+    strategies = ("push_pull", "push_pull(update='server')", "allreduce")
+    with Lab(hosts=3, rate=None) as lab:
+        encrypted = run_jobs(lab, *strategies, encrypt=True)
+        before = lab.bytes()
+        plain = run_jobs(lab, "push_pull", encrypt=False)
+        moved = [after - earlier for after, earlier in zip(lab.bytes(), before, strict=True)]
+    for strategy in strategies:
+        assert len({said[strategy]["weights_sha256"][0] for said in encrypted}) == 1
+        assert encrypted[0][strategy]["servers"] == (0 if strategy == "allreduce" else 3)
+    servers_or_not = [said["push_pull"]["weights_sha256"] for said in [*encrypted, *plain]]
+    servers_or_not += [encrypted[0]["push_pull(update='server')"]["weights_sha256"]]
+    assert all(hashes == servers_or_not[0] for hashes in servers_or_not)
+
+    # A link carries its worker's bytes and those of the server beside it; over all hosts every
+    # byte is sent by one and received by another.
+    on_links = sum(traffic.sent for traffic in moved)
+    told = [said["push_pull"]["bytes"] for said in plain]
+    assert sum(b["sent"] + b["received"] + b["control"] for b in told) == pytest.approx(
+        on_links, rel=0.05
+    )
