@@ -53,6 +53,10 @@ class TooManyServers(ConfigError):
 class LaunchError(ConfigError):
     """Environment, port, address or script is unusable."""
 
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message)
+
 
 class SecretError(ConfigError):
     """The job secret is missing, or differs between members."""
@@ -81,9 +85,10 @@ class PeerLost(RuntimeFault):
 class PeerFailed(RuntimeFault):
     """A member left because of an error of its own."""
 
-    def __init__(self, peer: str, reason: str) -> None:
+    def __init__(self, peer: str, reason: str, *, told: bool = False) -> None:
         self.peer = peer
         self.reason = reason
+        self.told = told  # by the peer itself: need not be said again
         super().__init__(f"{peer} failed: {reason}")
 
 

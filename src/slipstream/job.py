@@ -50,8 +50,7 @@ def init(
     ``SLIPSTREAM_ENCRYPT``, ``SLIPSTREAM_INTERFACE``). Limits are in seconds: for all ranks to
     join, for any later wait, and for how long a member may be silent before it counts as lost.
     """
-    rank = os.environ.get("RANK", "0")
-    speak_for(int(rank) if rank.isdecimal() else 0)
+    speak_for(spoken_rank(os.environ))
     env = Environment.read(os.environ)
     env = replace(
         env,
@@ -62,6 +61,13 @@ def init(
     )
     limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)
     return Job(env, join(env, limits) if env.world_size > 1 else None)
+
+
+def spoken_rank(env: Mapping[str, str]) -> int:
+    """RANK; 0 where that makes no sense, so that the complaint about it is heard."""
+    rank, world = env.get("RANK", "0"), env.get("WORLD_SIZE", "1")
+    usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    return int(rank) if usable else 0
 
 
 class Job:
@@ -321,7 +327,9 @@ class Job:
             watcher.close()
         if self._membership is not None:
             if error is not None:
-                self._membership.member.abandon(describe_error(error))
+                # Rank 0 says what slipstream has to say, see ``last_words``.
+                told = isinstance(error, SlipstreamError)
+                self._membership.member.abandon(describe_error(error), told=told)
             self._membership.member.stop()
             if self._replica is not None:
                 self._replica.close()

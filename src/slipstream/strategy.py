@@ -65,6 +65,7 @@ class Plan:
     chunk_bytes: int
     layout: Layout
     holders: tuple[tuple[Node, ...], ...]
+    last_order: int  # of the tensor that the forward pass needs last
 
     @classmethod
     def make(
@@ -101,6 +102,7 @@ class Plan:
             chunk_bytes,
             layout,
             tuple(holders),
+            max((spec.order for spec in specs), default=0),
         )
 
     @property
@@ -115,7 +117,7 @@ class Plan:
 
     def priority(self, chunk: Chunk) -> int:
         """A chunk is as urgent as its most urgent tensor."""
-        last = len(self.specs)
+        last = self.last_order
         orders = [self.specs[segment.tensor].order for segment in chunk.segments]
         return min(self.schedule.priority(forward_order=o, backward_order=last - o) for o in orders)
 

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from launches import Launch
+from nursery import Nursery
 from stage import Stage, runs
 
 
@@ -20,3 +23,23 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         pid = int(file.read_text())
         if runs(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Launch]]:
+    """Starts a command: ``launch(command, env)``; whatever still runs at the end is ended."""
+    with ExitStack() as stack:
+
+        def start(*command: str, env: dict[str, str] | None = None) -> Launch:
+            launch = Launch(command, tmp_path_factory.mktemp("launch"), env)
+            stack.callback(launch.close)
+            return launch
+
+        yield start

@@ -121,3 +121,16 @@ def test_ranks_that_finished_before_a_failure_are_not_mentioned(watch: Supervisi
 
 def test_signals_without_a_name_are_numbered() -> None:
     assert str(Ended("rank 0", -40)) == "rank 0 was killed by signal 40"
+
+
+def test_a_worker_that_hangs_is_named_rather_than_those_that_gave_up_on_it() -> None:
+    job = Supervision(Limits(), clock=lambda: 0.0)
+    for rank in range(3):
+        job.started(f"rank {rank}")
+    job.take(Ended("rank 2", EXIT_PEER_FAILED))
+    job.take(Ended("rank 0", EXIT_PEER_FAILED))
+    job.press()
+    job.take(Ended("rank 1", -signal.SIGTERM))
+    verdict = job.verdict()
+    assert verdict.code == EXIT_PEER_FAILED
+    assert verdict.line.startswith("rank 1 hung")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.member import HUB, Member
 from slipstream.runtime.rendezvous import Rendezvous
@@ -45,6 +46,13 @@ def join(env: Environment, limits: Limits) -> Membership:
     """Find the others, link to them, and start the heartbeat."""
     env.require_secret()
     host = env.listen_host()
+    try:
+        return _join(env, limits, host)
+    except WaitLimit as late:
+        raise LaunchError(str(late), missing=late.missing) from late
+
+
+def _join(env: Environment, limits: Limits, host: str) -> Membership:
     rendezvous = Rendezvous(env, limit_s=limits.start_s)
     name = f"rank {env.rank}"
     transport = ZmqTransport(name, host=host, credentials=rendezvous.credentials)

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from slipstream.errors import PeerFailed, PeerLost, SlipstreamError
+from slipstream.errors import LaunchError, PeerFailed, PeerLost, SlipstreamError
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -16,7 +16,7 @@ PACKAGE = str(Path(__file__).parents[1])
 def speak_for(rank: int) -> None:
     """From now on, uncaught slipstream errors of this process end in one line, or in none.
 
-    What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what was lost).
+    What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what is missing).
     """
     before = sys.excepthook
 
@@ -33,8 +33,11 @@ def speak_for(rank: int) -> None:
 
 
 def speaker(error: SlipstreamError) -> int:
-    about = error.peer if isinstance(error, PeerLost | PeerFailed) else ""
-    return 1 if about == "rank 0" else 0
+    if isinstance(error, PeerFailed) and error.told:
+        return -1
+    if isinstance(error, PeerLost | PeerFailed):
+        return 1 if error.peer == "rank 0" else 0
+    return 1 if isinstance(error, LaunchError) and "rank 0" in error.missing else 0
 
 
 def place(trace: TracebackType | None) -> str:

@@ -32,6 +32,7 @@ class Roster:
         self.heard: dict[str, float] = {}
         self.rounds: dict[str, int] = {}
         self.left: set[str] = set()
+        self.finished: dict[str, int] = {}  # by those who left in order: rounds begun
 
     def expect(self, name: str, now: float) -> None:
         if name not in self.left:
@@ -50,6 +51,10 @@ class Roster:
         """Members not heard for longer than allowed, and for how long."""
         ages = ((name, now - at) for name, at in self.heard.items())
         return [(name, age) for name, age in ages if age > self.silence_s]
+
+    def ahead(self, round_: int) -> list[str]:
+        """Workers that have begun a later round."""
+        return sorted(name for name, at in self.rounds.items() if at > round_)
 
     def behind(self, round_: int) -> list[str]:
         """Workers that have not begun a round; servers begin none of their own."""
@@ -187,6 +192,7 @@ class Member:
             self.roster.rounds[self.name] = self.round
             for name in self.roster.heard:
                 self.transport.send(name, Beat(self.roster.rounds), priority=CONTROL)
+            self._miss_the_finished()
         elif HUB in self.roster.heard:
             self.transport.send(HUB, Beat({self.name: self.round}), priority=CONTROL)
         if late_s > BEAT_S:
@@ -194,7 +200,12 @@ class Member:
         for name, age in self.roster.silent(now):
             self._announce(Fault(name, None, age))
 
-    def _announce(self, fault: Fault) -> None:
+    def _miss_the_finished(self) -> None:
+        for name in [name for name, at in self.roster.finished.items() if at < self.round]:
+            reason = "it has finished, but rank 0 still trains: every worker must run the same "
+            self.report(name, reason + "number of steps")
+
+    def _announce(self, fault: Fault, *, told: bool = False) -> None:
         """Take note of a fault; the hub tells the others."""
         self.roster.leave(fault.peer)
         if self.is_hub:
@@ -203,7 +214,17 @@ class Member:
         if fault.reason is None:
             self.fail(PeerLost(fault.peer, fault.silent_s))
         else:
-            self.fail(PeerFailed(fault.peer, fault.reason))
+            self.fail(PeerFailed(fault.peer, fault.reason, told=told))
+
+    def report(self, peer: str, reason: str) -> None:
+        """This member has seen that another one failed; call it while pumping."""
+        if self.fault is not None:
+            return
+        if self.is_hub:
+            self._announce(Fault(peer, reason, 0.0))
+        else:
+            self.transport.send(HUB, Leave(f"{peer}: {reason}"))
+            self.fail(PeerFailed(peer, reason))
 
     def fail(self, fault: RuntimeFault) -> None:
         """Remember the first fault and wake whoever waits."""
@@ -214,19 +235,25 @@ class Member:
     def _on_beat(self, message: Message) -> None:
         assert isinstance(message.body, Beat)
         if self.is_hub:
-            self.roster.rounds[message.sender] = message.body.rounds.get(message.sender, 0)
+            if message.sender not in self.roster.heard:
+                raise FrameRefused(f"{message.sender} is no member")
+            with self.changed:
+                self.roster.rounds[message.sender] = message.body.rounds.get(message.sender, 0)
+                self.changed.notify_all()
         elif message.sender == HUB:
             self.roster.rounds = dict(message.body.rounds)
 
     def _on_leave(self, message: Message) -> None:
         assert isinstance(message.body, Leave)
         if message.body.reason is not None:
-            self._announce(Fault(message.sender, message.body.reason, 0.0))
+            fault = Fault(message.sender, message.body.reason, 0.0)
+            self._announce(fault, told=message.body.told)
             return
         if message.frames:
             self.summaries[message.sender] = bytes(message.frames[0])
         with self.changed:
             self.roster.leave(message.sender)
+            self.roster.finished[message.sender] = message.body.round
             self.dismissed = self.dismissed or message.sender == HUB
             self.changed.notify_all()
 
@@ -237,15 +264,15 @@ class Member:
 
     # ---- the end
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, told: bool = False) -> None:
         """Tell the others that this member ends with an error; all that is left is ``stop``."""
         if self.fault is not None:
             return  # they know, or it was they who said so
         if self.is_hub:
             for name in tuple(self.roster.heard):
-                self.transport.send(name, Leave(reason), priority=CONTROL)
+                self.transport.send(name, Leave(reason, told))
         elif not self.dismissed:
-            self.transport.send(HUB, Leave(reason), priority=CONTROL)
+            self.transport.send(HUB, Leave(reason))
 
     def stop(self) -> None:
         """Stop pumping and close the transport after its queue is sent."""

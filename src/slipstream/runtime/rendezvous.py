@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import queue
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -107,23 +109,61 @@ def open_store(env: Environment, limit_s: float) -> Any:
 
 
 def connect_store(env: Environment, limit_s: float) -> Any:
-    hosts = env.rank == 0 and not env.agent_store
-    fd = listening_fd(env) if hosts else None
+    if env.rank == 0 and not env.agent_store:
+        return make_store(env, limit_s, listening_fd(env))
+    await_listener(env, limit_s)
+    # On a thread: torch's limit does not cover a rank 0 that listens but never answers.
+    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(make_store(env, limit_s))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, name="slipstream store", daemon=True).start()
     try:
-        return distributed.TCPStore(
-            env.master_addr,
-            env.master_port,
-            None,
-            is_master=hosts,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
-            master_listen_fd=fd,
-        )
-    except distributed.DistError as error:
-        raise LaunchError(
-            f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} within "
-            f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its"
-        ) from error
+        store = outcome.get(timeout=limit_s)
+    except queue.Empty:
+        what = "rank 0 to join (something listens in its place but does not answer)"
+        raise WaitLimit(what, limit_s, ["rank 0"]) from None
+    if isinstance(store, Exception):
+        raise unreachable(env, limit_s) from store
+    return store
+
+
+def await_listener(env: Environment, limit_s: float) -> None:
+    """Until something listens where rank 0 should; torch would fill the terminal on each try."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
+            socket.create_connection((env.master_addr, env.master_port), left_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise unreachable(env, limit_s) from error
+        time.sleep(LONGEST_PAUSE_S)
+
+
+def unreachable(env: Environment, limit_s: float) -> LaunchError:
+    return LaunchError(
+        f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} within "
+        f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its",
+        missing=["rank 0"],
+    )
+
+
+def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
+    return distributed.TCPStore(
+        env.master_addr,
+        env.master_port,
+        None,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=limit_s),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
 
 
 def listening_fd(env: Environment) -> int:

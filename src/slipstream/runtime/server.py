@@ -18,7 +18,7 @@ from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.holder import Holder, PublishMean, Updater
-from slipstream.runtime.member import HUB, Member
+from slipstream.runtime.member import HUB, Handler, Member
 from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
@@ -65,14 +65,13 @@ class Server:
         from slipstream.torch.shard_optimizer import ShardOptimizer
 
         shard = ShardOptimizer(plan, node, configuration.optimizer)
-        self.member.on(Load, lambda message: shard.load(message))
-        self.member.on(State, lambda message: shard.load_state(message))
-        self.member.on(Fetch, lambda message: self._answer(shard.fetch(message), message.sender))
+        self.member.on(Load, from_hub(shard.load))
+        self.member.on(State, from_hub(shard.load_state))
+        self.member.on(Fetch, from_hub(lambda message: self._answer(*shard.fetch(message))))
         return shard
 
-    def _answer(self, answer: tuple[State, list[bytes]], peer: str) -> None:
-        body, frames = answer
-        self.member.send(peer, body, frames)
+    def _answer(self, body: State, frames: list[bytes]) -> None:
+        self.member.send(HUB, body, frames)
 
     def _on_push(self, message: Message) -> None:
         if self._holder is None:
@@ -93,6 +92,17 @@ class Server:
             for target in plan.route(chunk).topology.fanout(node, plan.cluster):
                 name = plan.cluster.name(target)
                 self.member.send(name, result.body, result.frames, priority=urgency)
+
+
+def from_hub(handler: Handler) -> Handler:
+    """What only rank 0 may ask for: nobody else is sure to have a link back."""
+
+    def handle(message: Message) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
+        handler(message)
+
+    return handle
 
 
 def serve(env: Mapping[str, str]) -> int:

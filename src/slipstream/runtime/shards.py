@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from slipstream.errors import ConfigError, FrameRefused, TooManyServers
 from slipstream.runtime.configuration import Configuration, OptimizerRecipe
 from slipstream.runtime.joining import Membership
-from slipstream.runtime.member import HUB
+from slipstream.runtime.member import HUB, Member
 from slipstream.runtime.processes import ServerProcess, start_server
+from slipstream.runtime.supervision import signal_name
 from slipstream.strategy import Plan, Strategy
 from slipstream.transports.wire import Configure, Message, Ready
 from slipstream.types import Cluster, Spec
@@ -73,6 +74,21 @@ class Shards:
             )
             self.own.append(server)
             membership.rendezvous.post(f"server/{k}", server.address)
+        self._watch_own(membership.member)
+
+    def _watch_own(self, member: Member) -> None:
+        """A server that is killed has no last words, and may not be expected to beat yet."""
+        before = member.idle
+
+        def look() -> None:
+            before()
+            for server in self.own:
+                code = server.process.poll()
+                if code is not None and code < 0:
+                    member.report(server.name, f"was killed by {signal_name(-code)}")
+
+        if self.own:
+            member.idle = look
 
     def configure(
         self, plan: Plan, membership: Membership, optimizer: OptimizerRecipe | None

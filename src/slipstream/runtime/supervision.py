@@ -91,6 +91,7 @@ class Supervision:
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
+    _stuck: tuple[str, ...] = ()  # who was still there when patience ended
 
     @property
     def ending(self) -> bool:
@@ -116,6 +117,8 @@ class Supervision:
         if len(self._sent) == len(steps):
             self.running.clear()  # stuck in the kernel: nothing more can be done about them
             return None
+        if not self._sent:
+            self._stuck = tuple(sorted(self.running))
         signum, limit_s = steps[len(self._sent)]
         self._sent.append(signum)
         self.deadline = self.clock() + limit_s
@@ -125,6 +128,9 @@ class Supervision:
         if not self._failures:
             return Verdict(self._asked.exit_code, str(self._asked)) if self._asked else Verdict(0)
         cause = min(self._failures, key=lambda failure: failure.remoteness)
+        if cause.remoteness and self._stuck:
+            names = ", ".join(self._stuck)
+            return Verdict(cause.exit_code, f"{names} hung and had to be stopped; the rest gave up")
         return Verdict(cause.exit_code, f"{cause}{self._aftermath(cause)}")
 
     def _aftermath(self, cause: Ended) -> str:

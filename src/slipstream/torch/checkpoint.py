@@ -36,7 +36,10 @@ class Checkpoint:
 
     def write(self, path: Path) -> None:
         """Beside the target first, then in its place: a reader sees the old file or the new."""
-        content = save(self.tensors, {"slipstream": json.dumps(self.facts)})
+        pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
+        plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
+        about = {"slipstream": json.dumps(self.facts), "pairs": json.dumps(pairs)}
+        content = save(plain, about)
         draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +58,11 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         try:
             with safetensors.safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {})["slipstream"])
+                about = file.metadata() or {}
+                facts = json.loads(about["slipstream"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                for name in json.loads(about.get("pairs", "[]")):
+                    tensors[name] = torch.view_as_complex(tensors[name])
         except FileNotFoundError:
             raise CheckpointError(f"no checkpoint at {path}") from None
         except KeyError:

@@ -20,10 +20,10 @@ from slipstream.types import Chunk
 
 @dataclass(slots=True)
 class Bucket:
-    """One chunk's flat memory; the last elements say which segments this worker has.
+    """One chunk's flat memory; the last elements say which segments this worker has, and a step.
 
-    The presence marks ride in the bucket itself: summed over workers they tell whether anybody
-    had a gradient, without a collective of their own.
+    These marks ride in the bucket itself: summed over workers they tell whether anybody had a
+    gradient, and whether all are at the same step, without a collective of their own.
     """
 
     chunk: Chunk
@@ -36,7 +36,12 @@ class Bucket:
 
     @property
     def marks(self) -> torch.Tensor:
-        return self.flat[self.chunk.numel :]
+        return self.flat[self.chunk.numel : -1]
+
+    @property
+    def parity(self) -> torch.Tensor:
+        """The step modulo 2, which the shortest format can sum; who differs, differs by one."""
+        return self.flat[-1]
 
 
 class CollectiveExchange:
@@ -70,7 +75,7 @@ class CollectiveExchange:
         if not isinstance(codec, Dense):
             raise IncompatibleRoute(f"collectives carry dense values only, not {codec.name}")
         dtype = getattr(torch, codec.wire_dtype(chunk.dtype))
-        size = chunk.numel + len(chunk.segments)
+        size = chunk.numel + len(chunk.segments) + 1
         flat = torch.zeros(size, dtype=dtype, device=self._collectives.device)
         return Bucket(chunk, flat, len(chunk.segments))
 
@@ -111,6 +116,7 @@ class CollectiveExchange:
         # Every rank must start its collectives in the same order.
         while self._launched < len(self._buckets) and not self._buckets[self._launched].unready:
             bucket = self._buckets[self._launched]
+            bucket.parity.fill_(self.step % 2)
             bucket.work = self._collectives.all_reduce(bucket.flat)
             self._launched += 1
             self._count(bucket)
@@ -139,11 +145,21 @@ class CollectiveExchange:
         for bucket in self._buckets:
             self._collectives.wait(bucket.work)
         self.wait_s += time.monotonic() - begun
+        self._agree_on_step()
         for tensor in self._places:
             self._write(tensor)
         for bucket in self._buckets:
             bucket.unready = len(bucket.chunk.segments)
         self._outstanding = False
+
+    def _agree_on_step(self) -> None:
+        together = self.plan.cluster.workers * (self.step % 2)
+        if any(float(bucket.parity) != together for bucket in self._buckets):
+            raise RuntimeFault(
+                f"workers ran different numbers of backward passes up to step {self.step}: every "
+                "worker must call backward() equally often a step (use job.accumulate() for "
+                "passes that only add up)"
+            )
 
     def _write(self, tensor: int) -> None:
         first_bucket, first_segment, _, _ = self._places[tensor][0]

@@ -177,16 +177,26 @@ class ChunkOptimizer:
     def load_state(self, entries: Sequence[tuple[int, str, str]], frames: Sequence[Any]) -> None:
         if len(entries) != len(frames) or self._optimizer is None:
             raise FrameRefused(f"state of chunk {self._chunk.index} does not fit")
-        for (index, name, dtype), frame in zip(entries, frames, strict=True):
-            kind = getattr(torch, dtype, None)
-            if index >= len(self._parameters) or not isinstance(kind, torch.dtype):
-                raise FrameRefused(f"state entry {name} of segment {index} does not fit")
-            parameter = self._parameters[index]
-            value = tensor_of(frame, kind).clone()
-            if value.numel() not in (1, parameter.numel()):
-                raise FrameRefused(f"state entry {name} of segment {index} does not fit")
-            scalar = value.numel() == 1 and (parameter.numel() != 1 or is_scalar(name))
-            self._optimizer.state[parameter][name] = value.reshape(()) if scalar else value
+        # All are looked at before one is taken.
+        values = [self._entry(*entry, frame) for entry, frame in zip(entries, frames, strict=True)]
+        for (index, name, _), value in zip(entries, values, strict=True):
+            self._optimizer.state[self._parameters[index]][name] = value
+
+    def _entry(self, index: int, name: str, dtype: str, frame: Any) -> torch.Tensor:
+        """One entry of a segment's state: a number, or one for each element."""
+        kind = getattr(torch, dtype, None)
+        numel = self._parameters[index].numel() if index < len(self._parameters) else 0
+        if (
+            numel
+            and isinstance(kind, torch.dtype)
+            and (kind.is_floating_point or kind == torch.int64)
+        ):
+            nbytes = memoryview(frame).nbytes
+            if nbytes == kind.itemsize and (numel != 1 or is_scalar(name)):
+                return tensor_of(frame, kind).clone().reshape(())
+            if nbytes == numel * kind.itemsize:
+                return tensor_of(frame, kind).clone()
+        raise FrameRefused(f"state entry {name} of segment {index} does not fit")
 
 
 SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})

@@ -61,9 +61,15 @@ class Beat(Body, tag="beat", frozen=True):
 
 
 class Leave(Body, tag="leave", frozen=True):
-    """I am done (or failed, with the reason); the payload is my summary."""
+    """I am done (or failed, with the reason); the payload is my summary.
+
+    ``told``: the reason will be said by the sender itself, so that nobody else needs to.
+    ``round``: rounds begun, when done; whoever begins more would wait for the sender in vain.
+    """
 
     reason: Text | None = None
+    told: bool = False
+    round: Count = 0
 
 
 class Fault(Body, tag="fault", frozen=True):

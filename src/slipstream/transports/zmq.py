@@ -134,6 +134,8 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             inbound.close()
             self._guard.close(0)
+            self._woken.close()
+            self._wake.close()
             self._context.term()
             raise LaunchError(
                 f"{self.name} cannot listen on {host}: {error.strerror}; "

@@ -1,0 +1,35 @@
+"""What workloads train on: readers of real data's formats, and generators where there is none."""
+
+from slipstream.bench.data.examples import (
+    Batch,
+    Examples,
+    SparseBatch,
+    SparseExamples,
+    Split,
+    TensorExamples,
+)
+from slipstream.bench.data.idx import read_idx, read_images
+from slipstream.bench.data.labelled_text import LabelledText, read_labelled_text
+from slipstream.bench.data.libsvm import read_libsvm, read_sparse_rows
+from slipstream.bench.data.ratings import Ratings, read_ratings
+from slipstream.bench.data.vocabulary import TextSplit, Vocabulary, encode_text
+
+__all__ = [
+    "Batch",
+    "Examples",
+    "LabelledText",
+    "Ratings",
+    "SparseBatch",
+    "SparseExamples",
+    "Split",
+    "TensorExamples",
+    "TextSplit",
+    "Vocabulary",
+    "encode_text",
+    "read_idx",
+    "read_images",
+    "read_labelled_text",
+    "read_libsvm",
+    "read_ratings",
+    "read_sparse_rows",
+]

@@ -1,0 +1,175 @@
+"""Slow steps on purpose: ``lognormal:0.5``, ``pareto:2.5``, ``worker:3:x5``, joined by commas.
+
+Each recipe says how many times as long a worker's step takes; several multiply. A delay is added
+to a step that has been computed, so a step never gets shorter than it is:
+
+    lognormal:σ    max(1, exp(σz)), z normal: the tail that holds the others up; half are on time
+    pareto:α       p with P(p > x) = x^(−α), x ≥ 1
+    worker:K:xF    F, for rank K alone
+
+What is drawn depends on (seed, rank, step) alone: any worker can tell any other's delay, and a run
+can be repeated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+from slipstream.errors import ConfigError
+
+LARGEST_SIGMA = 5.0
+_NORMAL = NormalDist()
+_FORMS = "lognormal:SIGMA, pareto:ALPHA or worker:RANK:xTIMES, joined by commas"
+
+
+class Straggle(Protocol):
+    """One recipe."""
+
+    def slowdown(self, rank: int, uniform: float) -> float:
+        """How many times as long the step takes; ``uniform`` is drawn from (0, 1)."""
+        ...
+
+    def check(self, world: int) -> None:
+        """Refuse what this many workers cannot do."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Every worker, every step; the median step is on time."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma <= LARGEST_SIGMA:
+            raise ConfigError(
+                f"lognormal:{self.sigma:g}: give a SIGMA above 0 and at most {LARGEST_SIGMA:g}, "
+                "such as lognormal:0.5"
+            )
+
+    def slowdown(self, rank: int, uniform: float) -> float:
+        return max(1.0, math.exp(self.sigma * _NORMAL.inv_cdf(uniform)))
+
+    def check(self, world: int) -> None:
+        """Fits any number of workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pareto:
+    """Every worker, every step; a few take very long."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not (1 < self.alpha < math.inf):
+            raise ConfigError(
+                f"pareto:{self.alpha:g} has no mean to measure; give an ALPHA above 1, "
+                "such as pareto:2.5"
+            )
+
+    def slowdown(self, rank: int, uniform: float) -> float:
+        return float(uniform ** (-1 / self.alpha))
+
+    def check(self, world: int) -> None:
+        """Fits any number of workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowWorker:
+    """One worker, always."""
+
+    rank: int
+    times: float
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.times < math.inf):
+            raise ConfigError(
+                f"worker:{self.rank}:x{self.times:g}: a delay cannot make a step faster; "
+                f"give 1 or more, such as worker:{self.rank}:x3"
+            )
+
+    def slowdown(self, rank: int, uniform: float) -> float:
+        return self.times if rank == self.rank else 1.0
+
+    def check(self, world: int) -> None:
+        if self.rank >= world:
+            raise ConfigError(
+                f"worker:{self.rank}:x{self.times:g}: there are {world} workers; "
+                f"name one of 0 to {world - 1}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Recipes together; none at all delays nobody."""
+
+    recipes: tuple[Straggle, ...] = ()
+
+    def check(self, world: int) -> None:
+        for recipe in self.recipes:
+            recipe.check(world)
+
+    def delay_s(self, rank: int, step: int, *, seed: int, base_s: float) -> float:
+        """What to add to a step that takes ``base_s`` by itself."""
+        slowdown = math.prod(
+            recipe.slowdown(rank, uniform(seed, rank, step, index))
+            for index, recipe in enumerate(self.recipes)
+        )
+        return base_s * (slowdown - 1)
+
+
+def uniform(*key: int) -> float:
+    """A number in (0, 1) that depends on the key alone, on every machine and for all time."""
+    text = ":".join(str(int(part)) for part in key)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52
+
+
+def parse_stragglers(text: str) -> Stragglers:
+    """Read what a command line gives; empty text is no stragglers."""
+    return Stragglers(tuple(_recipe(part.strip()) for part in text.split(",") if part.strip()))
+
+
+def _recipe(text: str) -> Straggle:
+    kind, _, rest = text.partition(":")
+    if kind not in _READERS:
+        raise ConfigError(f"no stragglers {text!r}: write {_FORMS}")
+    return _READERS[kind](text, rest)
+
+
+def _read_lognormal(text: str, rest: str) -> Lognormal:
+    return Lognormal(_number(text, rest))
+
+
+def _read_pareto(text: str, rest: str) -> Pareto:
+    return Pareto(_number(text, rest))
+
+
+def _read_worker(text: str, rest: str) -> SlowWorker:
+    match = re.fullmatch(r"(\d+):x(.+)", rest)
+    if match is None:
+        raise ConfigError(
+            f"cannot read {text!r}: write worker:RANK:xTIMES, such as worker:2:x3, to make rank 2 "
+            "take three times as long"
+        )
+    return SlowWorker(int(match[1]), _number(text, match[2]))
+
+
+_READERS: dict[str, Callable[[str, str], Straggle]] = {
+    "lognormal": _read_lognormal,
+    "pareto": _read_pareto,
+    "worker": _read_worker,
+}
+
+
+def _number(text: str, said: str) -> float:
+    try:
+        return float(said)
+    except ValueError:
+        raise ConfigError(f"cannot read {text!r}: {said!r} is not a number; {_FORMS}") from None

@@ -1,0 +1,152 @@
+"""A user's own layer table, as CSV or JSON, with the times of one step.
+
+    layer,shape,forward_ms,backward_ms          {"name": "mine", "batch": 32, "layers": [
+    conv1,64x3x7x7;64,1.5,3.0                     {"layer": "conv1", "shape": [[64, 3, 7, 7], [64]],
+    pool1,,0.2,0.2                                 "forward_ms": 1.5, "backward_ms": 3.0}, …]}
+    fc,1000x2048;1000,0.4,0.8
+
+The first shape is the weight's; a bias, or the scale and shift of a batch normalisation, follow.
+``kind`` (conv, fc, embedding, other) may be given; else two dimensions are fc and more are conv.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.bench.reading import lines_of, read_text, refused
+from slipstream.bench.tables.layers import KINDS, Kind, Layer, Shape, Table
+from slipstream.errors import ConfigError
+
+SUFFIXES = (".json", ".csv")
+COLUMNS = ("layer", "shape", "forward_ms", "backward_ms")
+DEFAULT_BATCH = 32
+MOST_SHAPES = 3
+
+Row = tuple[int | None, Mapping[str, Any]]  # the line it is on, and what it says
+_FORMAT = f"give each layer {', '.join(COLUMNS)}"
+
+
+def read_table(path: Path, *, batch: int | None = None) -> Table:
+    """The table in a file; its times are those of ``batch`` rows, unless the file says how many."""
+    text = read_text(path, "give a layer table as .csv or .json")
+    if path.suffix.lower() == ".json":
+        name, said, rows = _from_json(path, text)
+    else:
+        name, said, rows = path.stem, None, _from_csv(path, text)
+    layers = tuple(_layer(path, line, row) for line, row in rows)
+    if not layers:
+        raise refused(path, None, "no layers in it", _FORMAT)
+    if not sum(layer.forward_ms + layer.backward_ms for layer in layers) > 0:
+        raise refused(path, None, "all times are 0", "give the milliseconds a step takes")
+    _refuse_duplicates(path, layers)
+    return Table(name, layers, said or batch or DEFAULT_BATCH, f"read from {path}")
+
+
+def _from_csv(path: Path, text: str) -> Iterator[Row]:
+    reader = csv.DictReader(lines_of(text), skipinitialspace=True)
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise refused(path, 1, f"no column {', '.join(missing)}", f"begin with {','.join(COLUMNS)}")
+    for row in reader:
+        if None in row or None in row.values():
+            raise refused(
+                path, reader.line_num, "not as many fields as columns", "separate them by commas"
+            )
+        yield reader.line_num, row
+
+
+def _from_json(path: Path, text: str) -> tuple[str, int | None, Iterator[Row]]:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise refused(path, error.lineno, f"not JSON ({error.msg})", "mend it there") from error
+    if isinstance(content, list):
+        content = {"layers": content}
+    if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
+        raise refused(path, 1, "no list of layers", 'write {"batch": …, "layers": […]}')
+    batch = content.get("batch")
+    if batch is not None and (type(batch) is not int or batch < 1):
+        raise refused(path, None, f"batch {batch!r}", "give the rows of a step, 1 or more")
+    return str(content.get("name", path.stem)), batch, _json_rows(path, text, content["layers"])
+
+
+def _json_rows(path: Path, text: str, entries: list[Any]) -> Iterator[Row]:
+    """JSON readers tell no lines; but each layer has its one ``"layer":``, in the same order."""
+    starts = [match.start() for match in re.finditer(r'"layer"\s*:', text)]
+    for index, entry in enumerate(entries):
+        line = text.count("\n", 0, starts[index]) + 1 if index < len(starts) else None
+        if not isinstance(entry, dict) or "layer" not in entry:
+            raise refused(path, None, f"entry {index + 1} names no layer", _FORMAT)
+        yield line, entry
+
+
+def _layer(path: Path, line: int | None, row: Mapping[str, Any]) -> Layer:
+    try:
+        name = str(row["layer"]).strip()
+        if not name:
+            raise ConfigError("the layer has no name")
+        shapes = _shapes(row.get("shape"))
+        return Layer(
+            name,
+            _kind(row.get("kind"), shapes),
+            shapes,
+            forward_ms=_milliseconds(row, "forward_ms"),
+            backward_ms=_milliseconds(row, "backward_ms"),
+        )
+    except ConfigError as error:
+        raise refused(path, line, str(error), _FORMAT) from error
+
+
+def _shapes(said: Any) -> tuple[Shape, ...]:
+    """``"1000x2048;1000"``, ``[1000, 2048]`` or ``[[1000, 2048], [1000]]``."""
+    if isinstance(said, str):
+        said = [part.strip().lower().split("x") for part in said.split(";") if part.strip()]
+    elif said is None:
+        said = []
+    elif isinstance(said, list) and said and not isinstance(said[0], list):
+        said = [said]
+    try:
+        shapes = tuple(tuple(int(size) for size in shape) for shape in said)
+    except (TypeError, ValueError):
+        raise ConfigError(f"shape {said!r} is not understood: write 1000x2048;1000") from None
+    if len(shapes) > MOST_SHAPES:
+        raise ConfigError(f"{len(shapes)} shapes, but a layer has at most {MOST_SHAPES}")
+    if not all(shape and min(shape) > 0 for shape in shapes):
+        raise ConfigError(f"shape {said!r} holds nothing")
+    return shapes
+
+
+def _kind(said: Any, shapes: tuple[Shape, ...]) -> Kind:
+    if not said:
+        dimensions = len(shapes[0]) if shapes else 0
+        said = "fc" if dimensions == 2 else "conv" if dimensions > 2 else "other"
+    if said not in KINDS:
+        raise ConfigError(f"kind {said!r} is not one of {', '.join(KINDS)}")
+    if said == "fc" and (not shapes or len(shapes[0]) != 2):
+        raise ConfigError("an fc layer's weight has two dimensions, outputs and inputs")
+    kind: Kind = said
+    return kind
+
+
+def _milliseconds(row: Mapping[str, Any], column: str) -> float:
+    said = row.get(column)
+    try:
+        value = math.nan if said is None or isinstance(said, bool) else float(said)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{column} is {said!r}, not a number of milliseconds")
+    return value
+
+
+def _refuse_duplicates(path: Path, layers: tuple[Layer, ...]) -> None:
+    names = [layer.name for layer in layers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise refused(path, None, f"layer {twice[0]!r} appears twice", "name every layer once")

@@ -1,0 +1,72 @@
+"""How long an emulated device is busy, kept to within microseconds over any number of waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# A sleep ends late by some 70 µs; so it is told to end early, and the rest is spun away.
+SPIN_S = 0.0001
+# A real device is fed ahead of time, so what the host does between two layers hides behind it.
+# A longer gap is no overhead: the host was waiting, for the network or for a straggler.
+SLACK_S = 0.0005
+
+
+class Timeline:
+    """One device's work, one piece after the other.
+
+    Waits are measured against where the device would be, not against when a wait was begun: what
+    a sleep or the host was late with one piece, the next one is shorter. Lateness is carried over
+    stalls too, but a stall itself is not made up for.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        spin_s: float = SPIN_S,
+        slack_s: float = SLACK_S,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._spin_s = spin_s
+        self._slack_s = slack_s
+        self._busy_until: float | None = None
+        self._left = 0.0
+        self.busy_s = 0.0
+        self.worst_late_s = 0.0
+
+    @property
+    def late_s(self) -> float:
+        """What is carried over at the moment; far above a layer's time, the machine is too busy."""
+        return 0.0 if self._busy_until is None else self._left - self._busy_until
+
+    def run(self, seconds: float) -> None:
+        """Return when the device is done with a piece of work of this length."""
+        arrived = self._clock()
+        if self._busy_until is None:
+            self._busy_until = self._left = arrived
+        gap = arrived - self._left
+        if gap > self._slack_s:
+            self._busy_until += gap
+        self._busy_until += seconds
+        self.busy_s += seconds
+        self._wait_until(self._busy_until)
+        self._left = self._clock()
+        self.worst_late_s = max(self.worst_late_s, self.late_s)
+
+    @contextmanager
+    def included(self) -> Iterator[None]:
+        """What is done within is part of the device's published speed already: carry it over."""
+        begun = self._clock()
+        yield
+        self._left += self._clock() - begun
+
+    def _wait_until(self, moment: float) -> None:
+        remaining = moment - self._clock()
+        if remaining > self._spin_s:
+            self._sleep(remaining - self._spin_s)
+        while self._clock() < moment:
+            pass

@@ -1,0 +1,78 @@
+"""Workloads that measure steps: the data means nothing, so there is nothing to learn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.bench.data import Examples, TensorExamples
+from slipstream.bench.data.generated import random_rows
+from slipstream.bench.devices import EmulatedNet
+from slipstream.bench.models import alexnet_net, conv_net, fc_net, vgg_net
+from slipstream.bench.tables import Table
+from slipstream.bench.workloads.protocol import Workload, sgd
+
+ROWS = 512
+EMULATED_ROWS = 1 << 14
+# Small images leave every parameter its shape and take a fraction of the computing.
+CONV_SIDE, VGG_SIDE, ALEXNET_SIDE = 16, 32, 67
+
+
+def fc() -> Workload:
+    rows = random_rows((2048,), classes=1000, count=ROWS)
+    return _stepping("fc", "three matrices, 2048-2048-2048-1000, 10.4M", 16, fc_net, rows)
+
+
+def conv() -> Workload:
+    rows = random_rows((3, CONV_SIDE, CONV_SIDE), classes=10, count=ROWS)
+    return _stepping("conv", "six convolutions, 9.7M", 2, conv_net, rows)
+
+
+def vgg(*, scale: float = 1.0) -> Workload:
+    rows = random_rows((3, VGG_SIDE, VGG_SIDE), classes=_classes(scale), count=ROWS)
+    what = f"VGG19's layers, {143.7 * scale:.4g}M, images {VGG_SIDE} wide"
+    return _stepping("vgg", what, 4, partial(vgg_net, scale), rows)
+
+
+def alexnet(*, scale: float = 1.0) -> Workload:
+    rows = random_rows((3, ALEXNET_SIDE, ALEXNET_SIDE), classes=_classes(scale), count=ROWS)
+    what = f"AlexNet's layers, {61.1 * scale:.4g}M, images {ALEXNET_SIDE} wide"
+    return _stepping("alexnet", what, 8, partial(alexnet_net, scale), rows)
+
+
+def emulated(table: Table) -> Workload:
+    """A table's net on an emulated device: a step of its batch takes the table's time."""
+    matrices = [layer.shapes[0] for layer in table.layers if layer.kind == "fc"]
+    classes = matrices[-1][0] if matrices else 1
+    rows = TensorExamples(torch.zeros(EMULATED_ROWS, 1), torch.arange(EMULATED_ROWS) % classes)
+    what = (
+        f"emulated device, {table.parameters / 1e6:.4g}M, {table.step_ms:.0f} ms for a batch of "
+        f"{table.batch}; {table.origin}"
+    )
+    model = partial(EmulatedNet, table)
+    # Without momentum: the update is the one thing that is still computed.
+    return _stepping(f"emulated {table.name}", what, table.batch, model, rows, momentum=0.0)
+
+
+def _classes(scale: float) -> int:
+    """The classifier's outputs shrink with every other layer's."""
+    return max(1, round(1000 * math.sqrt(scale)))
+
+
+def _stepping(
+    name: str,
+    what: str,
+    batch: int,
+    model: Callable[[], nn.Module],
+    rows: Examples,
+    *,
+    momentum: float = 0.9,
+) -> Workload:
+    # The labels are noise: a rate that could fit them might as well blow up within a long run.
+    optimizer = partial(sgd, lr=0.001, momentum=momentum)
+    return Workload(name, what, batch, model, rows, F.cross_entropy, optimizer)

@@ -1,0 +1,53 @@
+"""Trains slowly and without end, until something goes wrong: here on purpose, or from outside."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import slipstream
+
+STRATEGY, DEED = sys.argv[1], sys.argv[2]
+CULPRIT = int(sys.argv[3]) if len(sys.argv) > 3 else -1
+PAUSE_S = 0.1
+DEED_STEP = 5
+
+
+def mark(name: str) -> None:
+    Path(f"{name}.{os.environ['RANK']}").write_text(str(os.getpid()))
+
+
+def misbehave() -> None:
+    if DEED == "raise":
+        raise ValueError("no luck today")
+    if DEED == "exit":
+        sys.exit(3)
+
+
+mark("started")
+if DEED == "hangs" and os.environ["RANK"] == str(CULPRIT):
+    while True:
+        time.sleep(60)
+with slipstream.init(start_limit_s=2.5 if DEED in ("nobody comes", "hangs") else 60) as job:
+    mark("joined")
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(20, 20)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if DEED == "lingers" and job.rank == CULPRIT:
+        while True:
+            time.sleep(60)
+    model, optimizer = job.distribute(model, optimizer, STRATEGY)
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.randn(4, 20)).pow(2).mean().backward()
+        optimizer.step()
+        if step == DEED_STEP:
+            mark("training")
+            if job.rank == CULPRIT:
+                misbehave()
+        time.sleep(PAUSE_S)

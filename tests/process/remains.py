@@ -1,0 +1,86 @@
+"""What a job may leave behind: processes, shared memory, listening sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+import psutil
+
+SETTLE_S = 5.0
+MARK = "SLIPSTREAM_TEST_MARK"
+
+
+class Remains:
+    """Knows a job's processes by a mark in their environment, whoever their parent is."""
+
+    def __init__(self) -> None:
+        self.mark = {MARK: secrets.token_hex(8)}
+        self._shared_before = shared_memory()
+        self._ports: set[int] = set()
+
+    def processes(self) -> list[psutil.Process]:
+        needle = f"{MARK}={self.mark[MARK]}".encode()
+        return [process for process in psutil.process_iter() if needle in environment(process)]
+
+    def note_ports(self, *pids: int) -> set[int]:
+        """Ports the job listens on now; ``left`` looks whether they are still open."""
+        for pid in (*pids, *(process.pid for process in self.processes())):
+            self._ports |= listening_ports(pid)
+        return self._ports
+
+    def left(self) -> list[str]:
+        """What is still there after a moment for the kernel to clear up."""
+        deadline = time.monotonic() + SETTLE_S
+        while (found := self._look()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return found
+
+    def _look(self) -> list[str]:
+        return [
+            *(f"process {process.pid}: {command(process)}" for process in self.processes()),
+            *(f"/dev/shm/{name}" for name in sorted(shared_memory() - self._shared_before)),
+            *(f"port {port}" for port in sorted(self._ports & open_ports())),
+        ]
+
+    def clear(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def environment(process: psutil.Process) -> bytes:
+    """As it was when the program started; empty for what has ended or is not ours to see."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return b""
+        return Path(f"/proc/{process.pid}/environ").read_bytes()
+    except (OSError, psutil.Error):
+        return b""
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200]
+    except psutil.Error:
+        return "gone by now"
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def listening_ports(pid: int) -> set[int]:
+    try:
+        links = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.Error:
+        return set()
+    return {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN}
+
+
+def open_ports() -> set[int]:
+    links = psutil.net_connections(kind="tcp")
+    return {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN}

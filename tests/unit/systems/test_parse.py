@@ -1,0 +1,155 @@
+"""Text from command lines and environments: read, never run."""
+
+import builtins
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import vector
+
+from slipstream.codecs import Dense
+from slipstream.errors import ConfigError, UnknownStrategy
+from slipstream.schedules import AfterBackward, Priority, WaitFree
+from slipstream.strategy import Plan, Strategy
+from slipstream.systems import SYSTEMS, parse
+from slipstream.topologies import Mesh, Sharded
+from slipstream.types import Cluster
+
+
+def planned(strategy: Strategy) -> Plan:
+    """Strategies hold functions; what they decide can be compared."""
+    specs = [vector("w", 5000, order=0), vector("b", 4, order=1, role="buffer")]
+    return strategy.plan(specs, Cluster(2, 1))
+
+
+@pytest.mark.parametrize("name", sorted(SYSTEMS))
+def test_a_bare_name_is_the_system_as_it_comes(name: str) -> None:
+    for text in (name, f"{name}()", f"  {name} \n"):
+        assert parse(text).name == name
+        assert planned(parse(text)) == planned(SYSTEMS[name]())
+
+
+def test_arguments_reach_the_system() -> None:
+    assert parse("push_pull").schedule == WaitFree()
+    assert parse("push_pull(overlap=False)").schedule == AfterBackward()
+    chosen = parse("push_pull(update='server', wire=\"bfloat16\", chunk_bytes=4096)")
+    assert (chosen.update, chosen.schedule, chosen.chunk_bytes) == ("server", Priority(), 4096)
+    (route,) = planned(chosen).routes
+    assert (route.topology, route.push, route.publish) == (Sharded(), Dense("bfloat16"), Dense())
+
+
+def test_gradients_come_back_in_the_wire_format_they_went() -> None:
+    (route,) = planned(parse("push_pull(wire='float16')")).routes
+    assert (route.push, route.publish) == (Dense("float16"), Dense("float16"))
+
+
+def test_allreduce_sends_buffers_between_workers() -> None:
+    parameters, buffers = planned(parse("allreduce(wire='bfloat16')")).routes
+    assert (parameters.road, parameters.push) == ("collective", Dense("bfloat16"))
+    assert (buffers.road, buffers.push, buffers.topology) == ("links", Dense(), Mesh())
+
+
+def test_all_to_all_is_a_mesh_over_links() -> None:
+    (route,) = planned(parse("all_to_all(wire='float16')")).routes
+    assert (route.topology, route.road, route.push) == (Mesh(), "links", Dense("float16"))
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("pushpull", "did you mean 'push_pull'"),
+        ("all_reduce", "did you mean 'allreduce'"),
+        ("PUSH_PULL", "there are all_to_all, allreduce, push_pull"),
+        ("zzz(overlap=True)", "no strategy 'zzz'"),
+    ],
+)
+def test_an_unknown_name_lists_what_there_is(text: str, hint: str) -> None:
+    with pytest.raises(UnknownStrategy, match=hint):
+        parse(text)
+
+
+def test_an_unknown_argument_lists_what_is_taken() -> None:
+    with pytest.raises(UnknownStrategy, match=r"does not take lr, speed: it takes overlap, update"):
+        parse("push_pull(speed=3, lr=1)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "push_pull(",
+        "push_pull(False)",
+        "push_pull(*[False])",
+        "push_pull(**{'overlap': False})",
+        "push_pull(overlap=1 + 1)",
+        "push_pull(overlap=not True)",
+        "push_pull(overlap=overlap)",
+        "push_pull(overlap=f'{1}')",
+        "push_pull(overlap={[]: 1})",
+        "push_pull(overlap=True)(overlap=True)",
+        "push_pull(overlap=True, overlap=False)",
+        "push_pull; push_pull",
+        "push_pull = 1",
+        "systems.push_pull",
+        "systems.push_pull()",
+        "lambda: 1",
+        "'push_pull'",
+        "push\0pull",
+        "(" * 500,
+        "-" * 100_000 + "1",
+        "push_pull(overlap=" + "[" * 500 + "]" * 500 + ")",
+    ],
+)
+def test_anything_but_a_name_with_literal_keywords_is_refused(text: str) -> None:
+    with pytest.raises(UnknownStrategy, match="cannot read strategy"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "push_pull(overlap=__import__('slipstream_was_here'))",
+        "__import__('slipstream_was_here')",
+        "push_pull(overlap=(lambda: print('ran'))())",
+        "push_pull(overlap=[print('ran') for _ in [1]])",
+        "print('ran')",
+    ],
+)
+def test_text_is_never_run(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = builtins.__import__
+
+    def guarded(name: str, *args: object, **kwargs: object) -> object:
+        assert name != "slipstream_was_here", "the text was run"
+        return genuine(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    with pytest.raises(UnknownStrategy):
+        parse(text)
+    assert capsys.readouterr().out == ""
+
+
+@given(st.text(max_size=40) | st.text("push_l(){}[]*=,'\"0123eFals ", max_size=40))
+def test_no_text_gives_anything_but_a_strategy_or_its_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert isinstance(parse(text), Strategy)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "push_pull(wire='int3')",
+        "push_pull(wire=[])",
+        "allreduce(wire='fp16')",
+        "all_to_all(wire=None)",
+        "push_pull(update='everywhere')",
+        "push_pull(chunk_bytes=0)",
+        "push_pull(chunk_bytes='2 MiB')",
+        "allreduce(bucket_bytes=-1)",
+    ],
+)
+def test_values_no_system_can_work_with_are_refused_at_once(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"wire|update|chunk_bytes"):
+        parse(text)

@@ -1,0 +1,121 @@
+"""Imports point one way: systems → strategy → axes → types and errors; nothing points back up."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import slipstream
+
+SOURCE = Path(slipstream.__file__).parent
+
+GROUND = {"types", "errors", "_native"}
+AXES = {"topologies", "consistency", "codecs", "schedules", "planning"}
+DECISIONS = GROUND | AXES | {"strategy"}
+MAY_IMPORT = {
+    "types": set(),
+    "errors": set(),
+    # The axes are pure, and do not know each other.
+    **dict.fromkeys(AXES, GROUND),
+    "strategy": GROUND | AXES,
+    "systems": DECISIONS,
+    "transports": GROUND,
+    "runtime": DECISIONS | {"transports"},
+    "torch": DECISIONS | {"transports", "runtime"},
+    "testing": DECISIONS | {"transports", "runtime"},
+    "lab": {"errors"},
+    "bench": GROUND,
+    "job": DECISIONS | {"systems", "runtime", "torch"},
+    "cli": GROUND | {"systems", "runtime", "lab", "bench", ""},  # "": the public face, as users see it
+    "__init__": {"errors", "job", "strategy", "systems"},
+}
+# A server that updates weights needs torch, and imports it when it learns that it must.
+EXCEPTIONS = {("runtime/server.py", "torch")}
+# Beside slipstream.torch and its measurements, torch is the business of these alone.
+TORCH_OUTSIDE = {
+    "job.py",
+    "cli/digits.py",
+    "runtime/rendezvous.py",  # its TCPStore
+    "runtime/telemetry.py",  # TensorBoard, when asked
+    "transports/collective.py",
+}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def place(module: Path) -> str:
+    return module.relative_to(SOURCE).as_posix()
+
+
+def part(module: Path) -> str:
+    """``runtime`` for runtime/server.py, ``types`` for types.py."""
+    return module.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(module: Path) -> Iterator[str]:
+    """Dotted names of everything a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place(module)} imports relative to itself"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_part_is_in_the_table() -> None:
+    assert {part(module) for module in MODULES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=place)
+def test_imports_point_one_way(module: Path) -> None:
+    allowed = MAY_IMPORT[part(module)] | {part(module)}
+    for name in imported(module):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "slipstream" and (place(module), target) not in EXCEPTIONS:
+            assert target in allowed, f"{place(module)} imports slipstream.{rest}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=place)
+def test_torch_stays_where_it_belongs(module: Path) -> None:
+    if part(module) in ("torch", "bench") or place(module) in TORCH_OUTSIDE:
+        return
+    assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("part", sorted(AXES))
+def test_axes_do_no_input_or_output_and_look_at_no_clock(part: str) -> None:
+    forbidden = {"time", "threading", "socket", "os", "zmq", "random", "subprocess", "asyncio"}
+    for module in (SOURCE / part).rglob("*.py"):
+        assert not {name.split(".")[0] for name in imported(module)} & forbidden, place(module)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "slipstream",
+        "slipstream.cli",
+        "slipstream.systems",
+        "slipstream.runtime.server",
+        "slipstream.runtime.exchange",
+        "slipstream.testing",
+    ],
+)
+def test_servers_and_command_lines_start_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_public_names_are_there_and_come_when_they_are_used() -> None:
+    code = (
+        "import sys, slipstream\n"
+        "slipstream.push_pull(), slipstream.allreduce(), slipstream.ConfigError\n"
+        "assert 'torch' not in sys.modules\n"
+        "for name in slipstream.__all__: getattr(slipstream, name)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = slipstream.nonsense
+    assert set(slipstream._HOMES) == set(slipstream.__all__)

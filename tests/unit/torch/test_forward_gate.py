@@ -1,0 +1,103 @@
+"""Weights are awaited before they are read, and no earlier than that."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.torch.forward_gate import ForwardGate
+
+
+class Gate:
+    """A model behind a gate that writes down what was awaited."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.waits: list[list[str]] = []
+        self.order = list(self.names)
+        ForwardGate(model, {key: i for i, key in enumerate(self.order)}, self._wait)
+
+    def _wait(self, tensors: Sequence[int] | None) -> None:
+        chosen = range(len(self.order)) if tensors is None else tensors
+        awaited = sorted(self.names[self.order[i]] for i in chosen)
+        if awaited:
+            self.waits.append(awaited)
+
+    def run(self, *inputs: torch.Tensor) -> list[list[str]]:
+        self.waits = []
+        self.model(*inputs)
+        return self.waits
+
+
+def test_layers_are_awaited_one_by_one_from_the_second_pass_on() -> None:
+    gate = Gate(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    everything = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert gate.run(torch.ones(1, 2))[0] == everything, "nothing is known of the first pass"
+    assert gate.run(torch.ones(1, 2)) == [["0.bias", "0.weight"], ["2.bias", "2.weight"]]
+
+
+def test_weights_read_without_a_call_are_awaited_at_the_entrance() -> None:
+    class Peeks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(2, 2, bias=False)
+            self.read = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.used(x), self.read.weight)
+
+    gate = Gate(Peeks())
+    gate.run(torch.ones(1, 2))
+    assert gate.run(torch.ones(1, 2)) == [["read.weight"], ["used.weight"]]
+
+
+def test_attention_waits_for_the_projection_it_never_calls() -> None:
+    gate = Gate(nn.MultiheadAttention(4, 2, batch_first=True))
+    x = torch.ones(1, 3, 4)
+    gate.run(x, x, x)
+    assert {"out_proj.weight", "out_proj.bias"} <= set(gate.run(x, x, x)[0])
+
+
+def test_a_tied_weight_is_awaited_by_whoever_is_called_first() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    gate = Gate(model)
+    gate.run(torch.ones(1, 2))
+    assert gate.run(torch.ones(1, 2))[0] == ["0.weight"]
+
+
+def test_a_forward_that_fails_leaves_the_gate_in_order() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+            self.read = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() == 0:
+                raise ArithmeticError("in the middle")
+            return self.inner(x) * self.read
+
+    gate = Gate(Fails())
+    with pytest.raises(ArithmeticError):
+        gate.run(torch.zeros(1, 2))
+    gate.run(torch.ones(1, 2))
+    assert gate.run(torch.ones(1, 2))[0] == ["read"]
+    assert gate.run(torch.ones(1, 2))[0] == ["read"]
+
+
+def test_reading_the_state_waits_for_all_of_it() -> None:
+    gate = Gate(nn.Linear(2, 2))
+    gate.model.state_dict()
+    assert gate.waits == [["bias", "weight"]]
+
+
+def test_a_submodule_may_be_called_on_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    gate = Gate(model)
+    gate.run(torch.ones(1, 2))
+    gate.waits = []
+    model[1](torch.ones(1, 2))
+    assert ["1.weight"] in gate.waits

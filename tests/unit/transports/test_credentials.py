@@ -1,0 +1,133 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from slipstream.transports.credentials import Credentials
+
+SECRET = b"correct horse battery staple"
+CURVE = Credentials(SECRET, "job", encrypt=True)
+PLAIN = Credentials(SECRET, "job", encrypt=False)
+
+
+def request(mechanism: bytes, *proof: bytes, version: bytes = b"1.0") -> list[bytes]:
+    """What ZeroMQ asks of its ZAP handler."""
+    return [version, b"42", b"slipstream", b"127.0.0.1", b"", mechanism, *proof]
+
+
+def curve_proof(credentials: Credentials) -> bytes:
+    """The 32 bytes by which a connecting member is known."""
+    return z85.decode(presented(credentials).curve_publickey)
+
+
+def plain_proof(credentials: Credentials) -> tuple[bytes, bytes]:
+    socket = presented(credentials)
+    return socket.plain_username, socket.plain_password
+
+
+def presented(credentials: Credentials) -> Any:
+    """A socket's options; a real one does not tell all of them."""
+    socket: Any = SimpleNamespace()
+    credentials.present(socket)
+    return socket
+
+
+def admitted(credentials: Credentials, asked: list[bytes]) -> bool:
+    version, request_id, status, text, user, metadata = credentials.answer(asked)
+    assert (version, request_id, metadata) == (b"1.0", asked[1], b"")
+    assert (status, text, user) in [
+        (b"200", b"OK", b"member"),
+        (b"400", b"not a member of this job", b""),
+    ]
+    return status == b"200"
+
+
+STRANGERS = [
+    Credentials(b"another secret entirely", "job", encrypt=True),
+    Credentials(SECRET, "another job", encrypt=True),
+    Credentials(SECRET + b"!", "job", encrypt=True),
+]
+
+
+def test_keys_differ_by_purpose_by_job_and_by_secret() -> None:
+    keys = {
+        credentials.derive(purpose)
+        for credentials in (CURVE, *STRANGERS)
+        for purpose in ("token", "sign", "curve/listen", "curve/connect")
+    }
+    assert len(keys) == 16
+    assert all(len(key) == 32 for key in keys)
+    assert CURVE.derive("token") == PLAIN.derive("token"), "all members derive the same"
+
+
+def test_members_are_admitted() -> None:
+    assert admitted(CURVE, request(b"CURVE", curve_proof(CURVE)))
+    assert admitted(PLAIN, request(b"PLAIN", *plain_proof(PLAIN)))
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_others_are_not(stranger: Credentials) -> None:
+    in_plain = Credentials(stranger.secret, stranger.job, encrypt=False)
+    assert not admitted(CURVE, request(b"CURVE", curve_proof(stranger)))
+    assert not admitted(PLAIN, request(b"PLAIN", *plain_proof(in_plain)))
+
+
+def test_a_listener_takes_its_own_mechanism_only() -> None:
+    assert not admitted(CURVE, request(b"PLAIN", *plain_proof(PLAIN)))
+    assert not admitted(PLAIN, request(b"CURVE", curve_proof(CURVE)))
+    for credentials in (CURVE, PLAIN):
+        assert not admitted(credentials, request(b"NULL"))
+        assert not admitted(credentials, request(b"GSSAPI", b"principal"))
+
+
+def test_another_version_of_the_protocol_is_refused() -> None:
+    assert not admitted(CURVE, request(b"CURVE", curve_proof(CURVE), version=b"2.0"))
+
+
+@given(
+    st.sampled_from([b"CURVE", b"PLAIN", b"NULL", b""]),
+    st.lists(st.binary(max_size=70), max_size=4),
+)
+def test_malformed_proofs_are_refused_without_an_error(
+    mechanism: bytes, proof: list[bytes]
+) -> None:
+    assert not admitted(CURVE, request(mechanism, *proof))
+    assert not admitted(PLAIN, request(mechanism, *proof))
+
+
+def test_a_proof_of_almost_the_right_length_is_refused() -> None:
+    proof = curve_proof(CURVE)
+    user, password = plain_proof(PLAIN)
+    for wrong in (proof[:-1], proof + b"\0", proof[:28], b""):
+        assert not admitted(CURVE, request(b"CURVE", wrong))
+    assert not admitted(CURVE, request(b"CURVE", proof, proof))
+    assert not admitted(PLAIN, request(b"PLAIN", user, password[:-1]))
+    assert not admitted(PLAIN, request(b"PLAIN", password))
+    assert not admitted(PLAIN, request(b"PLAIN", user, password, b""))
+
+
+def test_signatures_belong_to_one_content_and_one_job() -> None:
+    signature = CURVE.sign(b"address")
+    assert CURVE.genuine(b"address", signature)
+    assert not CURVE.genuine(b"address!", signature)
+    assert not CURVE.genuine(b"address", signature[:-1] + b"\0")
+    assert not CURVE.genuine(b"address", b"")
+    assert not any(stranger.genuine(b"address", signature) for stranger in STRANGERS)
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted", "encrypts"),
+    [
+        ("127.0.0.1", True, False),
+        ("::1", True, False),
+        ("192.0.2.4", True, True),
+        ("192.0.2.4", False, False),
+    ],
+)
+def test_only_loopback_and_the_users_word_switch_encryption_off(
+    host: str, wanted: bool, encrypts: bool
+) -> None:
+    assert Credentials.on(host, SECRET, "job", encrypt=wanted).encrypt is encrypts
