@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.errors import LaunchError, SecretError
 
 LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,9 @@ class Environment:
             return address_of(self.interface)
         if self.one_host:
             return LOOPBACK
-        return address_towards(self.master_addr, self.master_port)
+        host = address_towards(self.master_addr, self.master_port)
+        # Many systems give a host's own name a loopback address; others need the real one.
+        return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def require_secret(self) -> None:
         if self.secret is None and not self.one_host:
@@ -141,6 +144,13 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+def resolves_to_loopback(host: str) -> bool:
+    try:
+        return is_loopback(socket.gethostbyname(host))
+    except OSError:
         return False
 
 

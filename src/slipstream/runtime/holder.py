@@ -19,6 +19,10 @@ from slipstream.types import Buffer, Chunk, Node, Rank, Values
 class Updater(Protocol):
     """What a holder makes of the mean before it publishes."""
 
+    def examine(self, chunk: Chunk, settings: Settings | None) -> None:
+        """Raise FrameRefused unless ``apply`` can take these settings."""
+        ...
+
     def apply(
         self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
     ) -> Sequence[Values | None]: ...
@@ -26,6 +30,10 @@ class Updater(Protocol):
 
 class PublishMean:
     """The mean itself goes back; workers update."""
+
+    def examine(self, chunk: Chunk, settings: Settings | None) -> None:
+        if settings is not None:
+            raise FrameRefused("optimizer settings, but workers update")
 
     def apply(
         self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
@@ -77,6 +85,7 @@ class Holder:
         segments = self._examine(chunk, body, frames)
         if not self.plan.consistency.admits(open_round=state.round, arrived=body.round):
             raise FrameRefused(f"round {body.round} while round {state.round} is open")
+        self.updater.examine(chunk, body.settings)
         contributors = state.arrived.setdefault(body.round, {})
         if rank in contributors:
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
@@ -157,6 +166,12 @@ def split_frames(
 def agree_on_step(plan: Plan, arrived: Mapping[Rank, Contribution]) -> None:
     """All contributions to a round must come from the same step of the training loop."""
     steps = {rank: contribution.step for rank, contribution in arrived.items()}
+    settings = [contribution.settings for contribution in arrived.values()]
+    if any(other != settings[0] for other in settings):
+        raise RuntimeFault(
+            "workers have different optimizer settings (a learning rate that follows a worker's "
+            "own loss?): every worker must set the same"
+        )
     if len(set(steps.values())) > 1:
         told = ", ".join(f"{plan.cluster.name(r)} at step {s}" for r, s in sorted(steps.items()))
         raise RuntimeFault(

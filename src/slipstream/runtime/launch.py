@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slipstream.errors import LaunchError
 from slipstream.runtime.crew import Crew
-from slipstream.runtime.environment import LOOPBACK
+from slipstream.runtime.environment import LOOPBACK, address_of
 from slipstream.runtime.processes import (
     SERVER_COMMAND,
     Placement,
@@ -66,7 +66,7 @@ def launch(
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(settings)) if _holds_port(settings) else None
         crew = stack.enter_context(Crew(limits or Limits()))
-        shards = _add_servers(crew, servers, secret, job, settings.encrypt, server_command)
+        shards = _add_servers(crew, servers, secret, job, settings, server_command)
         if crew.servers_announced():
             env = _job_environment(settings, secret, job, listener, len(workers), shards)
             _add_workers(crew, command, workers, env, listener)
@@ -80,16 +80,18 @@ def _add_servers(
     placements: Sequence[Placement],
     secret: str,
     job: str,
-    encrypt: bool,
+    settings: Settings,
     command: Sequence[str],
 ) -> list[ServerProcess]:
     shards = []
+    one_host = settings.address == LOOPBACK
     for index, placement in enumerate(placements):
         shard = spawn_server(
             index=index,
             secret=secret,
             job=job,
-            encrypt=encrypt,
+            encrypt=settings.encrypt and not one_host,
+            bind=address_of(settings.interface) if settings.interface else settings.address,
             placement=placement,
             command=command,
         )
@@ -106,7 +108,7 @@ def _add_workers(
     listener: socket.socket | None,
 ) -> None:
     for rank, placement in enumerate(placements):
-        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank if listener is not None else 0)}
         fds: tuple[int, ...] = ()
         if rank == 0 and listener is not None:
             fds = (listener.fileno(),)
@@ -131,7 +133,7 @@ def _job_environment(
     """What every worker of the job finds in its environment."""
     told: dict[str, object | None] = {
         "WORLD_SIZE": workers,
-        "LOCAL_WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers if settings.address == LOOPBACK else 1,
         "MASTER_ADDR": settings.address,
         "MASTER_PORT": listener.getsockname()[1] if listener else settings.port,
         "SLIPSTREAM_JOB": job,

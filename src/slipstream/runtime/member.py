@@ -21,6 +21,7 @@ HUB = "rank 0"
 BEAT_S = 0.5
 LAST_WORDS_S = 3.0  # for what is still queued at the end
 SILENCE_S = 5.0
+PATIENCE = 12  # times longer, while the link itself answers
 Handler = Callable[[Message], None]
 
 
@@ -198,7 +199,9 @@ class Member:
         if late_s > BEAT_S:
             return  # this member was away itself: what the others sent meanwhile is still unread
         for name, age in self.roster.silent(now):
-            self._announce(Fault(name, None, age))
+            # Python may be busy with one long call; then the link still answers.
+            if not self.transport.link_alive(name) or age > PATIENCE * self.roster.silence_s:
+                self._announce(Fault(name, None, age))
 
     def _miss_the_finished(self) -> None:
         for name in [name for name, at in self.roster.finished.items() if at < self.round]:
@@ -266,7 +269,7 @@ class Member:
 
     def abandon(self, reason: str, *, told: bool = False) -> None:
         """Tell the others that this member ends with an error; all that is left is ``stop``."""
-        if self.fault is not None:
+        if isinstance(self.fault, PeerLost | PeerFailed):
             return  # they know, or it was they who said so
         if self.is_hub:
             for name in tuple(self.roster.heard):

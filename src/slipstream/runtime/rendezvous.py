@@ -18,11 +18,12 @@ import msgspec
 from torch import distributed
 
 from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
-from slipstream.runtime.environment import Environment, is_loopback
+from slipstream.runtime.environment import Environment, resolves_to_loopback
 from slipstream.transports.credentials import Credentials
 
 SIGNATURE_BYTES = 32
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
+TRY_S = 2.0
 T = TypeVar("T")
 
 # A process may run several jobs one after the other, but its port can be listened on only once.
@@ -34,7 +35,7 @@ class Rendezvous:
     """A signed blackboard that all ranks share; readers wait, within a limit."""
 
     def __init__(self, env: Environment, *, limit_s: float) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._env = env
         self._watch: Callable[[], None] = lambda: None
         self.store = distributed.PrefixStore(
@@ -42,7 +43,8 @@ class Rendezvous:
         )
         job = env.job or self._shared_random("job")
         secret = env.secret or self._shared_random("token").encode()
-        self.credentials = Credentials.on(env.listen_host(), secret, job, encrypt=env.encrypt)
+        # Nobody without root can read what stays on one host.
+        self.credentials = Credentials(secret, job, env.encrypt and not env.one_host)
 
     def _shared_random(self, key: str) -> str:
         """A random text that rank 0 makes up and everybody reads."""
@@ -57,14 +59,14 @@ class Rendezvous:
 
     def _wait(self, whom: Mapping[str, str]) -> None:
         """Until all keys are there; ``whom`` says who posts which."""
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + self.limit_s
         pause_s = SHORTEST_PAUSE_S
         while not self._has(list(whom)):
             self._watch()
             if time.monotonic() > deadline:
                 missing = [name for key, name in whom.items() if not self._has([key])]
                 what = next(iter(whom)).partition("/")[0]
-                raise WaitLimit(f"all ranks to say their {what!r}", self._limit_s, missing)
+                raise WaitLimit(f"all ranks to say their {what!r}", self.limit_s, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -111,39 +113,44 @@ def open_store(env: Environment, limit_s: float) -> Any:
 def connect_store(env: Environment, limit_s: float) -> Any:
     if env.rank == 0 and not env.agent_store:
         return make_store(env, limit_s, listening_fd(env))
-    await_listener(env, limit_s)
     # On a thread: torch's limit does not cover a rank 0 that listens but never answers.
     outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def connect() -> None:
         try:
-            outcome.put(make_store(env, limit_s))
+            outcome.put(reach_store(env, limit_s))
         except Exception as error:
             outcome.put(error)
 
-    threading.Thread(target=connect, name="slipstream store", daemon=True).start()
+    thread = threading.Thread(target=connect, name="slipstream store", daemon=True)
+    thread.start()
     try:
-        store = outcome.get(timeout=limit_s)
+        store = outcome.get(timeout=limit_s + LONGEST_PAUSE_S)
     except queue.Empty:
-        what = "rank 0 to join (something listens in its place but does not answer)"
-        raise WaitLimit(what, limit_s, ["rank 0"]) from None
+        # If torch gave up while Python ends, it would take the process down with it.
+        thread.join(2 * TRY_S)
+        raise unreachable(env, limit_s) from None
     if isinstance(store, Exception):
-        raise unreachable(env, limit_s) from store
+        raise store
     return store
 
 
-def await_listener(env: Environment, limit_s: float) -> None:
-    """Until something listens where rank 0 should; torch would fill the terminal on each try."""
+def reach_store(env: Environment, limit_s: float) -> Any:
+    """Try until rank 0 answers or the time is up."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
+            # By ourselves first: torch fills the terminal when nobody listens.
             left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
             socket.create_connection((env.master_addr, env.master_port), left_s).close()
-            return
-        except OSError as error:
+            store = make_store(env, TRY_S)
+        except (OSError, distributed.DistError) as error:
             if time.monotonic() > deadline:
                 raise unreachable(env, limit_s) from error
-        time.sleep(LONGEST_PAUSE_S)
+            time.sleep(LONGEST_PAUSE_S)
+        else:
+            store.set_timeout(timedelta(seconds=limit_s))
+            return store
 
 
 def unreachable(env: Environment, limit_s: float) -> LaunchError:
@@ -171,8 +178,9 @@ def listening_fd(env: Environment) -> int:
     if env.store_fd is not None:
         os.set_inheritable(env.store_fd, False)
         return env.store_fd
-    host = env.master_addr if not is_loopback(env.master_addr) else "127.0.0.1"
     try:
+        # A host's own name may stand for loopback, where no other host gets through.
+        host = env.listen_host() if resolves_to_loopback(env.master_addr) else env.master_addr
         return bound_fd(host, env.master_port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:

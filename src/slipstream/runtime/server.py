@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
+from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.holder import Holder, PublishMean, Updater
@@ -53,8 +53,8 @@ class Server:
             node = plan.cluster.server_nodes[self.index]
             self._holder = Holder(node, plan, self._updater(configuration, plan, node))
             self.member.send(HUB, Ready())
-        except SlipstreamError as error:
-            self.member.send(HUB, Ready(str(error)))
+        except Exception as error:  # whatever it is, rank 0 should not wait for it in vain
+            self.member.send(HUB, Ready(f"{type(error).__name__}: {error}"[:2000]))
         # Not before: an updater imports torch, which may take longer than a silence may last.
         self.member.expect(HUB)
 
@@ -109,12 +109,8 @@ def serve(env: Mapping[str, str]) -> int:
     """Run one server from its environment; see ``processes.start_server``."""
     index = int(env["SLIPSTREAM_SERVER_INDEX"])
     host = env["SLIPSTREAM_BIND"]
-    credentials = Credentials.on(
-        host,
-        env["SLIPSTREAM_SECRET"].encode(),
-        env["SLIPSTREAM_JOB"],
-        encrypt=env.get("SLIPSTREAM_ENCRYPT", "1") != "0",
-    )
+    encrypt = env.get("SLIPSTREAM_ENCRYPT", "1") != "0"
+    credentials = Credentials(env["SLIPSTREAM_SECRET"].encode(), env["SLIPSTREAM_JOB"], encrypt)
     transport = ZmqTransport(f"server {index}", host=host, credentials=credentials)
     member = Member(transport.name, transport)
     server = Server(index, member)

@@ -40,26 +40,23 @@ class Shards:
     beside: frozenset[str] = frozenset()
     own: list[ServerProcess] = field(default_factory=list)
 
-    @classmethod
-    def start(cls, plan: Plan, membership: Membership) -> Shards:
+    def start(self, plan: Plan, membership: Membership) -> None:
         """Start this worker's share of the servers and link to all of them."""
         env, rendezvous = membership.env, membership.rendezvous
         count = plan.cluster.servers
-        shards = cls()
         if env.server_addresses:
-            shards.addresses = env.server_addresses
+            self.addresses = env.server_addresses
         else:
             starters = membership.first_on_each_host
             mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
-            shards._start_own(mine, membership)
-            shards.addresses = tuple(
+            self._start_own(mine, membership)
+            self.addresses = tuple(
                 rendezvous.read(f"server/{k}", starters[k % len(starters)], str)
                 for k in range(count)
             )
-            shards.beside = frozenset(f"server {k}" for k in mine)
-        for k, address in enumerate(shards.addresses):
+            self.beside = frozenset(f"server {k}" for k in mine)
+        for k, address in enumerate(self.addresses):
             membership.transport.connect(f"server {k}", address)
-        return shards
 
     def _start_own(self, mine: list[int], membership: Membership) -> None:
         credentials = membership.rendezvous.credentials

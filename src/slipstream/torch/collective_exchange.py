@@ -104,11 +104,12 @@ class CollectiveExchange:
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
+            values = bucket.values(offset, numel)
             bucket.marks[s] = flat is not None
             if flat is None:
-                bucket.values(offset, numel).zero_()
+                values.zero_()
             else:
-                bucket.values(offset, numel).copy_(flat[start : start + numel])
+                divide(flat[start : start + numel], self.plan.cluster.workers, values)
             bucket.unready -= 1
         self._launch_complete()
 
@@ -173,14 +174,17 @@ class CollectiveExchange:
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
-            mean = bucket.values(offset, numel)
-            target = flat[start : start + numel]
-            if mean.dtype == target.dtype and mean.device == target.device:
-                torch.div(mean, self.plan.cluster.workers, out=target)
-            else:
-                target.copy_(mean.to(target) / self.plan.cluster.workers)
+            flat[start : start + numel].copy_(bucket.values(offset, numel))
         if not in_place:
             parameter.grad.copy_(shaped_as(parameter.grad, flat))
+
+
+def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:
+    """A share of the mean: divided before it is summed, so that short formats do not overflow."""
+    if values.dtype == out.dtype and values.device == out.device:
+        torch.div(values, by, out=out)
+    else:
+        out.copy_(values / by)
 
 
 def flatten(gradient: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,10 @@ class ForwardGate:
             self._handles.append(module.register_forward_hook(self._leaving, always_call=True))
         self._handles.append(model.register_state_dict_pre_hook(lambda *_: wait(None)))
 
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def _entering(self, own: tuple[int, ...]) -> Callable[..., None]:
         def entering(_module: nn.Module, _inputs: Any) -> None:
             if self._depth == 0:

@@ -10,36 +10,45 @@ from torch import nn
 from slipstream.errors import ForeignParameters
 from slipstream.types import ITEM_BYTES, Spec
 
+Place = tuple[nn.Module, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """Trainable parameters and floating-point buffers in forward order, with their specs.
 
-    ``tensors[i]`` belongs to ``specs[i]``. A tied weight appears once.
+    ``tensors[i]`` belongs to ``specs[i]``. A tied weight appears once. Modules may put another
+    tensor into a buffer's place, so ``places`` tells where to look for it.
     """
 
     specs: tuple[Spec, ...]
     tensors: tuple[torch.Tensor, ...]
+    places: tuple[Place | None, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
         specs: list[Spec] = []
         tensors: list[torch.Tensor] = []
+        places: list[Place | None] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 specs.append(spec_of(name, parameter, len(specs), "parameter"))
                 tensors.append(parameter)
+                places.append(None)
         for name, buffer in model.named_buffers():
             if dtype_name(buffer) in ITEM_BYTES:
                 specs.append(spec_of(name, buffer, len(specs), "buffer"))
                 tensors.append(buffer)
-        return cls(tuple(specs), tuple(tensors))
+                owner, _, attribute = name.rpartition(".")
+                places.append((model.get_submodule(owner), attribute))
+        return cls(tuple(specs), tuple(tensors), tuple(places))
 
     def only(self, keep: set[int]) -> Inventory:
         """Without the tensors whose index is not in ``keep``; orders stay."""
         return Inventory(
             tuple(spec for i, spec in enumerate(self.specs) if i in keep),
             tuple(tensor for i, tensor in enumerate(self.tensors) if i in keep),
+            tuple(place for i, place in enumerate(self.places) if i in keep),
         )
 
 
@@ -87,5 +96,12 @@ def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
         f"{'' if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ' frozen'}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    return [*lines, f"optimizer: {type(optimizer).__name__} with parameter groups of {groups}"]
+    kind = type(optimizer).__name__
+    for index, group in enumerate(optimizer.param_groups):
+        settings = ", ".join(
+            f"{key}={float(value) if isinstance(value, torch.Tensor) else value!r}"
+            for key, value in sorted(group.items())
+            if key != "params"
+        )
+        lines.append(f"{kind} group {index}: {len(group['params'])} parameters, {settings}")
+    return lines

@@ -39,6 +39,7 @@ class Replica:
     shards: Shards
     chain: StateChain
     server_state: ServerState | None
+    gate: ForwardGate | None
     collectives: Collectives | None
 
     @property
@@ -55,6 +56,9 @@ class Replica:
         return sent, received
 
     def close(self) -> None:
+        self.synchronizer.close()
+        if self.gate is not None:
+            self.gate.remove()
         if self.collectives is not None:
             self.collectives.close()
         self.shards.close()
@@ -63,12 +67,21 @@ class Replica:
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
     """What will be exchanged; refuses what cannot work, before anything starts."""
     check_optimizer(model, optimizer)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
+        )
     inventory = Inventory.of(model)
     if not inventory.specs:
         raise ConfigError("the model has no parameter that requires a gradient")
     if strategy.update != "server":
         return inventory
     check_elementwise(optimizer)
+    if optimizer.state:
+        raise ConfigError(
+            "the optimizer already has state, which update='server' would not take over: give a "
+            "new one, and use job.load to continue from a checkpoint"
+        )
     groups = groups_of(optimizer)
     kept = {
         i
@@ -133,8 +146,9 @@ def replicate(
     """Plan, start servers, copy rank 0's state, and hook into the model."""
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
-    shards = Shards.start(plan, membership)
+    shards = Shards()
     try:
+        shards.start(plan, membership)
         return _wire(model, optimizer, plan, inventory, shards, membership)
     except BaseException:
         shards.close()
@@ -156,10 +170,10 @@ def _wire(
     shards.configure(plan, membership, recipe)
     membership.rendezvous.gather("configured", True, bool)
     copy_state(chain, model)
-    slots = LiveTensors(plan, inventory.tensors, Staging())
+    slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
     parts = (model, plan, inventory, slots, exchanges)
-    server_state = None
+    server_state, gate = None, None
     synchronizer: Synchronizer
     if by_server:
         remote = RemoteOptimizer(optimizer)
@@ -168,7 +182,7 @@ def _wire(
         for exchange in exchanges:
             exchange.settings = synchronizer.settings
         index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
-        ForwardGate(model, index_of, synchronizer.wait)
+        gate = ForwardGate(model, index_of, synchronizer.wait)
         if env.rank == 0:
             server_state.send_weights()
         optimizer = remote
@@ -177,7 +191,7 @@ def _wire(
     # Nobody trains before everybody can take a gradient.
     membership.rendezvous.gather("distributed", True, bool)
     return Replica(
-        plan, synchronizer, optimizer, exchanges, shards, chain, server_state, collectives
+        plan, synchronizer, optimizer, exchanges, shards, chain, server_state, gate, collectives
     )
 
 

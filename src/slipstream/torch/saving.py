@@ -118,6 +118,9 @@ def load_job(
         copy_state(replica.chain, model)
         checkpoint = spread(checkpoint, occasion, replica, membership)
     restore_optimizer(model, optimizer, checkpoint, replica, membership)
+    if membership is not None:
+        # Rank 0's weights travel from their own memory: nobody trains before all have them.
+        membership.rendezvous.gather(f"{occasion}/done", True, bool)
     rank = membership.env.rank if membership is not None else 0
     if rank < len(checkpoint.facts["random"]):
         restore_random_state(checkpoint.facts["random"][rank])

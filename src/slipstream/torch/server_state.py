@@ -85,9 +85,8 @@ class ServerState:
                         part = as_real(value).reshape(-1)[segment.start : segment.stop]
                     entries.append((s, name, str(part.dtype).removeprefix("torch.")))
                     frames.append(bytes_of(part))
-            if entries:
-                body = State(chunk.index, entries, checksum(frames))
-                self._member.send(self._server(chunk), body, frames, priority=-1)
+            body = State(chunk.index, entries, checksum(frames))
+            self._member.send(self._server(chunk), body, frames, priority=-1)
 
     def _on_state(self, message: Message) -> None:
         assert isinstance(message.body, State)

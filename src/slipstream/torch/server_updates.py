@@ -26,6 +26,14 @@ class ServerUpdates(Synchronizer):
         self._sent: Settings | None = None
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         super().__init__(*args)
+        self.resume(0)
+
+    def resume(self, step: int) -> None:
+        # What arrives is written without autograd's knowledge: a version that moves is the user's.
+        self._weights = [
+            (p, p._version) for group in self._optimizer.param_groups for p in group["params"]
+        ]
+        super().resume(step)
 
     def settings(self) -> Settings:
         """The optimizer's settings, the same for all of a round."""
@@ -53,6 +61,12 @@ class ServerUpdates(Synchronizer):
 
     def before_step(self) -> None:
         self.tap.end()
+        self._check_all_exchanged(self._optimizer)
+        if any(p._version != version for p, version in self._weights):
+            raise RuntimeFault(
+                "weights were changed outside of the optimizer, but with update='server' they live "
+                "at the servers: use update='worker', or job.load for a checkpoint"
+            )
         if self._changed():
             raise RuntimeFault(
                 "gradients were changed between backward() and step() (clipping?), but with "
@@ -82,6 +96,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().__init__(local.param_groups, local.defaults)
         self.local = local
         self.synchronizer: ServerUpdates | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeFault(
+            "with update='server' the optimizer's state lives at the servers: job.save keeps it"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -66,6 +66,7 @@ class ShardOptimizer:
     def __init__(self, plan: Plan, node: Node, recipe: OptimizerRecipe) -> None:
         if recipe.name not in ELEMENTWISE:
             raise ConfigError(f"{recipe.name} is not an elementwise optimizer")
+        self._recipe = recipe
         self._chunks = {
             chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.held_by(node)
         }
@@ -75,6 +76,16 @@ class ShardOptimizer:
         if index not in self._chunks:
             raise FrameRefused(f"chunk {index} is not held here")
         return self._chunks[index]
+
+    def examine(self, chunk: Chunk, settings: Settings | None) -> None:
+        known = self._recipe.settings
+        if settings is None or len(settings) != len(known):
+            raise FrameRefused(f"settings of {len(known)} parameter groups are needed")
+        for group, expected in zip(settings, known, strict=True):
+            if group.keys() != expected.keys() or any(
+                kind_of(group[key]) != kind_of(expected[key]) for key in group
+            ):
+                raise FrameRefused("optimizer settings of other names or kinds")
 
     def apply(
         self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
@@ -149,8 +160,6 @@ class ChunkOptimizer:
         if settings is None or self._optimizer is None:
             return
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            if index >= len(settings):
-                raise FrameRefused(f"settings for {len(settings)} parameter groups, not {index}")
             group.update({key: restored(value) for key, value in settings[index].items()})
 
     def load(self, frames: Sequence[Any]) -> None:
@@ -175,10 +184,13 @@ class ChunkOptimizer:
         return entries, frames
 
     def load_state(self, entries: Sequence[tuple[int, str, str]], frames: Sequence[Any]) -> None:
-        if len(entries) != len(frames) or self._optimizer is None:
+        if len(entries) != len(frames):
             raise FrameRefused(f"state of chunk {self._chunk.index} does not fit")
+        if self._optimizer is None:
+            return
         # All are looked at before one is taken.
         values = [self._entry(*entry, frame) for entry, frame in zip(entries, frames, strict=True)]
+        self._optimizer.state.clear()
         for (index, name, _), value in zip(entries, values, strict=True):
             self._optimizer.state[self._parameters[index]][name] = value
 
@@ -213,6 +225,13 @@ def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:
     constructor = {key: value for key, value in first.items() if key != "params"}
     constructor.pop("decoupled_weight_decay", None)
     return constructor
+
+
+def kind_of(value: Setting) -> str:
+    """What kind of setting a value is; whole and broken numbers are one kind."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value).__name__
+    return "number"
 
 
 def restored(value: Setting) -> Any:

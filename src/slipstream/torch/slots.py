@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from slipstream.errors import RuntimeFault
 from slipstream.strategy import Plan
+from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import Staging
 from slipstream.types import Values
 
@@ -19,8 +19,10 @@ class LiveTensors:
     backward pass may reuse its memory before it has left.
     """
 
-    def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor], staging: Staging) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, plan: Plan, inventory: Inventory, staging: Staging) -> None:
+        self._specs = plan.specs
+        self._tensors = inventory.tensors
+        self._places = inventory.places
         self._is_buffer = [spec.role == "buffer" for spec in plan.specs]
         self._weights_return = plan.update == "server"
         self._gradients = staging
@@ -33,6 +35,21 @@ class LiveTensors:
         }
         self._fetched: dict[int, torch.Tensor] = {}
 
+    def _live(self, tensor: int) -> torch.Tensor:
+        place = self._places[tensor]
+        if place is None:
+            return self._tensors[tensor]
+        module, attribute = place
+        live: torch.Tensor = getattr(module, attribute)
+        known = self._known[tensor]
+        if live.shape != known.shape or live.dtype != known.dtype:
+            raise RuntimeFault(
+                f"the buffer {self._specs[tensor].name!r} was {tuple(known.shape)} {known.dtype} "
+                f"at job.distribute and is {tuple(live.shape)} {live.dtype} now: convert the model "
+                "before job.distribute"
+            )
+        return live
+
     def fetch(self, tensor: int) -> None:
         """The contribution is final: begin to bring it to host memory."""
         content = self._contribution(tensor)
@@ -41,7 +58,7 @@ class LiveTensors:
             self._gradients.fetch(tensor, content, always=self._weights_return)
 
     def _contribution(self, tensor: int) -> torch.Tensor | None:
-        live = self._tensors[tensor]
+        live = self._live(tensor)
         if not self._is_buffer[tensor]:
             gradient = live.grad
             if gradient is not None and gradient.is_sparse:
@@ -61,14 +78,14 @@ class LiveTensors:
     def settle(self, tensor: int) -> None:
         self._weights.commit(tensor, self._target(tensor))
         if self._is_buffer[tensor]:
-            self._known[tensor].copy_(self._tensors[tensor])
+            self._known[tensor].copy_(self._live(tensor))
 
     def forget(self) -> None:
         """The round is over: the next one reads afresh."""
         self._fetched.clear()
 
     def _target(self, tensor: int) -> torch.Tensor:
-        live = self._tensors[tensor]
+        live = self._live(tensor)
         if self._is_buffer[tensor] or self._weights_return:
             return live.detach()
         # The mean over workers is dense, even where each one's gradient is sparse.

@@ -65,6 +65,7 @@ class StreamCopies:
         return done.synchronize
 
     def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(host, non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

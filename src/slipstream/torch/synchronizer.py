@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.errors import RuntimeFault
 from slipstream.runtime.exchange import Exchange
 from slipstream.strategy import Plan
 from slipstream.torch.inventory import Inventory
@@ -34,6 +36,10 @@ class Synchronizer(ABC):
         self._slots = slots
         self._exchanges = tuple(exchanges)
         self._copying: list[int] = []
+        self._handles: list[Any] = []
+        self._known = {id(tensor) for tensor in inventory.tensors}
+        # Autograd runs a thread for each device; a model may be spread over several.
+        self._lock = threading.Lock()
         self._devices = [tensor.device.type for tensor in inventory.tensors]
         parameters = [
             (i, tensor)
@@ -51,13 +57,14 @@ class Synchronizer(ABC):
     def _gradient_ready(self, tensor: int) -> None:
         if not self.plan.schedule.leaves_during_backward:
             return
-        self._slots.fetch(tensor)
-        self._hand_over(self._copying)
-        # A copy from an accelerator is given until the next layer's gradient is done.
-        if self._devices[tensor] == "cpu":
-            self._hand_over([tensor])
-        else:
-            self._copying = [tensor]
+        with self._lock:
+            self._slots.fetch(tensor)
+            self._hand_over(self._copying)
+            # A copy from an accelerator is given until the next layer's gradient is done.
+            if self._devices[tensor] == "cpu":
+                self._hand_over([tensor])
+            else:
+                self._copying = [tensor]
 
     def _hand_over(self, tensors: Iterable[int]) -> None:
         for tensor in tensors:
@@ -100,11 +107,28 @@ class Synchronizer(ABC):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes within only add to the gradients; nothing is exchanged."""
-        self.tap.paused = True
+        before, self.tap.paused = self.tap.paused, True
         try:
             yield
         finally:
-            self.tap.paused = False
+            self.tap.paused = before
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer: they are ordinary ones again."""
+        self.tap.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def _check_all_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """A parameter that trains but was not there at the start would drift apart unseen."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._known:
+                    raise RuntimeFault(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient but took no "
+                        "part in job.distribute (frozen or unknown then): unfreeze parameters "
+                        "before job.distribute and freeze them afterwards"
+                    )
 
 
 class WorkerUpdates(Synchronizer):
@@ -112,16 +136,18 @@ class WorkerUpdates(Synchronizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         super().__init__(*args)
-        optimizer.register_step_pre_hook(self._on_step)
-        optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self._handles += [
+            optimizer.register_step_pre_hook(self._on_step),
+            optimizer.register_step_post_hook(lambda *_: self.after_step()),
+        ]
 
     def pass_ended(self) -> None:
         self.flush()
         self.wait()
 
-    def _on_step(self, _optimizer: Any, args: Any, kwargs: Any) -> None:
-        closure = kwargs.get("closure", args[0] if args else None)
-        if callable(closure):
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             return  # it runs backward itself, within the step
+        self._check_all_exchanged(optimizer)
         self.before_step()
         self.wait()

@@ -52,6 +52,13 @@ class Collectives:
 
     def wait(self, work: Any) -> None:
         deadline = time.monotonic() + self._limit_s
+        if self.device.type == "cuda":
+            # NCCL takes a time given to wait() for the operation's own limit, and aborts at it.
+            while not work.is_completed() and time.monotonic() < deadline:
+                self._check()
+                time.sleep(0.0005)
+            work.wait()
+            return
         while True:
             try:
                 work.wait(LOOK_AROUND)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from dataclasses import dataclass
 
 import zmq
@@ -24,11 +23,6 @@ class Credentials:
     secret: bytes
     job: str
     encrypt: bool
-
-    @classmethod
-    def on(cls, host: str, secret: bytes, job: str, *, encrypt: bool) -> Credentials:
-        """For members that listen on ``host``: loopback, which nobody else reads, stays plain."""
-        return cls(secret, job, encrypt and not ipaddress.ip_address(host).is_loopback)
 
     def derive(self, purpose: str) -> bytes:
         return hmac.digest(self.secret, f"slipstream/{self.job}/{purpose}".encode(), "sha256")

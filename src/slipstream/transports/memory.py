@@ -108,6 +108,10 @@ class MemoryTransport:
             pass
         return self._inbox.popleft() if self._inbox else None
 
+    def link_alive(self, peer: str) -> bool:
+        """Never known: there is nothing below the messages."""
+        return False
+
     def wake(self) -> None:
         """Nothing to do: one thread does everything."""
 

@@ -36,6 +36,10 @@ class Transport(Protocol):
 
     def receive(self, timeout_s: float) -> Message | None: ...
 
+    def link_alive(self, peer: str) -> bool:
+        """Whether the link itself still answers, even if the peer's program says nothing."""
+        ...
+
     def wake(self) -> None:
         """Make a ``receive`` under way on another thread return."""
         ...
