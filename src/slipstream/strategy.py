@@ -13,10 +13,10 @@ from typing import Any, Literal
 from slipstream.codecs import Codec, Dense
 from slipstream.consistency import Consistency, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute
-from slipstream.planning.layout import CHUNK_BYTES, LARGEST_CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology
-from slipstream.types import Chunk, Cluster, Node, Spec
+from slipstream.types import LARGEST_CHUNK_BYTES, Chunk, Cluster, Node, Spec
 
 Road = Literal["links", "collective"]
 Update = Literal["worker", "server"]

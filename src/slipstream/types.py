@@ -11,6 +11,8 @@ import numpy as np
 Rank = int
 Node = int  # workers are 0 … n-1, servers n … n+s-1
 
+LARGEST_CHUNK_BYTES = 8 * 1024 * 1024  # the most that travels as one message
+
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 

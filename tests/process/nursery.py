@@ -225,7 +225,7 @@ class Forks:
         }
         for name in [name for name, value in os.environ.items() if not value]:
             del os.environ[name]  # how a test says that a variable is not set
-        if os.environ["RANK"] == "0" and "MASTER_PORT" not in env:
+        if os.environ.get("RANK") == "0" and "MASTER_PORT" not in env:
             os.environ["SLIPSTREAM_STORE_FD"] = str(meeting_point.detach())
         meeting_point.close()
 

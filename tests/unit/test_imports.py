@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "lab": {"errors"},
     "bench": GROUND,
     "job": DECISIONS | {"systems", "runtime", "torch"},
-    "cli": GROUND | {"systems", "runtime", "lab", "bench", ""},  # "": the public face, as users see it
+    "cli": GROUND
+    | {"systems", "runtime", "lab", "bench", ""},  # "": the public face, as users see it
     "__init__": {"errors", "job", "strategy", "systems"},
 }
 # A server that updates weights needs torch, and imports it when it learns that it must.

@@ -9,7 +9,6 @@ from slipstream.types import ITEM_BYTES, Chunk, Segment, Spec
 
 CHUNK_BYTES = 2 * 1024 * 1024
 SMALLEST_CHUNK_BYTES = 4 * 1024
-LARGEST_CHUNK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,11 @@ class Environment:
         """Whether all workers are known to run on this host."""
         return self.local_world_size == self.world_size or is_loopback(self.master_addr)
 
+    @property
+    def encrypts(self) -> bool:
+        """Nobody without root can read what stays on one host."""
+        return self.encrypt and not self.one_host
+
     def listen_host(self) -> str:
         """The address to listen on: loopback on one host, else the route to MASTER_ADDR."""
         if self.interface:

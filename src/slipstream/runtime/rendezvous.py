@@ -43,8 +43,7 @@ class Rendezvous:
         )
         job = env.job or self._shared_random("job")
         secret = env.secret or self._shared_random("token").encode()
-        # Nobody without root can read what stays on one host.
-        self.credentials = Credentials(secret, job, env.encrypt and not env.one_host)
+        self.credentials = Credentials(secret, job, env.encrypts)
 
     def _shared_random(self, key: str) -> str:
         """A random text that rank 0 makes up and everybody reads."""

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.holder import Holder, PublishMean, Updater
@@ -54,7 +54,8 @@ class Server:
             self._holder = Holder(node, plan, self._updater(configuration, plan, node))
             self.member.send(HUB, Ready())
         except Exception as error:  # whatever it is, rank 0 should not wait for it in vain
-            self.member.send(HUB, Ready(f"{type(error).__name__}: {error}"[:2000]))
+            kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
+            self.member.send(HUB, Ready(f"{kind}{error}"[:2000]))
         # Not before: an updater imports torch, which may take longer than a silence may last.
         self.member.expect(HUB)
 

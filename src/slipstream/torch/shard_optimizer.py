@@ -79,10 +79,12 @@ class ShardOptimizer:
 
     def examine(self, chunk: Chunk, settings: Settings | None) -> None:
         known = self._recipe.settings
-        if settings is None or len(settings) != len(known):
-            raise FrameRefused(f"settings of {len(known)} parameter groups are needed")
+        if settings is None:
+            return  # as they were
+        if len(settings) != len(known):
+            raise FrameRefused(f"settings for {len(settings)} parameter groups, not {len(known)}")
         for group, expected in zip(settings, known, strict=True):
-            if group.keys() != expected.keys() or any(
+            if group.keys() - expected.keys() or any(
                 kind_of(group[key]) != kind_of(expected[key]) for key in group
             ):
                 raise FrameRefused("optimizer settings of other names or kinds")

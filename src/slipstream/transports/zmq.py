@@ -21,7 +21,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.errors import FrameRefused, LaunchError
-from slipstream.planning.layout import LARGEST_CHUNK_BYTES
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
@@ -31,7 +30,7 @@ from slipstream.transports.wire import (
     decode_header,
     encode_header,
 )
-from slipstream.types import Buffer
+from slipstream.types import LARGEST_CHUNK_BYTES, Buffer
 
 IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read

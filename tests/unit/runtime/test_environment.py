@@ -225,3 +225,19 @@ def test_a_secret_file_of_random_bytes_is_named(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(128, 160)))
     with pytest.raises(SecretError, match=f"cannot read the secret file {file}: .*text"):
         read_secret({"SLIPSTREAM_SECRET_FILE": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("told", "encrypts"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, False),
+        ({"MASTER_ADDR": "node7", "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"MASTER_ADDR": "192.0.2.4"}, True),
+        ({"MASTER_ADDR": "192.0.2.4", "SLIPSTREAM_ENCRYPT": "0"}, False),
+    ],
+)
+def test_only_one_host_and_the_users_word_switch_encryption_off(
+    told: dict[str, str], encrypts: bool
+) -> None:
+    env = Environment.read({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", **told})
+    assert env.encrypts is encrypts

@@ -244,6 +244,10 @@ def test_an_updater_sees_the_mean_and_the_settings_and_its_word_is_published() -
     class Doubler:
         heard: object = None
 
+        def examine(self, chunk: Chunk, settings: object) -> None:
+            if settings == [{}]:
+                raise FrameRefused("no settings")
+
         def apply(
             self, chunk: Chunk, mean: Sequence[Values | None], settings: object
         ) -> Sequence[Values | None]:
@@ -254,9 +258,17 @@ def test_an_updater_sees_the_mean_and_the_settings_and_its_word_is_published() -
     updater = Doubler()
     node = Holder(PLAN.cluster.server_nodes[0], PLAN, updater)
     body, frames = push(CHUNK, [floats(1, 2), None])
-    node.push(1, changed(present=body.present, crc=body.crc, settings=[{"lr": 9.0}]), frames)
     settled = changed(present=body.present, crc=body.crc, settings=[{"lr": 0.5}])
+    with pytest.raises(FrameRefused, match="no settings"):
+        node.push(1, changed(present=body.present, crc=body.crc, settings=[{}]), frames)
+    node.push(1, settled, frames)
     (result,) = node.push(0, settled, frames)
     np.testing.assert_array_equal(read(CHUNK, result)[0], [2, 4])
     assert result.body.present == b"\1\0"
-    assert updater.heard == [{"lr": 0.5}], "rank 0's settings count"
+    assert updater.heard == [{"lr": 0.5}]
+
+    other = changed(present=body.present, crc=body.crc, settings=[{"lr": 9.0}], round=1)
+    same = changed(present=body.present, crc=body.crc, settings=[{"lr": 0.5}], round=1)
+    node.push(1, other, frames)
+    with pytest.raises(RuntimeFault, match="different optimizer settings"):
+        node.push(0, same, frames)

@@ -324,7 +324,10 @@ def test_damaged_or_misplaced_state_is_refused(shards: Shards) -> None:
 
 
 def test_settings_for_too_few_groups_are_refused(shards: Shards) -> None:
-    chunk = shards.plan.chunks[0]
-    mean = [Values.empty(segment.numel, chunk.dtype) for segment in chunk.segments]
+    chunk, holder = shards.plan.chunks[0], shards.holder(0)
     with pytest.raises(FrameRefused, match="settings for 0 parameter groups"):
-        shards.holder(0).apply(chunk, mean, [])
+        holder.examine(chunk, [])
+    with pytest.raises(FrameRefused, match="other names or kinds"):
+        holder.examine(chunk, [{"lr": "fast"}, {}])
+    with pytest.raises(FrameRefused, match="other names or kinds"):
+        holder.examine(chunk, [{"speed": 1.0}, {}])

@@ -5,7 +5,9 @@ import pytest
 import torch
 from samples import make_plan, vector
 
+from slipstream.errors import RuntimeFault
 from slipstream.strategy import Update
+from slipstream.torch.inventory import Inventory
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.staging import Staging
 from slipstream.types import Values
@@ -18,7 +20,12 @@ def slots(
         vector(f"t{i}", t.numel(), order=i, role="buffer" if i in buffers else "parameter")
         for i, t in enumerate(tensors)
     ]
-    return LiveTensors(make_plan(specs, update=update), tensors, Staging())
+    owner = torch.nn.Module()
+    for i in buffers:
+        owner.register_buffer(f"t{i}", tensors[i])
+    places = tuple((owner, f"t{i}") if i in buffers else None for i in range(len(tensors)))
+    inventory = Inventory(tuple(specs), tensors, places)
+    return LiveTensors(make_plan(specs, update=update), inventory, Staging())
 
 
 def numbers(values: Values | None) -> list[float]:
@@ -149,3 +156,18 @@ def test_a_buffer_that_became_not_a_number_still_travels() -> None:
     live = slots(buffer, buffers=(0,))
     buffer[0] = torch.nan
     assert live.source(0) is not None
+
+
+def test_a_buffer_that_the_module_replaced_is_the_one_exchanged() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("ema", torch.zeros(2))
+    inventory = Inventory.of(model)
+    live = LiveTensors(make_plan(inventory.specs), inventory, Staging())
+    model.ema = torch.tensor([1.0, 2.0])
+    assert numbers(live.source(0)) == [1, 2]
+    live.sink(0).data.view(np.float32)[:] = [5, 6]
+    live.settle(0)
+    assert model.ema.tolist() == [5, 6]
+    model.ema = torch.zeros(3)
+    with pytest.raises(RuntimeFault, match=r"'ema' was \(2,\) .* and is \(3,\)"):
+        live.fetch(0)

@@ -116,18 +116,3 @@ def test_signatures_belong_to_one_content_and_one_job() -> None:
     assert not CURVE.genuine(b"address", signature[:-1] + b"\0")
     assert not CURVE.genuine(b"address", b"")
     assert not any(stranger.genuine(b"address", signature) for stranger in STRANGERS)
-
-
-@pytest.mark.parametrize(
-    ("host", "wanted", "encrypts"),
-    [
-        ("127.0.0.1", True, False),
-        ("::1", True, False),
-        ("192.0.2.4", True, True),
-        ("192.0.2.4", False, False),
-    ],
-)
-def test_only_loopback_and_the_users_word_switch_encryption_off(
-    host: str, wanted: bool, encrypts: bool
-) -> None:
-    assert Credentials.on(host, SECRET, "job", encrypt=wanted).encrypt is encrypts
