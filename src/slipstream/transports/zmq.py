@@ -82,8 +82,8 @@ class Outbound:
         """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
         while self.waiting:
             first = self.waiting[0]
-            # Each frame is tracked: a message's own tracker would tell of its last frame alone.
-            frames = [zmq.Frame(part, track=True, copy=False) for part in first.parts]
+            # Small frames are copied and done at once; each is tracked, not only the last.
+            frames = [zmq.Frame(part, track=True) for part in first.parts]
             try:
                 self.link.send_multipart(frames, zmq.NOBLOCK, copy=False)
             except zmq.Again:

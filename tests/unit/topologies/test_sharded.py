@@ -37,6 +37,11 @@ def test_equal_chunks_are_dealt_as_evenly_as_counting_allows(
     assert max(held.values()) - min(held.values()) <= 1
 
 
+def test_a_large_chunk_is_balanced_by_small_ones() -> None:
+    holders = Sharded().deal([100, *[10] * 10], Cluster(1, 2))
+    assert holders == ((1,), *[(2,)] * 10)
+
+
 def test_more_servers_than_chunks_says_how_many_would_do() -> None:
     with pytest.raises(TooManyServers, match=r"3 servers but only 2 chunk.* at most 2 server"):
         Sharded().deal([10, 10], Cluster(2, 3))
