@@ -312,18 +312,18 @@ def test_any_thread_may_send(zmq_hall: ZmqHall) -> None:
     a, _ = zmq_hall.join("a", "b")
 
     def speak(thread: int) -> None:
-        for chunk in range(50):
+        for chunk in range(20):
             a.send("b", Fetch(1000 * thread + chunk))
 
     threads = [threading.Thread(target=speak, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    order = chunks(zmq_hall.until_arrived("b", 200))
+    order = chunks(zmq_hall.until_arrived("b", 80))
     for thread in threads:
         thread.join()
     for thread_number in range(4):
         own = [chunk % 1000 for chunk in order if chunk // 1000 == thread_number]
-        assert own == list(range(50))
+        assert own == list(range(20))
 
 
 def test_a_receive_under_way_can_be_woken(zmq_hall: ZmqHall) -> None:

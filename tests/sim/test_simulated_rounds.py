@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.schedules import Priority, WaitFree
 from slipstream.strategy import Route, Strategy
 from slipstream.systems import all_to_all, allreduce, push_pull
-from slipstream.testing import Simulation, simulate
+from slipstream.testing import Simulation, simulate, simulator
 from slipstream.topologies import Mesh, Sharded
 from slipstream.transports.wire import Publish, Push
 from slipstream.types import Cluster, Spec
@@ -295,7 +295,23 @@ def test_servers_that_update_hand_out_the_weights_of_one_optimizer(
             assert worker[2] == means[2], "a buffer's mean is not an optimizer's business"
 
 
-def test_a_job_that_cannot_go_on_says_who_is_behind() -> None:
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_job_that_waits_for_a_worker_says_for_whom(
+    servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Quitter(simulator.Worker):
+        """Rank 1 does nothing at all."""
+
+        def train(self) -> Iterator[bool]:
+            return iter(()) if self.rank == 1 else super().train()
+
+    monkeypatch.setattr(simulator, "Worker", Quitter)
+    system = push_pull() if servers else all_to_all()
+    with pytest.raises(WaitLimit, match=r"the results of round 1; missing: rank 1$"):
+        simulate(system, layers(10, 20), workers=3, servers=servers)
+
+
+def test_a_job_that_nobody_lets_go_on_is_found_out() -> None:
     class Never(Rounds):
         """Lets nobody go on."""
 
@@ -312,8 +328,6 @@ def test_a_job_that_cannot_go_on_says_who_is_behind() -> None:
 def test_a_server_that_finds_workers_out_of_step_ends_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from slipstream.testing import simulator
-
     class Hasty(simulator.Worker):
         """Rank 1 believes to be a step ahead."""
 

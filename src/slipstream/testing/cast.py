@@ -62,6 +62,11 @@ class SimulatedMember(Member):
         except RuntimeFault as fault:
             self.fail(fault)
 
+    def tick(self) -> None:
+        """Beat, if it is time to."""
+        if self._clock() >= self._beat_at:
+            self._beat()
+
     def wait_until(
         self,
         holds: Callable[[], bool],

@@ -188,7 +188,7 @@ class Stage:
         for _ in range(2):
             self.clock.advance(BEAT_S)
             for member in self.members.values():
-                member.pump_once(0.0)
+                member.tick()
             while self.move():
                 pass
         min(stuck, key=lambda worker: worker.rank).exchange.wait()

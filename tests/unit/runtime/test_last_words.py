@@ -1,0 +1,82 @@
+import sys
+
+import pytest
+
+from slipstream.errors import (
+    ConfigError,
+    LaunchError,
+    PeerFailed,
+    PeerLost,
+    SlipstreamError,
+    UnknownStrategy,
+    WaitLimit,
+)
+from slipstream.runtime.last_words import place, speak_for, speaker
+from slipstream.runtime.supervision import EXIT_PEER_FAILED
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (UnknownStrategy("x"), 0),
+        (WaitLimit("results", 3, ["rank 0"]), 0),
+        (PeerLost("rank 2", 6.0), 0),
+        (PeerLost("rank 0", 6.0), 1),
+        (PeerFailed("rank 0", "boom"), 1),
+        (PeerFailed("server 0", "boom"), 0),
+        (LaunchError("nobody there", missing=["rank 0"]), 1),
+        (LaunchError("nobody there", missing=["rank 2"]), 0),
+    ],
+)
+def test_one_rank_speaks_for_all(error: SlipstreamError, rank: int) -> None:
+    assert speaker(error) == rank
+
+
+def test_what_was_told_already_is_not_said_again() -> None:
+    assert speaker(PeerFailed("rank 0", "boom", told=True)) == -1
+
+
+@pytest.fixture(autouse=True)
+def own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+def last_words(rank: int, error: BaseException) -> None:
+    speak_for(rank)
+    try:
+        raise error
+    except BaseException as caught:
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+def test_an_error_is_one_line_and_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    last_words(0, ConfigError("no such thing"))
+    said = capsys.readouterr().err
+    assert said.startswith("slipstream: no such thing\n  at ")
+    assert "raise error" in said
+    assert "Traceback" not in said
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    last_words(2, ConfigError("no such thing"))
+    assert capsys.readouterr().err == ""
+
+
+def test_anothers_failure_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        last_words(1, PeerLost("rank 2", 6.0))
+    assert ended.value.code == EXIT_PEER_FAILED
+    assert capsys.readouterr().err == ""
+
+
+def test_the_users_own_errors_are_shown_as_python_shows_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    last_words(1, ZeroDivisionError("theirs"))
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "ZeroDivisionError: theirs" in said
+
+
+def test_without_a_trace_there_is_no_place() -> None:
+    assert place(None) == ""
