@@ -83,14 +83,16 @@ class ZmqHall(Hall):
         self.credentials = Credentials(SECRET, "job", encrypt)
         self._context = zmq.Context()
         self._raw: list[zmq.Socket[bytes]] = []
+        self.events: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}
 
     def make(self, name: str) -> ZmqTransport:
         return ZmqTransport(name, host="127.0.0.1", credentials=self.credentials)
 
     def raw(self, target: str, credentials: Credentials | None) -> zmq.Socket[bytes]:
-        """A bare socket connected to a member."""
+        """A bare socket connected to a member; ``events`` tells how it fares."""
         socket = self._context.socket(zmq.PUSH)
         self._raw.append(socket)
+        self.events[socket] = socket.get_monitor_socket()
         if credentials is not None:
             credentials.present(socket)
         socket.connect(self.members[target].address)
@@ -104,6 +106,8 @@ class ZmqHall(Hall):
     def close(self) -> None:
         super().close()
         for socket in self._raw:
+            socket.disable_monitor()
+            self.events.pop(socket).close(0)
             socket.close(0)
         self._context.term()
 

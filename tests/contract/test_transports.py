@@ -225,19 +225,14 @@ def failed_handshake(link: zmq.Socket[bytes], hall: ZmqHall) -> bool:
         zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
         zmq.EVENT_DISCONNECTED,
     }
-    monitor = link.get_monitor_socket()
-    try:
-        while True:
-            hall.turn()
-            while monitor.poll(0):
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    return False
-                if event in failures:
-                    return True
-    finally:
-        link.disable_monitor()
-        monitor.close(0)
+    while True:
+        hall.turn()
+        while hall.events[link].poll(0):
+            event = recv_monitor_message(hall.events[link])["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return False
+            if event in failures:
+                return True
 
 
 STRANGERS = {

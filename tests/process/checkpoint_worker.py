@@ -92,7 +92,9 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             job.wait()
             told["digests"][job.step] = digest(model)
         if asked["cannot_write"]:
+            before = Path(asked["cannot_write"]).read_bytes()
             told["errors"].append(fail_to_write(job, asked["cannot_write"]))
+            told["kept"] = Path(asked["cannot_write"]).read_bytes() == before
         told["lr"] = optimizer.param_groups[0]["lr"]
         told["state"] = {k: v.tolist() for k, v in state_of(model).items() if not v.is_complex()}
     return told

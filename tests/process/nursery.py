@@ -67,10 +67,14 @@ class Run:
         return all((self.folder / f"{name}.{rank}").exists() for rank in range(len(self.pids)))
 
     def stdout(self, rank: int) -> str:
-        return (self.folder / f"rank{rank}.out").read_text()
+        return self._output(f"rank{rank}.out")
 
     def stderr(self, rank: int) -> str:
-        return (self.folder / f"rank{rank}.err").read_text()
+        return self._output(f"rank{rank}.err")
+
+    def _output(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
 
     def own_lines(self) -> list[str]:
         """What slipstream itself said, on whichever rank."""

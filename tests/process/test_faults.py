@@ -64,7 +64,7 @@ class Scene:
         """Wait for the marks, then do what is to be done; or a rank does it by itself."""
         if self.absent:
             return
-        until(lambda: self.run.marked(self.when), f"{self.when}: {self}\n{self.run.told()}")
+        until(lambda: self.run.marked(self.when), f"{self.when}: {self}")
         self.run.remains.note_ports(*self.run.pids)
         self.moment = time.monotonic()
         if self.deed is not None:
@@ -160,7 +160,7 @@ def launched(launch: Callable[..., Launch]) -> dict[str, Launch]:
     jobs["server killed"] = launch(*dedicated)
     for job in jobs.values():
         files = [job.folder / f"training.{rank}" for rank in range(2)]
-        until(lambda files=files: all(f.exists() for f in files), f"training\n{job.stderr}")
+        until(lambda files=files: all(f.exists() for f in files), "training")
         job.remains.note_ports()
     os.kill(int((jobs["worker stopped"].folder / "training.1").read_text()), signal.SIGSTOP)
     jobs["interrupted"].send(signal.SIGINT)

@@ -238,6 +238,8 @@ class Member:
     def _on_beat(self, message: Message) -> None:
         assert isinstance(message.body, Beat)
         if self.is_hub:
+            if message.sender in self.roster.left:
+                return  # it beats until it is dismissed
             if message.sender not in self.roster.heard:
                 raise FrameRefused(f"{message.sender} is no member")
             with self.changed:

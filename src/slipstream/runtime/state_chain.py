@@ -6,7 +6,8 @@ link, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from slipstream.errors import FrameRefused
 from slipstream.runtime.member import Member
@@ -20,6 +21,7 @@ class StateChain:
     """One worker's link of the chain; ``run`` must be called on every rank in the same order."""
 
     def __init__(self, rank: int, world_size: int, member: Member, limit_s: float) -> None:
+        self.open = True  # while a run may begin: else what comes early would fill the memory
         self._rank = rank
         self._next = f"rank {rank + 1}" if rank + 1 < world_size else None
         self._member = member
@@ -30,6 +32,14 @@ class StateChain:
         self._early: list[Message] = []
         member.on(Piece, self._on_piece)
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
     def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> None:
         """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same."""
         if self._rank == 0:
@@ -39,7 +49,8 @@ class StateChain:
                 self._targets = tensors
                 self._left = sum(values.data.nbytes for values in tensors)
                 for message in self._take_out_early():
-                    self._take(message)
+                    with suppress(FrameRefused):
+                        self._take(message)
             self._member.wait_until(
                 lambda: not self._left,
                 what="rank 0's weights",
@@ -73,11 +84,17 @@ class StateChain:
             raise FrameRefused(f"a piece of state from {message.sender}")
         with self._member.changed:
             if self._left == 0 or message.body.sync != self._sync:
-                # The rank before may be further: keep what is for the run to come.
-                self._early.append(message)
+                self._keep(message)
             else:
                 self._take(message)
             self._member.changed.notify_all()
+
+    def _keep(self, message: Message) -> None:
+        """The rank before may be further: what is for a run to come waits for it."""
+        assert isinstance(message.body, Piece)
+        if not self.open or message.body.sync < self._sync:
+            raise FrameRefused(f"a piece of copy {message.body.sync}, which nobody waits for")
+        self._early.append(message)
 
     def _take(self, message: Message) -> None:
         body, frame = message.body, message.frames[0]

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from slipstream._native import crc32c
 from slipstream.errors import CheckpointError
 from slipstream.torch.inventory import whole_state
 
@@ -38,7 +39,8 @@ class Checkpoint:
         """Beside the target first, then in its place: a reader sees the old file or the new."""
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
-        about = {"slipstream": json.dumps(self.facts), "pairs": json.dumps(pairs)}
+        facts = json.dumps(self.facts)
+        about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
         content = save(plain, about)
         draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
         try:
@@ -61,6 +63,8 @@ class Checkpoint:
                 about = file.metadata() or {}
                 facts = json.loads(about["slipstream"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if about["crc"] != str(crc(about["slipstream"], tensors)):
+                    raise ValueError("its content does not match its checksum")
                 for name in json.loads(about.get("pairs", "[]")):
                     tensors[name] = torch.view_as_complex(tensors[name])
         except FileNotFoundError:
@@ -75,6 +79,15 @@ class Checkpoint:
         if written != FORMAT:
             raise CheckpointError(f"{path} has format {written}, this slipstream reads {FORMAT}")
         return cls(tensors, facts)
+
+
+def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Over everything: a disk that loses a bit says so nowhere."""
+    total = crc32c(facts.encode())
+    for name in sorted(tensors):
+        flat = tensors[name].contiguous().reshape(-1).view(torch.uint8)
+        total = crc32c(flat.numpy(), crc32c(name.encode(), total))
+    return total
 
 
 def sync_directory(directory: Path) -> None:

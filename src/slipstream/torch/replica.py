@@ -170,6 +170,7 @@ def _wire(
     shards.configure(plan, membership, recipe)
     membership.rendezvous.gather("configured", True, bool)
     copy_state(chain, model)
+    chain.open = False
     slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
     parts = (model, plan, inventory, slots, exchanges)

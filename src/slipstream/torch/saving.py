@@ -114,9 +114,12 @@ def load_job(
                 raise
             problem = str(error)
     if membership is not None and replica is not None:
-        share_outcome(membership, occasion, problem)
-        copy_state(replica.chain, model)
-        checkpoint = spread(checkpoint, occasion, replica, membership)
+        with replica.chain.opened():
+            # Nobody sends before everybody would take it.
+            membership.rendezvous.gather(f"{occasion}/begun", True, bool)
+            share_outcome(membership, occasion, problem)
+            copy_state(replica.chain, model)
+            checkpoint = spread(checkpoint, occasion, replica, membership)
     restore_optimizer(model, optimizer, checkpoint, replica, membership)
     if membership is not None:
         # Rank 0's weights travel from their own memory: nobody trains before all have them.

@@ -72,7 +72,8 @@ class ServerState:
         if is_scalar(name):
             return parts[0][1].reshape(())
         joined = torch.cat([part for _, part in sorted(parts, key=lambda pair: pair[0])])
-        return joined.reshape(self._plan.specs[tensor].shape)
+        joined = joined.reshape(self._plan.specs[tensor].shape)
+        return torch.view_as_complex(joined) if self._tensors[tensor].is_complex() else joined
 
     def restore(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Hand optimizer state back to whichever servers now hold it."""

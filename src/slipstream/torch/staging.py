@@ -108,7 +108,8 @@ class Staging:
 
     def commit(self, key: int, tensor: torch.Tensor) -> None:
         if not is_flat_host(tensor):
-            self._engine(tensor).to_device(shaped_as(tensor, self._hosts[key]), tensor.detach())
+            # Not detach(): like a write into host memory, this is no change autograd should count.
+            self._engine(tensor).to_device(shaped_as(tensor, self._hosts[key]), tensor.data)
 
     def _host(self, key: int, like: torch.Tensor) -> torch.Tensor:
         host = self._hosts.get(key)

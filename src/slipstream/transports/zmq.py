@@ -284,10 +284,12 @@ class ZmqTransport:
                 self._push_out(lane)
             self._poller.poll(20)
         self._inbound.close(0)
+        # First of all: ZeroMQ's thread would wait for ever to report to a monitor that is closed.
+        for outbound in self._outbound.values():
+            outbound.link.disable_monitor()
         for monitor in self._monitors:
             monitor.close(0)
         for outbound in self._outbound.values():
-            outbound.link.disable_monitor()
             outbound.link.close(max(1, round((deadline - time.monotonic()) * 1000)))
         self._guard.close(0)
         self._woken.close()

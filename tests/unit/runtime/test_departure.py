@@ -61,6 +61,7 @@ def test_rank_0_gathers_the_figures_by_rank_and_dismisses_everybody(ending: Endi
     ending.talk()
     assert all(ending.members[name].dismissed for name in NAMES[1:])
     assert all(ending.members[name].fault is None for name in NAMES)
+    assert ending.members[HUB].refused == 0, "who waits for its dismissal still beats"
     assert depart(ending.membership("rank 1"), b"again") == []
 
 

@@ -6,7 +6,7 @@ from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, 
 from slipstream.runtime.member import BEAT_S, HUB, Member, Roster
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Fault, Fetch, Leave, Message, Push, encode_header
+from slipstream.transports.wire import Beat, Fault, Fetch, Leave, Message, Push, encode_header
 
 SILENCE_S = 5.0
 NAMES = ("rank 0", "rank 1", "rank 2", "server 0")
@@ -255,6 +255,13 @@ def test_messages_that_do_not_fit_are_counted_and_the_last_is_quoted(company: Co
     with pytest.raises(WaitLimit, match="last message refused here, from rank 0: no such chunk"):
         company["rank 1"].wait_until(lambda: False, what="results", limit_s=0)
     assert company["rank 1"].fault is None
+
+
+def test_the_hub_keeps_no_account_of_strangers(company: Company) -> None:
+    company.network.post("x", HUB, encode_header("nobody", Beat({"nobody": 3})), (), 0)
+    company.talk()
+    assert company[HUB].refused == 1
+    assert "nobody" not in company[HUB].roster.rounds
 
 
 def test_what_cannot_even_be_read_stops_nobody(company: Company) -> None:

@@ -160,6 +160,7 @@ def damaged(path: Path, kind: str) -> None:
         "cut in the tensors": whole[:-5],
         "longer": whole + b"\0",
         "header of nonsense": whole[:8] + b"\xff" * 20 + whole[28:],
+        "one bit flipped": whole[:-1] + bytes([whole[-1] ^ 1]),
         "header too long": b"\xff" * 7 + b"\x7f" + whole[8:],
     }[kind]
     path.write_bytes(content)
@@ -174,6 +175,7 @@ def damaged(path: Path, kind: str) -> None:
         "cut in the tensors",
         "longer",
         "header of nonsense",
+        "one bit flipped",
         "header too long",
     ],
 )

@@ -91,6 +91,11 @@ def test_everybody_ends_with_the_mean_round_after_round(wire: str) -> None:
 
 def test_who_has_no_gradient_counts_zero_and_what_nobody_has_stays_none() -> None:
     crew = Crew(2)
+    for parameters in crew.parameters:
+        fill(parameters[0], 100.0)  # of the step before: must not count again
+    crew.exchange()
+    crew.next_step()
+    crew.parameters[0][0].grad = None
     fill(crew.parameters[1][0], 6.0)
     crew.exchange()
     for parameters in crew.parameters:
