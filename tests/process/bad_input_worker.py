@@ -15,7 +15,7 @@ WRONG = sys.argv[1]
 STRATEGY = sys.argv[2] if len(sys.argv) > 2 else "push_pull"
 ODD = os.environ.get("RANK") == "1"  # the rank that differs, where only one does
 SERVERS = 9 if WRONG == "servers" else None
-WAIT_S = 3.0
+WAIT_S = 20.0
 STEPS = 6
 
 

@@ -212,13 +212,17 @@ class Absent(Case):
     """At some steps one rank runs no backward at all."""
 
     def step(self, loop: Loop, step: int) -> None:
-        loop.optimizer.zero_grad()
-        away = step % loop.world if step % 4 == 3 else None
-        present = [rank for rank in loop.ranks if rank != away]
-        for rank in present:
+        step_without_one(self, loop, step)
+
+
+def step_without_one(case: Case, loop: Loop, step: int) -> None:
+    loop.optimizer.zero_grad()
+    away = step % loop.world if step % 4 == 3 else None
+    for rank in loop.ranks:
+        if rank != away:
             share = len(loop.ranks)  # 1 in a worker: the mean over all workers divides
-            (self.loss(loop.model, step, (rank,), loop.world) / share).backward()
-        loop.advance()
+            (case.loss(loop.model, step, (rank,), loop.world) / share).backward()
+    loop.advance()
 
 
 class AbsentNorm(Absent):
@@ -291,8 +295,20 @@ class Accumulated(Unused):
         loop.advance()
 
 
+class Busy(Accumulated):
+    """Accumulates, and at some steps one rank runs no backward at all."""
+
+    def step(self, loop: Loop, step: int) -> None:
+        if step % 4 == 3:
+            step_without_one(self, loop, step)
+        else:
+            super().step(loop, step)
+
+
 class TwoBackwards(Unused):
-    """Two backward passes before a step, without ``accumulate``."""
+    """Two backward passes before a step, without ``accumulate``; scheduled early, too."""
+
+    schedule_before_distribute = True
 
     def step(self, loop: Loop, step: int) -> None:
         loop.optimizer.zero_grad()
@@ -622,6 +638,7 @@ CASES: dict[str, Case] = {
     "tied": Tied(),
     "accumulated": Accumulated(),
     "two_backwards": TwoBackwards(),
+    "busy": Busy(),
     "norm": Norm(),
     "own_buffer": OwnBuffer(),
     "dtypes": Dtypes(),

@@ -85,7 +85,6 @@ ELSEWHERE = [
     ("sgd", "workers of 2", BY_SERVERS, 3, 2),
     ("adam", "workers of 2", ALLREDUCE, 3, None),
     ("adam", "servers of 2", BY_WORKERS, 3, 2),
-    ("sgd", "servers of 2", BY_WORKERS, 1, None),
     ("adam", "servers of 2", BY_WORKERS, 1, None),
     ("sgd", "alone", BY_WORKERS, 2, 1),
     ("adam", "alone", BY_SERVERS, 2, 1),
@@ -130,7 +129,7 @@ def parts(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Parts:
     parts.run(
         2, *rich, *again, crossed,
         writer("sgd", "workers of 2", BY_WORKERS), writer("adam", "workers of 2", BY_WORKERS),
-        writer("sgd", "servers of 2", BY_SERVERS), writer("adam", "servers of 2", BY_SERVERS),
+        writer("adam", "servers of 2", BY_SERVERS),
         *goes_on(2),
     )  # fmt: skip
     parts.run(3, *goes_on(3))

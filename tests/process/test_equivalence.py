@@ -63,29 +63,29 @@ def matrix() -> list[Asked]:
     return [
         *asked,
         Asked(2, "groups", SERVER, "adam", servers=1),
-        Asked(2, "scheduled_before", SERVER_AFTER, "sgd", servers=1),
         Asked(3, "groups", SERVER, "sgd", servers=2),
         Asked(5, "groups", SERVER, "adamw", servers=3),
     ]
 
 
 def peculiarities() -> list[Asked]:
-    by_itself = [name for name in CASES if name not in ("plain", "groups", "together")]
-    in_its_steps = (
-        "together", "accumulated", "two_backwards", "absent", "clipped", "norm", "own_buffer",
-        "checkpointed_reentrant", "checkpointed_parts", "sparse", "quasi_newton", "kept",
+    by_itself = [name for name in CASES if name not in ("plain", "groups", "together", "busy")]
+    in_its_steps = ("together", "accumulated", "two_backwards", "clipped", "norm", "sparse")
+    in_its_hooks = (
+        "absent", "own_buffer", "checkpointed_reentrant", "checkpointed_parts", "quasi_newton",
+        "kept",
     )  # fmt: skip
     after = (PUSH_PULL_AFTER, ALLREDUCE_AFTER, ALL_TO_ALL)
     return [
         *(Asked(1, name, PUSH_PULL) for name in CASES),
         *(Asked(2, name, strategy) for name in by_itself for strategy in (PUSH_PULL, ALLREDUCE)),
         *(Asked(3, name, strategy) for name in in_its_steps for strategy in after),
-        Asked(2, "together", SERVER, servers=3),
+        *(Asked(3, name, after[n % 3]) for n, name in enumerate(in_its_hooks)),
+        Asked(2, "together", SERVER, servers=2),
         Asked(2, "compiled_after", SERVER),
-        Asked(3, "two_backwards", SERVER_AFTER),
-        Asked(3, "accumulated", SERVER),
-        Asked(3, "norm", SERVER, servers=2),
-        Asked(3, "absent", SERVER, "adam"),
+        Asked(2, "two_backwards", SERVER_AFTER),
+        Asked(3, "busy", SERVER),
+        Asked(3, "norm", SERVER),
     ]
 
 
@@ -93,7 +93,7 @@ def repetitions() -> list[tuple[Asked, Asked]]:
     """The same twice; the second time nothing but the forward pass waits for the weights."""
     first = [
         *(Asked(3, "groups", strategy, "adam", 2, attempt=1) for strategy in UPDATED_BY_WORKERS),
-        Asked(3, "groups", SERVER, "adam", 2, attempt=1),
+        Asked(3, "groups", SERVER, "adam", 1, attempt=1),
     ]
     return [(one, Asked(**(asdict(one) | {"look": False, "attempt": 2}))) for one in first]
 

@@ -43,15 +43,13 @@ def ways(launch: Callable[..., Launch], prometheus_port: int) -> dict[str, Launc
     port = f"--master-port={free_port()}"
     watched = ("--log=run.jsonl", "--tensorboard=board", f"--prometheus={prometheus_port}")
     to_json = {"SLIPSTREAM_JSON": "figures.json"}
+    by_environment = {"SLIPSTREAM_STRATEGY": "allreduce"}
     script = str(SCRIPT)
     return {
         "run": launch(*RUN, "--json=figures.json", *watched, script, env={"HOLD": "1"}),
         "run, servers": launch(*RUN, "--servers=2", "--json=figures.json", script),
-        "run, option": launch(*RUN, "--strategy=allreduce", "--json=figures.json", script),
-        "run, environment": launch(
-            *RUN, "--json=figures.json", script, env={"SLIPSTREAM_STRATEGY": "all_to_all"}
-        ),
-        "torchrun": launch(*elastic, port, script, env=to_json),
+        "run, option": launch(*RUN, "--strategy=all_to_all", "--json=figures.json", script),
+        "torchrun": launch(*elastic, port, script, env=to_json | by_environment),
         "torchrun, restarted": launch(*again, script, env={"FAIL_ATTEMPT": "0"}),
     }
 
@@ -105,12 +103,12 @@ def assert_same_bits(one: Weights, other: Weights) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("way", ["run, servers", "torchrun", "torchrun, restarted"])
+@pytest.mark.parametrize("way", ["run, servers", "torchrun, restarted"])
 def test_same_bits_however_it_is_started(finished: dict[str, Launch], way: str) -> None:
     assert_same_bits(weights(finished[way].folder), weights(finished["run"].folder))
 
 
-@pytest.mark.parametrize("way", ["run", "run, option", "run, environment"])
+@pytest.mark.parametrize("way", ["run", "run, option", "torchrun"])
 def test_two_workers_train_like_one_alone(
     finished: dict[str, Launch], alone: Path, way: str
 ) -> None:
@@ -140,9 +138,8 @@ def test_alone_there_is_no_traffic(alone: Path) -> None:
     [
         ("run", "push_pull", 1),
         ("run, servers", "push_pull", 2),
-        ("run, option", "allreduce", 0),
-        ("run, environment", "all_to_all", 0),
-        ("torchrun", "push_pull", 1),
+        ("run, option", "all_to_all", 0),
+        ("torchrun", "allreduce", 0),
     ],
 )
 def test_figures(finished: dict[str, Launch], way: str, strategy: str, servers: int) -> None:

@@ -67,7 +67,6 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
         rendezvous.watch(member.check)
         # Nobody goes on before everybody listens: a message to come must find its reader.
         rendezvous.gather("joined", True, bool)
-        rendezvous.limit_s = limits.wait_s
     except BaseException:
         member.stop()
         raise

@@ -191,6 +191,7 @@ def _wire(
         synchronizer = WorkerUpdates(optimizer, *parts)
     # Nobody trains before everybody can take a gradient.
     membership.rendezvous.gather("distributed", True, bool)
+    membership.rendezvous.limit_s = limits.wait_s
     return Replica(
         plan, synchronizer, optimizer, exchanges, shards, chain, server_state, gate, collectives
     )

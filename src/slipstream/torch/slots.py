@@ -87,7 +87,7 @@ class LiveTensors:
     def _target(self, tensor: int) -> torch.Tensor:
         live = self._live(tensor)
         if self._is_buffer[tensor] or self._weights_return:
-            return live.detach()
+            return live.data  # whose changes autograd does not count: they are not the user's
         # The mean over workers is dense, even where each one's gradient is sparse.
         if live.grad is None or live.grad.is_sparse:
             live.grad = torch.empty_like(live, requires_grad=False)
