@@ -671,9 +671,16 @@ def train_alone(name: str, kind: str, world: int, steps: int = STEPS) -> Loop:
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers under the names they have in the plain model."""
+    """Parameters and buffers under the names they have in the plain model.
+
+    Without integers: batch norm counts each worker's own batches.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name.removeprefix("_orig_mod."): tensor.detach().clone() for name, tensor in named}
+    return {
+        name.removeprefix("_orig_mod."): tensor.detach().clone()
+        for name, tensor in named
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
 
 
 def digest(model: nn.Module) -> str:

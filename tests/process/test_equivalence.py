@@ -189,18 +189,7 @@ def assert_trained_like(asked: Asked, outcome: Outcome, tolerance: float | None 
     assert moved, "the reference learns nothing, so nothing was compared"
 
 
-# Statistics travel, the number of batches behind them does not: it is no floating-point tensor.
-UNEQUAL_COUNTS = pytest.mark.xfail(reason="integer buffers are not exchanged", strict=True)
-
-
-def marked(asked: Asked) -> object:
-    unequal = asked.case == "absent_norm" and asked.workers > 1
-    return pytest.param(asked, marks=UNEQUAL_COUNTS if unequal else ())
-
-
-@pytest.mark.parametrize(
-    "asked", [marked(asked) for asked in [*matrix(), *peculiarities()]], ids=str
-)
+@pytest.mark.parametrize("asked", [*matrix(), *peculiarities()], ids=str)
 def test_workers_train_like_one_process(asked: Asked, outcome: Callable[[Asked], Outcome]) -> None:
     got = outcome(asked)
     assert_equal_throughout(got, STEPS + 1)
