@@ -204,15 +204,18 @@ class Member:
                 self._announce(Fault(name, None, age))
 
     def _miss_the_finished(self) -> None:
-        for name in [name for name, at in self.roster.finished.items() if at < self.round]:
+        early = [name for name, at in self.roster.finished.items() if at < self.round]
+        if early and self.fault is None:
             reason = "it has finished, but rank 0 still trains: every worker must run the same "
-            self.report(name, reason + "number of steps")
+            self.transport.send(early[0], Leave(reason + "number of steps", told=True))
+            self.report(early[0], reason + "number of steps")
 
     def _announce(self, fault: Fault, *, told: bool = False) -> None:
         """Take note of a fault; the hub tells the others."""
         self.roster.leave(fault.peer)
         if self.is_hub:
-            for name in self.roster.heard:
+            # Those who have finished still wait to be dismissed.
+            for name in {*self.roster.heard, *self.roster.finished} - {fault.peer}:
                 self.transport.send(name, fault, priority=CONTROL)
         if fault.reason is None:
             self.fail(PeerLost(fault.peer, fault.silent_s))
