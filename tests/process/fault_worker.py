@@ -23,7 +23,7 @@ def mark(name: str) -> None:
 
 
 def misbehave() -> None:
-    if DEED == "raise":
+    if DEED.startswith("raise"):
         raise ValueError("no luck today")
     if DEED == "exit":
         sys.exit(3)
@@ -42,7 +42,7 @@ with slipstream.init(start_limit_s=2.5 if DEED in ("nobody comes", "hangs") else
         while True:
             time.sleep(60)
     model, optimizer = job.distribute(model, optimizer, STRATEGY)
-    for step in range(10_000):
+    for step in range(DEED_STEP if DEED == "raise last" else 10_000):
         optimizer.zero_grad()
         model(torch.randn(4, 20)).pow(2).mean().backward()
         optimizer.step()
@@ -51,3 +51,9 @@ with slipstream.init(start_limit_s=2.5 if DEED in ("nobody comes", "hangs") else
             if job.rank == CULPRIT:
                 misbehave()
         time.sleep(PAUSE_S)
+    mark("finished")
+    others = [rank for rank in range(job.world_size) if rank != job.rank]
+    while job.rank == CULPRIT and not all(Path(f"finished.{rank}").exists() for rank in others):
+        time.sleep(PAUSE_S)
+    if job.rank == CULPRIT:
+        misbehave()

@@ -110,6 +110,15 @@ SCENES = [
     Scene("worker raises", "push_pull", "rank 2", "raise", 2, culprit_code=1),
     Scene("worker raises, allreduce", "allreduce", "rank 2", "raise", 2, culprit_code=1),
     Scene("rank 0 raises", "push_pull", "rank 0", "raise", 0, culprit_code=1),
+    Scene(
+        "rank 0 raises when all have finished",
+        "push_pull",
+        "rank 0",
+        "raise last",
+        culprit=0,
+        when="finished",
+        culprit_code=1,
+    ),
     Scene("worker exits", "push_pull", "rank 1", "exit", 1, culprit_code=3),
     Scene(
         "worker stopped, then continued",

@@ -277,7 +277,7 @@ class Member:
         if isinstance(self.fault, PeerLost | PeerFailed):
             return  # they know, or it was they who said so
         if self.is_hub:
-            for name in tuple(self.roster.heard):
+            for name in {*self.roster.heard, *self.roster.finished}:
                 self.transport.send(name, Leave(reason, told))
         elif not self.dismissed:
             self.transport.send(HUB, Leave(reason))
