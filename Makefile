@@ -44,8 +44,12 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m mypy
 	@$(BIN)/python -m pytest
 
-bench: setup  ## dense training against DDP over shaped links (root; a quarter of an hour)
-	@$(BIN)/python benchmarks/dense.py --rates 200mbit,1gbit,none --json dense.json
+bench: setup  ## dense training against DDP over shaped links (root; ten minutes)
+	@$(PIP) --editable '.[bench]'
+	@for rate in 200mbit 1gbit none; do \
+		$(BIN)/slipstream bench conv --compare ddp,allreduce,push_pull --rate $$rate \
+			--json dense-$$rate.json --plot dense-$$rate.png || exit; \
+	done
 
 clean:  ## remove caches and build products; .venv stays, the next setup refreshes it
 	@rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .venv/.setup-*

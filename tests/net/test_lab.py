@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import LaunchError
-from slipstream.lab import Lab, bits_per_second, existing, remove, why_unavailable
+from slipstream.lab import Lab, bits_per_second, existing, find, remove, why_unavailable
 
 pytestmark = [
     pytest.mark.net,
@@ -114,11 +114,104 @@ def test_rates_differ_per_host_and_change_while_running() -> None:
         assert LEAST < share(transfer(lab, [1], 0, 6_000_000)(), "100mbit") < MOST
         assert LEAST < share(transfer(lab, [2], 1, 24_000_000)(), "400mbit") < MOST
         lab.set_rate(0, "400mbit")
-        assert lab.rates == ("400mbit", "400mbit", None)
+        assert lab.rates == (4e8, 4e8, None)
         assert LEAST < share(transfer(lab, [1], 0, 24_000_000)(), "400mbit") < MOST
         lab.set_rate(0, None)
         lab.set_rate(1, None)
         assert share(transfer(lab, [1], 0, 50_000_000)(), "400mbit") > 2
+
+
+def test_racks_share_their_cable_to_the_core() -> None:
+    with Lab(hosts=4, rate="400mbit", racks=2, core_rate="100mbit") as lab:
+        assert [host.rack for host in lab.hosts] == [0, 0, 1, 1]
+        assert lab.core_rate == 1e8
+        within = transfer(lab, [0], 1, 24_000_000)
+        across = transfer(lab, [2, 3], 0, 3_000_000)
+        before = lab.core_bytes()
+        assert LEAST < share(across(), "100mbit") < MOST
+        into, out = (b - a for a, b in zip(before, lab.core_bytes(), strict=True))
+        assert share(within(), "400mbit") > 0.6  # the rest comes across
+        assert 6_000_000 < into.received < 6_600_000
+        assert 6_000_000 < out.sent < 6_600_000
+        lab.set_core_rate("400mbit")
+        assert LEAST < share(transfer(lab, [3], 1, 24_000_000)(), "400mbit") < MOST
+
+
+def test_somebody_elses_traffic_takes_what_it_is_given() -> None:
+    with Lab(hosts=3, rate="100mbit") as lab, lab.traffic(1, 0, "60mbit") as sender:
+        before = lab.bytes()
+        flows = transfer(lab, [2], 0, 4_000_000)()
+        moved = [b - a for a, b in zip(before, lab.bytes(), strict=True)]
+        assert 0.3 < share(flows, "100mbit") < 0.65  # alone it would get 0.95
+        assert moved[1].sent > moved[2].sent
+        assert sender.poll() is None
+    assert sender.returncode == -signal.SIGTERM
+
+
+def test_a_pulled_cable_stops_a_transfer_and_plugged_in_it_goes_on() -> None:
+    with Lab(hosts=2, rate="100mbit") as lab:
+        finish = transfer(lab, [0], 1, 6_000_000)
+        time.sleep(0.1)
+        lab.set_link(1, up=False)
+        assert lab.links_up() == (True, False)
+        still = lab.bytes()[1].received
+        time.sleep(0.5)
+        assert lab.bytes()[1].received == still
+        lab.set_link(1, up=True)
+        assert sum(flow.nbytes for flow in finish()) == 6_000_000
+
+
+def test_a_frozen_host_does_nothing_until_it_thaws() -> None:
+    counting = "import time\nwhile True: print(flush=True); time.sleep(0.01)"
+    with Lab(hosts=1, rate=None) as lab:
+        process = lab.hosts[0].popen([sys.executable, "-c", counting], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        lab.freeze(0)
+        state = Path(f"/proc/{process.pid}/stat")
+        assert state.read_text().rpartition(")")[2].split()[0] == "T"
+        lab.thaw(0)
+        for _ in range(200):
+            process.stdout.readline()
+        process.kill()
+        process.stdout.close()
+
+
+def has_netem() -> bool:
+    try:
+        with Lab(hosts=1, rate=None, delay_ms=1):
+            return True
+    except LaunchError:
+        return False
+
+
+def test_delay_is_there_or_refused_with_the_reason() -> None:
+    lab = Lab(hosts=2, rate="100mbit", delay_ms=30)
+    if has_netem():
+        with lab:
+            begun = time.monotonic()
+            transfer(lab, [0], 1, 1)()
+            assert time.monotonic() - begun > 0.06
+    else:
+        with pytest.raises(LaunchError, match="no netem"), lab:
+            pass
+    assert lab.name not in existing()
+
+
+def test_a_kept_lab_is_found_again_and_removed_by_name() -> None:
+    kept = Lab(hosts=4, rate=["100mbit", None, "1gbit", "1gbit"], racks=2).keep()
+    try:
+        found = find(kept.name)
+        assert found.rates == (1e8, None, 1e9, 1e9)
+        assert found.core_rate is None
+        assert [(host.address, host.rack) for host in found.hosts] == [
+            (host.address, host.rack) for host in kept.hosts
+        ]
+        with pytest.raises(LaunchError, match="no lab 'slip000000'"):
+            find("slip000000")
+    finally:
+        remove(kept.name)
+    assert kept.name not in existing()
 
 
 def test_two_labs_do_not_meet() -> None:

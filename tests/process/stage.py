@@ -27,7 +27,7 @@ asked = json.loads(sys.argv[1])
 try:
     code = launch(
         [sys.executable, asked["script"]],
-        [Placement(tuple(asked["prefix"]), asked["env"])] * asked["workers"],
+        [Placement(tuple(asked["prefix"]), env=asked["env"])] * asked["workers"],
         servers=[Placement()] * asked["servers"],
         limits=Limits(**asked["limits"]),
         server_command=[sys.executable, asked["server"]],

@@ -13,6 +13,18 @@ from slipstream.runtime.environment import read_secret
 from slipstream.runtime.launch import Settings
 
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
+WorkersOrHosts = Annotated[
+    int | None,
+    typer.Option(min=1, help="Worker processes; 1 by default, or as many as the lab has hosts."),
+]
+LabHosts = Annotated[
+    str | None,
+    typer.Option(
+        "--lab",
+        help="Run on hosts with slow links: hosts x rate, such as 4x200mbit, made for this run "
+        "(needs root), or the name of a lab that is up.",
+    ),
+]
 Strategy = Annotated[
     str | None,
     typer.Option(
@@ -80,7 +92,7 @@ def settings(
         parse(strategy)
     for option, file in (("--json", json), ("--log", log)):
         if file is not None:
-            _prepare(option, file)
+            prepare_file(option, file)
     return Settings(
         strategy=strategy,
         secret=_secret(secret_file),
@@ -94,7 +106,7 @@ def settings(
     )
 
 
-def _prepare(option: str, file: Path) -> None:
+def prepare_file(option: str, file: Path) -> None:
     """Hours later would be a bad time to find out that a result has no place to go."""
     if file.is_dir():
         raise LaunchError(f"{option} {file}: that is a folder; name a file in it")

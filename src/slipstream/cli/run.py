@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from slipstream.cli import options
+from slipstream.cli.places import places
 from slipstream.errors import LaunchError
 from slipstream.runtime.launch import launch
-from slipstream.runtime.processes import Placement
 
 
 def run(
@@ -23,9 +23,10 @@ def run(
         typer.Argument(metavar="ARGS", help="Passed to the script as they are."),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, not a file.")] = False,
-    workers: options.Workers = 1,
+    workers: options.WorkersOrHosts = None,
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
+    lab: options.LabHosts = None,
     json: options.JsonFile = None,
     log: options.LogFile = None,
     tensorboard: options.TensorBoard = None,
@@ -35,7 +36,7 @@ def run(
     port: options.Port = 0,
     interface: options.Interface = None,
 ) -> None:
-    """Run a training script on several workers of this machine."""
+    """Run a training script on several workers: processes of this machine, or hosts of a lab."""
     settings = options.settings(
         strategy=strategy,
         json=json,
@@ -48,8 +49,9 @@ def run(
         interface=interface,
     )
     command = [sys.executable, *_program(script, module), *(arguments or [])]
-    places = [Placement()] * workers
-    raise typer.Exit(launch(command, places, servers=[Placement()] * servers, settings=settings))
+    with places(lab, workers, servers, settings) as where:
+        code = launch(command, where.workers, servers=where.servers, settings=where.settings)
+    raise typer.Exit(code)
 
 
 def _program(script: str, module: bool) -> list[str]:

@@ -1,15 +1,17 @@
 """Network namespaces with shaped links: many hosts on one machine, for tests and benchmarks."""
 
-from slipstream.lab.network import Host, Lab, Traffic, why_unavailable
+from slipstream.lab.network import Host, Lab, Network, Traffic, find, why_unavailable
 from slipstream.lab.removal import existing, remove, remove_all
 from slipstream.lab.shaping import bits_per_second
 
 __all__ = [
     "Host",
     "Lab",
+    "Network",
     "Traffic",
     "bits_per_second",
     "existing",
+    "find",
     "remove",
     "remove_all",
     "why_unavailable",

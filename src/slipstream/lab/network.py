@@ -5,20 +5,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Self
 
 from slipstream.errors import LaunchError
+from slipstream.lab import crosstraffic
 from slipstream.lab import plan as planning
-from slipstream.lab.plan import Command, Site
-from slipstream.lab.removal import existing, remove, start_watchdog
-from slipstream.lab.shaping import Rate
+from slipstream.lab.plan import Command, Plan, Site
+from slipstream.lab.removal import (
+    NAME_PREFIX,
+    existing,
+    pids_in,
+    remove,
+    signal_all,
+    start_watchdog,
+)
+from slipstream.lab.shaping import Rate, Trouble, bits_per_second
 
 _COMMAND_LIMIT_S = 20.0
 
@@ -64,6 +74,14 @@ class Host:
         """Put before a command, it makes the command run on this host."""
         return self._site.prefix
 
+    @property
+    def rack(self) -> int:
+        return self._site.rack
+
+    def pids(self) -> set[int]:
+        """Every program that runs on this host."""
+        return pids_in([self.name])
+
     def popen(
         self,
         command: Sequence[str | os.PathLike[str]],
@@ -96,20 +114,133 @@ class Host:
                 process.wait(timeout=5.0)
 
 
-class Lab:
+class Network:
+    """A lab that exists: what can be seen and done while programs run in it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.hosts = tuple(Host(site) for site in plan.sites)
+
+    @property
+    def name(self) -> str:
+        return self._plan.name
+
+    @property
+    def racks(self) -> int:
+        return self._plan.racks
+
+    @property
+    def rates(self) -> tuple[float | None, ...]:
+        """Every link's rate in bits per second, as the kernel has it; None where unshaped."""
+        shaped = self._shaped()
+        return tuple(shaped.get(site.port) for site in self._plan.sites)
+
+    @property
+    def core_rate(self) -> float | None:
+        """The rate of a rack's cable to the core, in bits per second."""
+        return self._shaped().get(self._plan.uplink(0)[0])
+
+    def bytes(self) -> tuple[Traffic, ...]:
+        """What every host has sent and received so far, from the kernel's counters."""
+        ports = self._ports()
+        return tuple(_traffic(ports[site.port]) for site in self._plan.sites)
+
+    def core_bytes(self) -> tuple[Traffic, ...]:
+        """What every rack has sent to the core and received from it."""
+        if self.racks == 1:
+            return ()
+        ports = self._ports()
+        return tuple(_traffic(ports[self._plan.uplink(rack)[1]]) for rack in range(self.racks))
+
+    def links_up(self) -> tuple[bool, ...]:
+        ports = self._ports()
+        return tuple("UP" in ports[site.port]["flags"] for site in self._plan.sites)
+
+    def set_rate(self, host: int, rate: Rate) -> None:
+        """Change one host's link, both ways, while it is in use."""
+        in_netem = any(queue["kind"] == "netem" for queue in self._queues())
+        for command in planning.new_rate(self._plan, host, rate, in_netem=in_netem):
+            _run(command)
+
+    def set_core_rate(self, rate: Rate) -> None:
+        """Change every rack's cable to the core."""
+        if self.racks == 1:
+            raise LaunchError(f"lab {self.name} has one switch and no core; make it with racks")
+        for rack in range(self.racks):
+            for command in planning.shape_uplink(self._plan, rack, rate):
+                _run(command)
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Pull a host's cable, or plug it in again; its rate stays."""
+        _run(planning.set_link(self._plan, host, up=up))
+
+    def freeze(self, host: int) -> None:
+        """Stop every program on a host, as if the machine had hung; its link stays up."""
+        # Again until nothing new appears: one that is being forked is found the next time.
+        seen: set[int] = set()
+        while new := self.hosts[host].pids() - seen:
+            signal_all(new, signal.SIGSTOP)
+            seen |= new
+
+    def thaw(self, host: int) -> None:
+        """Let a frozen host go on."""
+        signal_all(self.hosts[host].pids(), signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def traffic(
+        self, source: int, sink: int, rate: str | int | float, seconds: float = math.inf
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Somebody else's UDP from one host to another, at a steady rate, while the block runs."""
+        bps, address = bits_per_second(rate), self.hosts[sink].address
+        if source == sink:
+            raise LaunchError("traffic from a host to itself crosses no link; name two hosts")
+        program = [sys.executable, "-I", "-S", crosstraffic.__file__]
+        receiver = self.hosts[sink].popen(
+            [*program, "receive", address, str(crosstraffic.PORT)], stdout=subprocess.PIPE
+        )
+        try:
+            assert receiver.stdout is not None
+            if receiver.stdout.readline() != "ready\n":
+                raise LaunchError(f"nothing can receive traffic on {self.hosts[sink].name}")
+            told = [address, str(crosstraffic.PORT), str(bps), str(seconds)]
+            sender = self.hosts[source].popen([*program, "send", *told])
+            try:
+                yield sender
+            finally:
+                _end(sender)
+        finally:
+            _end(receiver)
+
+    def _ports(self) -> dict[str, Any]:
+        listed = json.loads(_run(planning.counters(self._plan)))
+        return {link["ifname"]: link for link in listed}
+
+    def _queues(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = json.loads(_run(planning.queues(self._plan)))
+        return listed
+
+    def _shaped(self) -> dict[str, float]:
+        buckets = (queue for queue in self._queues() if queue["kind"] == "tbf")
+        return {queue["dev"]: queue["options"]["rate"] * 8.0 for queue in buckets}
+
+
+class Lab(Network):
     """Network namespaces on one switch, every link shaped both ways.
 
         with Lab(hosts=4, rate="200mbit") as lab:
             server = lab.hosts[0].popen(["python", "serve.py"])
             client = lab.hosts[1].popen(["python", "fetch.py", lab.hosts[0].address])
 
-    ``rate`` is one for all hosts or a sequence with one for each; None leaves a link unshaped. The
-    lab and every process in it are gone when the block ends, however it ends.
+    ``rate`` is one for all hosts or a sequence with one for each; None leaves a link unshaped. With
+    ``racks``, hosts are on switches of their own (the first rack has the first hosts), and a cable
+    of ``core_rate`` joins each to the core. The lab and every process in it are gone when the block
+    ends, however it ends; ``keep()`` makes one that stays instead.
 
     ``congestion`` is the hosts' TCP congestion control. Reno is the one every namespace may choose,
     and with it results do not depend on the machine's default; BBR, for one, has left a fifth of a
     100 Mbit/s link unused that carried data one way and another flow's acknowledgements the other.
-    None keeps the machine's default.
+    None keeps the machine's default. ``delay_ms`` and ``loss_percent``, for each direction of each
+    host's link, need a kernel with ``netem``.
     """
 
     def __init__(
@@ -117,32 +248,29 @@ class Lab:
         hosts: int = 4,
         rate: Rate | Sequence[Rate] = "200mbit",
         *,
+        racks: int = 1,
+        core_rate: Rate = None,
+        delay_ms: float = 0.0,
+        loss_percent: float = 0.0,
         congestion: str | None = "reno",
     ) -> None:
-        self._rates = planning.rate_per_host(hosts, rate)
-        self._plan = planning.plan(secrets.token_hex(planning.TAG_NBYTES), self._rates)
+        name = NAME_PREFIX + secrets.token_hex(planning.TAG_NBYTES)
+        super().__init__(planning.plan(name, hosts, racks))
+        if core_rate is not None and racks == 1:
+            raise LaunchError(f"a core of {core_rate} needs racks to join; give at least 2 racks")
+        self._trouble = Trouble(delay_ms, loss_percent)
+        rates = planning.rate_per_host(hosts, rate)
         # Bad rates are refused here, before anything is made.
-        self._commands = tuple(planning.build(self._plan, congestion=congestion))
-        self.hosts = tuple(Host(site) for site in self._plan.sites)
+        self._commands = tuple(
+            planning.build(self._plan, rates, core_rate, self._trouble, congestion=congestion)
+        )
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    @property
-    def name(self) -> str:
-        return self._plan.name
-
-    @property
-    def rates(self) -> tuple[Rate, ...]:
-        return self._rates
-
     def __enter__(self) -> Self:
-        if (reason := missing_tools()) is not None:
-            raise LaunchError(reason)
-        if self.name in existing():
-            raise LaunchError(f"lab {self.name} is there already; make a new Lab")
+        self._check()
         self._watchdog = start_watchdog(self.name)
         try:
-            for command in self._commands:
-                _run(command)
+            self._make()
         except BaseException:
             self.close()
             raise
@@ -150,6 +278,16 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def keep(self) -> Network:
+        """Make a lab that outlives this process; ``remove`` it by name."""
+        self._check()
+        try:
+            self._make()
+        except BaseException:
+            remove(self.name)
+            raise
+        return Network(self._plan)
 
     def close(self) -> None:
         """Remove the lab and everything that runs in it."""
@@ -167,21 +305,61 @@ class Lab:
             host._reap()
         watchdog.wait(timeout=_COMMAND_LIMIT_S)
 
-    def bytes(self) -> tuple[Traffic, ...]:
-        """What every host has sent and received so far, from the kernel's counters."""
-        listed = json.loads(_run(planning.counters(self._plan)))
-        links = {link["ifname"]: link["stats64"] for link in listed}
-        at_port = [links[site.port] for site in self._plan.sites]
-        # The switch receives what a host sends.
-        return tuple(Traffic(stats["rx"]["bytes"], stats["tx"]["bytes"]) for stats in at_port)
+    def _check(self) -> None:
+        if (reason := missing_tools()) is not None:
+            raise LaunchError(reason)
+        if self.name in existing():
+            raise LaunchError(f"lab {self.name} is there already; make a new Lab")
 
-    def set_rate(self, host: int, rate: Rate) -> None:
-        """Change one host's link, both ways, while it is in use."""
-        for command in planning.shape(self._plan, host, rate):
-            _run(command)
-        rates = list(self._rates)
-        rates[host] = rate
-        self._rates = tuple(rates)
+    def _make(self) -> None:
+        for command in self._commands:
+            try:
+                _run(command)
+            except LaunchError as error:
+                if "netem" in command:
+                    raise LaunchError(
+                        "this kernel has no netem, which delay and loss need; leave them out, or "
+                        f"use a kernel with CONFIG_NET_SCH_NETEM ({error})"
+                    ) from error
+                raise
+
+
+def find(name: str | None = None) -> Network:
+    """A lab that is there already: the one of this name, or the only one."""
+    if (reason := missing_tools()) is not None:
+        raise LaunchError(reason)
+    names = existing()
+    if not names:
+        raise LaunchError("there is no lab on this machine; `slipstream lab up` makes one")
+    if name is None and len(names) > 1:
+        raise LaunchError(f"there are several labs, {', '.join(names)}: say which")
+    name = name or names[0]
+    if name not in names:
+        raise LaunchError(f"there is no lab {name!r}; there is {', '.join(names)}")
+    return Network(_seen(name))
+
+
+def _seen(name: str) -> Plan:
+    """The plan of a lab, from what the kernel shows of it."""
+    ports = {link["ifname"] for link in json.loads(_run(planning.counters(Plan(name, ()))))}
+    hosts = sum(port.startswith(f"{name}-p") for port in ports)
+    racks = sum(port.startswith(f"{name}-u") for port in ports)
+    if not hosts:
+        raise LaunchError(f"lab {name} is broken; `slipstream lab down {name}` removes it")
+    return planning.plan(name, hosts, max(1, racks))
+
+
+def _traffic(port: Mapping[str, Any]) -> Traffic:
+    # The switch receives what a host sends.
+    stats = port["stats64"]
+    return Traffic(stats["rx"]["bytes"], stats["tx"]["bytes"])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.wait(timeout=_COMMAND_LIMIT_S)
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def missing_tools() -> str | None:
@@ -221,5 +399,5 @@ def _run(command: Command) -> str:
     )
     if result.returncode:
         reason = result.stderr.strip() or f"exit code {result.returncode}"
-        raise LaunchError(f"the lab cannot be made here: `{' '.join(command)}`: {reason}")
+        raise LaunchError(f"a lab's command failed: `{' '.join(command)}`: {reason}")
     return result.stdout

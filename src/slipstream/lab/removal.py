@@ -62,21 +62,23 @@ def _end_processes(names: list[str], *, grace_s: float) -> None:
     killing_from = time.monotonic() + grace_s
     giving_up_at = killing_from + 5.0
     asked: set[int] = set()
-    while (pids := _pids(names)) and time.monotonic() < giving_up_at:
+    while (pids := pids_in(names)) and time.monotonic() < giving_up_at:
         if time.monotonic() >= killing_from:
-            _signal(pids, signal.SIGKILL)
+            signal_all(pids, signal.SIGKILL)
         else:
-            _signal(pids - asked, signal.SIGTERM)
+            signal_all(pids - asked, signal.SIGTERM)
             asked |= pids
         time.sleep(0.02)
 
 
-def _pids(names: list[str]) -> set[int]:
+def pids_in(names: list[str]) -> set[int]:
+    """Every process in these namespaces, but for this one."""
     inside = {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
     return inside - {os.getpid()}
 
 
-def _signal(pids: set[int], number: signal.Signals) -> None:
+def signal_all(pids: set[int], number: signal.Signals) -> None:
+    """Send a signal to all that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -10,6 +10,8 @@ Limit
     retransmission timers; much longer and small messages wait seconds behind large ones.
 
 ``tbf`` counts every frame's headers, so TCP's payload gets 1448/1514 = 95.6% of the rate.
+
+Delay and loss need ``netem``, which not every kernel has; the bucket then sits inside it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ Rate = str | int | float | None  # "200mbit", bits per second, or None: unshaped
 SUPER_PACKET_NBYTES = 64 * 1024
 WAKE_UP_S = 0.002
 QUEUE_S = 0.050
+LONGEST_DELAY_MS = 10_000.0
+SMALL_FRAME_NBYTES = 500
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST_BPS = 1e5  # below it one super-packet takes longer than five seconds
@@ -43,6 +47,32 @@ class Bucket:
         return (
             *("tbf", "rate", f"{self.rate_bps}bit"),
             *("burst", f"{self.burst_nbytes}b", "limit", f"{self.limit_nbytes}b"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What ``netem`` adds to each direction of a link."""
+
+    delay_ms: float = 0.0
+    loss_percent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay_ms <= LONGEST_DELAY_MS:
+            raise LaunchError(f"a delay of {self.delay_ms:g} ms; take 0 to {LONGEST_DELAY_MS:g}")
+        if not 0 <= self.loss_percent < 100:
+            raise LaunchError(f"a loss of {self.loss_percent:g}%; take 0 or more, and below 100")
+
+    def __bool__(self) -> bool:
+        return self.delay_ms > 0 or self.loss_percent > 0
+
+    def arguments(self, rate: Rate) -> tuple[str, ...]:
+        """Packets on their way are held by ``netem``; there must be room for all of them."""
+        bps = _FASTEST_BPS / 10 if rate is None else bits_per_second(rate)
+        held = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
+        return (
+            *("netem", "limit", str(max(1000, held)), "delay", f"{self.delay_ms:g}ms"),
+            *("loss", f"{self.loss_percent:g}%"),
         )
 
 
@@ -68,3 +98,27 @@ def bucket(rate: str | int | float) -> Bucket:
         burst_nbytes=max(2 * SUPER_PACKET_NBYTES, round(bps / 8 * WAKE_UP_S)),
         limit_nbytes=max(16 * SUPER_PACKET_NBYTES, round(bps / 8 * QUEUE_S)),
     )
+
+
+def bucket_or_none(rate: Rate) -> tuple[str, ...]:
+    """What shapes a link of this rate, if anything does."""
+    return ("noqueue",) if rate is None else bucket(rate).arguments
+
+
+def bucket_within_netem(rate: Rate) -> tuple[str, ...]:
+    """The place and the bucket inside ``netem``, where an unshaped link has a very fast one."""
+    return (
+        "parent",
+        "1:1",
+        "handle",
+        "10:",
+        *bucket(_FASTEST_BPS if rate is None else rate).arguments,
+    )
+
+
+def queue(rate: Rate, trouble: Trouble) -> tuple[tuple[str, ...], ...]:
+    """Where in a device's tree each queueing discipline goes, and what it is."""
+    if not trouble:
+        return (("root", *bucket_or_none(rate)),)
+    outer = ("root", "handle", "1:", *trouble.arguments(rate))
+    return (outer, bucket_within_netem(rate))

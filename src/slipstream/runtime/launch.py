@@ -28,8 +28,9 @@ from slipstream.runtime.supervision import Limits, Verdict
 class Settings:
     """What the workers of a job are told, beyond who they are.
 
-    With an ``address`` other than the loopback, rank 0 is somewhere else (a namespace): it then
-    listens at ``port`` itself, and the port must be given.
+    With an ``address`` other than the loopback, rank 0 is somewhere else (a namespace), and so is
+    every other worker, each on a host of its own: rank 0 then listens at ``port`` itself, and the
+    port must be given.
     """
 
     strategy: str | None = None
@@ -91,13 +92,19 @@ def _add_servers(
             secret=secret,
             job=job,
             encrypt=settings.encrypt and not one_host,
-            bind=address_of(settings.interface) if settings.interface else settings.address,
+            bind=_bind_address(placement, settings),
             placement=placement,
             command=command,
         )
         crew.add_server(shard)
         shards.append(shard)
     return shards
+
+
+def _bind_address(placement: Placement, settings: Settings) -> str:
+    if settings.interface:
+        return address_of(settings.interface)
+    return placement.address or settings.address
 
 
 def _add_workers(

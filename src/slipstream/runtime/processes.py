@@ -48,10 +48,12 @@ class Placement:
     """Where a process runs: a command before its own, and environment on top of the job's.
 
     ``Placement(("ip", "netns", "exec", "host0"))`` puts it into a network namespace. The prefix
-    has to become the process (exec), not stay its parent.
+    has to become the process (exec), not stay its parent. ``address`` is where others reach it, if
+    it is not on the launcher's own host.
     """
 
     prefix: tuple[str, ...] = ()
+    address: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
 

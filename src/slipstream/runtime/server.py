@@ -23,7 +23,7 @@ from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Configure, Fetch, Leave, Load, Message, Push, Ready, State
-from slipstream.transports.zmq import ZmqTransport
+from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
 from slipstream.types import Node
 
 
@@ -112,7 +112,12 @@ def serve(env: Mapping[str, str]) -> int:
     host = env["SLIPSTREAM_BIND"]
     encrypt = env.get("SLIPSTREAM_ENCRYPT", "1") != "0"
     credentials = Credentials(env["SLIPSTREAM_SECRET"].encode(), env["SLIPSTREAM_JOB"], encrypt)
-    transport = ZmqTransport(f"server {index}", host=host, credentials=credentials)
+    transport = ZmqTransport(
+        f"server {index}",
+        host=host,
+        credentials=credentials,
+        send_buffer_bytes=SERVER_SEND_BUFFER_BYTES,
+    )
     member = Member(transport.name, transport)
     server = Server(index, member)
     print(json.dumps({"address": transport.address}), flush=True)

@@ -37,11 +37,15 @@ RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
-# A server's port takes a flow from each worker and the other way round. With the kernel's own, much
-# larger buffers these flows overrun the switch's queue, and the unlucky one of a round waits for
-# retransmissions: a fifth of the step at 200 Mbit/s. Enough for 1 Gbit/s at 1 ms.
-SEND_BUFFER_BYTES = 64 * 1024
+# A server's port takes a flow from each worker, and the other way round. With the kernel's own,
+# much larger buffers these flows overrun the switch's queue, and the unlucky one of a round waits
+# for retransmissions. Flows share a link as their buffers are: a worker's get more than those of a
+# server beside it, because what a server answers first needs every worker's part; when answers
+# hold parts up, links fall idle (6% of a step at 200 Mbit/s).
+WORKER_SEND_BUFFER_BYTES = 192 * 1024
+SERVER_SEND_BUFFER_BYTES = 64 * 1024
 Lane = tuple[str, bool]  # a peer, and whether for control messages
+LOOPBACK = "//127.0.0.1:"  # in an address
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -103,8 +107,10 @@ class ZmqTransport:
         host: str,
         credentials: Credentials,
         largest_frame_bytes: int = LARGEST_FRAME_BYTES,
+        send_buffer_bytes: int = WORKER_SEND_BUFFER_BYTES,
     ) -> None:
         self.name = name
+        self._send_buffer_bytes = send_buffer_bytes
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -162,7 +168,8 @@ class ZmqTransport:
         address = self._addresses[peer]
         link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
-        link.sndbuf = SEND_BUFFER_BYTES
+        if LOOPBACK not in address:
+            link.sndbuf = self._send_buffer_bytes
         link.ipv6 = "[" in address
         self._credentials.present(link)
         # Answered by ZeroMQ's own thread, so also while Python is busy with something else.

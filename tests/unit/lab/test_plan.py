@@ -10,11 +10,22 @@ from hypothesis import strategies as st
 
 from slipstream.errors import LaunchError
 from slipstream.lab import Lab
-from slipstream.lab.plan import MOST_HOSTS, build, counters, plan, rate_per_host, shape
+from slipstream.lab.plan import (
+    MOST_HOSTS,
+    Command,
+    Plan,
+    build,
+    counters,
+    new_rate,
+    plan,
+    rate_per_host,
+    set_link,
+    shape,
+)
 from slipstream.lab.removal import lab_of
-from slipstream.lab.shaping import SUPER_PACKET_NBYTES, bits_per_second, bucket
+from slipstream.lab.shaping import SUPER_PACKET_NBYTES, Rate, Trouble, bits_per_second, bucket
 
-tags = st.integers(0, 0xFFFFFF).map("{:06x}".format)
+names = st.integers(0, 0xFFFFFF).map("slip{:06x}".format)
 LONGEST_INTERFACE_NAME = 15
 
 
@@ -44,19 +55,21 @@ def test_fast_links_get_deeper_buckets_and_queues() -> None:
     assert bucket("2gbit").limit_nbytes == 12_500_000
 
 
-@given(tag=tags, hosts=st.integers(1, MOST_HOSTS))
-def test_names_are_short_unique_and_found_again(tag: str, hosts: int) -> None:
-    lab = plan(tag, ("1gbit",) * hosts)
-    interfaces = [lab.bridge, *(name for s in lab.sites for name in (s.interface, s.port))]
-    assert len(set(interfaces)) == len(interfaces)
+@given(name=names, hosts=st.integers(1, MOST_HOSTS))
+def test_names_are_short_unique_and_found_again(name: str, hosts: int) -> None:
+    lab = plan(name, hosts, racks=hosts)
+    devices = [device for site in lab.sites for device in (site.interface, site.port)]
+    racks = [(lab.bridge(rack), *lab.uplink(rack)) for rack in range(lab.racks)]
+    interfaces = {lab.core, *devices, *(device for rack in racks for device in rack)}
+    assert len(interfaces) == 1 + 2 * hosts + (3 * hosts if hosts > 1 else 2)
     assert max(map(len, interfaces)) <= LONGEST_INTERFACE_NAME
     assert len(set(lab.namespaces)) == hosts + 1
-    assert {lab_of(name) for name in lab.namespaces} == {lab.name}
+    assert {lab_of(namespace) for namespace in lab.namespaces} == {lab.name}
 
 
-@given(tag=tags, hosts=st.integers(1, MOST_HOSTS))
-def test_addresses_are_hosts_of_one_private_subnet(tag: str, hosts: int) -> None:
-    addresses = [ipaddress.ip_address(s.address) for s in plan(tag, (None,) * hosts).sites]
+@given(name=names, hosts=st.integers(1, MOST_HOSTS))
+def test_addresses_are_hosts_of_one_private_subnet(name: str, hosts: int) -> None:
+    addresses = [ipaddress.ip_address(s.address) for s in plan(name, hosts).sites]
     subnet = ipaddress.ip_network(f"{addresses[0]}/24", strict=False)
     assert subnet.is_private
     assert len(set(addresses)) == hosts
@@ -64,8 +77,8 @@ def test_addresses_are_hosts_of_one_private_subnet(tag: str, hosts: int) -> None
 
 
 def test_two_labs_share_no_name() -> None:
-    one, other = plan("00aa01", (None,) * 3), plan("00aa02", (None,) * 3)
-    assert not {one.bridge, *one.namespaces} & {other.bridge, *other.namespaces}
+    one, other = plan("slip00aa01", 3), plan("slip00aa02", 3)
+    assert not {one.core, *one.namespaces} & {other.core, *other.namespaces}
 
 
 @pytest.mark.parametrize("name", ["slip12345-sw", "slip1234567-sw", "slip12345g-h0", "slipway", ""])
@@ -73,35 +86,83 @@ def test_other_peoples_namespaces_are_left_alone(name: str) -> None:
     assert lab_of(name) is None
 
 
+def commands(lab: Plan, rate: Rate = None, core_rate: Rate = None) -> list[Command]:
+    return list(build(lab, (rate,) * len(lab.sites), core_rate, Trouble(), congestion="reno"))
+
+
 def test_every_command_works_inside_the_labs_own_namespaces() -> None:
-    lab = plan("c0ffee", ("200mbit",) * 3)
-    for command in build(lab, congestion="reno"):
+    lab = plan("slipc0ffee", 4, racks=2)
+    for command in commands(lab, "200mbit", "100mbit"):
         assert command[:3] == ("ip", "netns", "add") or set(command) & set(lab.namespaces)
 
 
 def test_the_first_command_claims_the_name() -> None:
-    first, *_ = build(plan("c0ffee", (None,)), congestion=None)
+    first, *_ = commands(plan("slipc0ffee", 1))
     assert first == ("ip", "netns", "add", "slipc0ffee-sw")
 
 
+TBF = "tbf rate 100000000bit burst 131072b limit 1048576b"
+
+
 def test_a_link_is_shaped_out_of_the_host_and_towards_it() -> None:
-    lab = plan("c0ffee", (None, "100mbit"))
-    tbf = "tbf rate 100000000bit burst 131072b limit 1048576b"
-    assert [" ".join(command) for command in shape(lab, 1, "100mbit")] == [
-        f"tc -n slipc0ffee-h1 qdisc replace dev slipc0ffee-e1 root {tbf}",
-        f"tc -n slipc0ffee-sw qdisc replace dev slipc0ffee-p1 root {tbf}",
+    lab = plan("slipc0ffee", 2)
+    assert [" ".join(command) for command in shape(lab, 1, "100mbit", Trouble())] == [
+        f"tc -n slipc0ffee-h1 qdisc replace dev slipc0ffee-e1 root {TBF}",
+        f"tc -n slipc0ffee-sw qdisc replace dev slipc0ffee-p1 root {TBF}",
     ]
-    shaping = [command for command in build(lab, congestion=None) if command[0] == "tc"]
-    assert shaping == list(shape(lab, 1, "100mbit"))
+    assert set(shape(lab, 1, "100mbit", Trouble())) <= set(commands(lab, "100mbit"))
 
 
 def test_a_rate_of_none_takes_the_shaping_away() -> None:
-    lab = plan("c0ffee", ("1gbit",))
-    assert all(command[-1] == "noqueue" for command in shape(lab, 0, None))
+    lab = plan("slipc0ffee", 1)
+    taken_away = new_rate(lab, 0, None, in_netem=False)
+    assert all(command[-2:] == ("root", "noqueue") for command in taken_away)
+
+
+def test_delay_and_loss_go_around_the_bucket_and_a_new_rate_leaves_them_alone() -> None:
+    lab, trouble = plan("slipc0ffee", 1), Trouble(delay_ms=20, loss_percent=0.5)
+    netem = "netem limit 1000 delay 20ms loss 0.5%"
+    on_host = "tc -n slipc0ffee-h0 qdisc replace dev slipc0ffee-e0"
+    troubled = [" ".join(command) for command in shape(lab, 0, "100mbit", trouble)]
+    assert troubled[:2] == [
+        f"{on_host} root handle 1: {netem}",
+        f"{on_host} parent 1:1 handle 10: {TBF}",
+    ]
+    changed = [" ".join(command) for command in new_rate(lab, 0, "100mbit", in_netem=True)]
+    assert changed == [troubled[1], troubled[3]]
+
+
+@pytest.mark.parametrize("trouble", [(-1, 0), (1e9, 0), (0, -1), (0, 100)])
+def test_trouble_that_makes_no_sense_is_refused(trouble: tuple[float, float]) -> None:
+    with pytest.raises(LaunchError, match=r"a (delay|loss) of"):
+        Trouble(*trouble)
+
+
+def test_racks_have_a_switch_each_and_a_shaped_cable_to_the_core() -> None:
+    lab = plan("slipc0ffee", 4, racks=2)
+    assert [site.rack for site in lab.sites] == [0, 0, 1, 1]
+    made = [" ".join(command) for command in commands(lab, None, "100mbit")]
+    assert "ip -n slipc0ffee-sw link add slipc0ffee-u1 type veth peer name slipc0ffee-d1" in made
+    for device, bridge in (("u0", "b0"), ("d0", "br"), ("u1", "b1"), ("p1", "b0"), ("p2", "b1")):
+        assert any(f"set slipc0ffee-{device} master slipc0ffee-{bridge} " in line for line in made)
+    for device in ("u0", "d0", "u1", "d1"):
+        assert f"tc -n slipc0ffee-sw qdisc replace dev slipc0ffee-{device} root {TBF}" in made
+
+
+def test_racks_that_hosts_do_not_fill_are_refused() -> None:
+    with pytest.raises(LaunchError, match="5 hosts cannot fill 2 racks"):
+        Lab(hosts=5, racks=2)
+    with pytest.raises(LaunchError, match="needs racks"):
+        Lab(hosts=4, core_rate="100mbit")
+
+
+def test_a_cable_is_pulled_at_the_switch() -> None:
+    command = set_link(plan("slipc0ffee", 2), 1, up=False)
+    assert " ".join(command) == "ip -n slipc0ffee-sw link set slipc0ffee-p1 down"
 
 
 def test_counters_are_read_at_the_switch() -> None:
-    assert "slipc0ffee-sw" in counters(plan("c0ffee", (None,)))
+    assert "slipc0ffee-sw" in counters(plan("slipc0ffee", 1))
 
 
 def test_one_rate_serves_all_hosts_and_a_sequence_one_each() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ class Goal:
                 total += float(self.measure(model(inputs), targets).sum())
         model.train(training)
         return self.finish(total / len(self.test))
+
+    def at(self, target: float) -> Goal:
+        """The same with another target."""
+        return replace(self, target=target)
 
     def reached(self, value: float) -> bool:
         return value >= self.target if self.higher_is_better else value <= self.target

@@ -1,0 +1,42 @@
+"""What no system can beat: the bytes that an exact exchange has to move, over the link's rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FRAME_PAYLOAD = 1448 / 1514  # of every frame on the wire, TCP's payload
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A parameter tensor; ``rows`` is how many (X, dY) rows a worker's batch gives, if it is a
+    matrix whose gradient is dYᵀX."""
+
+    numel: int
+    itemsize: int
+    matrix: tuple[int, int] | None = None
+    rows: int = 0
+
+
+def dense_bytes(shapes: Iterable[Shape], workers: int) -> float:
+    """2(n−1)/n of the model: a link's bytes, each way, in any exact dense exchange."""
+    return 2 * (workers - 1) / workers * sum(s.numel * s.itemsize for s in shapes)
+
+
+def exact_bytes(shapes: Iterable[Shape], workers: int) -> float:
+    """The same where every matrix may travel as factors instead: (n−1)·K·(M+N)."""
+    total = 0.0
+    for shape in shapes:
+        dense = dense_bytes([shape], workers)
+        if shape.matrix is None:
+            total += dense
+        else:
+            factors = (workers - 1) * shape.rows * sum(shape.matrix) * shape.itemsize
+            total += min(dense, factors)
+    return total
+
+
+def seconds(nbytes: float, bits_per_second: float) -> float:
+    """How long a link needs for a payload; frames' headers take their part of the rate."""
+    return nbytes * 8 / (bits_per_second * FRAME_PAYLOAD)

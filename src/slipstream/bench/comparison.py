@@ -1,0 +1,311 @@
+"""Systems side by side: in turns, each time with fresh workers, on the same links.
+
+Whatever else the machine does then falls on all of them alike, and what counts are ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.bench.bounds import Shape, dense_bytes, exact_bytes, seconds
+from slipstream.bench.contestants import PEERS, check, why_missing
+from slipstream.bench.crew import Nursery, TrialFailed
+from slipstream.bench.forking import Place
+from slipstream.bench.stragglers import parse_stragglers
+from slipstream.bench.trial import Judgement, Timing, Trial
+from slipstream.bench.workloads import Workload
+from slipstream.errors import ConfigError
+from slipstream.lab import Lab, Traffic, bits_per_second
+from slipstream.runtime.processes import Placement, start_server
+
+COMPUTE_ALONE = "local"
+PORT = 29500
+START_LIMIT_S = 180.0
+JUDGE_LIMIT_S = 600.0
+BUDGET_S = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared on what; ``trial`` is everybody's, but for the system."""
+
+    trial: Trial
+    systems: tuple[str, ...]
+    workers: int = 4
+    servers: int = 0  # dedicated ones, on hosts of their own
+    rate: str | int | float | None = None
+    repetitions: int = 3
+    target: float | None = None
+
+    def check(self, workload: Workload) -> None:
+        """Refuse what cannot work, before any process starts."""
+        for system in self.systems:
+            check(system)
+        if len(set(self.systems)) < len(self.systems):
+            raise ConfigError("a system is named twice in the comparison; name each once")
+        parse_stragglers(self.trial.straggle).check(self.workers)
+        batch = (self.trial.batch or workload.batch) * self.workers
+        workload.batches(0, self.workers, batch, self.trial.seed)
+        if self.target is not None and workload.goal is None:
+            raise ConfigError(
+                f"{workload.name} learns nothing, so it has no target; take mnist, fashion, lr, "
+                "mf or text, or leave the target out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least a step can take, by parts; None where nothing is known."""
+
+    dense_s: float | None
+    exact_s: float | None
+    compute_s: float | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        known = [value for value in (self.exact_s, self.compute_s) if value is not None]
+        return max(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One trial's outcome."""
+
+    step_s: float
+    timings: tuple[Timing, ...]
+    judgements: tuple[Judgement, ...]
+    links: tuple[Traffic, ...]  # by host: workers first, then servers
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All repetitions of one system."""
+
+    system: str
+    steps: int
+    runs: list[Run] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> list[float]:
+        return [run.step_s for run in self.runs]
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.step_s) if self.runs else None
+
+    @property
+    def link_bytes(self) -> float | None:
+        """The busiest link's bytes a step, sent or received."""
+        moved = [
+            max(max(link.sent, link.received) for link in run.links) / self.steps
+            for run in self.runs
+            if run.links
+        ]
+        return statistics.median(moved) if moved else None
+
+    @property
+    def metric(self) -> float | None:
+        """Of the final weights, the mean over workers."""
+        found = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
+        return statistics.mean(found) if found else None
+
+    def reached_s(self, good: Callable[[float], bool]) -> list[float | None]:
+        """By run: when a snapshot was first good enough, if one was."""
+        return [
+            next((s.seconds for s in run.judgements[0].snapshots if good(s.metric)), None)
+            for run in self.runs
+        ]
+
+
+class Ground:
+    """Where workers run: one on each host of a lab, or all on this machine's loopback."""
+
+    def __init__(self, workers: int, servers: int, lab: Lab | None) -> None:
+        self.workers, self.servers, self._lab = workers, servers, lab
+
+    def places(self, env: dict[str, str]) -> list[Place]:
+        port = PORT if self._lab else free_port()
+        return [self._place(rank, port, env) for rank in range(self.workers)]
+
+    def _place(self, rank: int, port: int, env: dict[str, str]) -> Place:
+        own = env | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.workers),
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        if self._lab is None:
+            local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.workers)}
+            return Place(own | local | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"})
+        host = self._lab.hosts[rank]
+        own |= {"MASTER_ADDR": self._lab.hosts[0].address, "GLOO_SOCKET_IFNAME": host.interface}
+        return Place(own, host.name)
+
+    def server_places(self) -> list[Placement]:
+        if self._lab is None:
+            return [Placement()] * self.servers
+        return [Placement(h.prefix, h.address) for h in self._lab.hosts[self.workers :]]
+
+    def bytes(self) -> tuple[Traffic, ...]:
+        return self._lab.bytes() if self._lab else ()
+
+
+@contextmanager
+def ground(comparison: Comparison) -> Iterator[Ground]:
+    """A lab for the block, or none for plain loopback."""
+    workers, servers = comparison.workers, comparison.servers
+    if comparison.rate is None:
+        yield Ground(workers, servers, None)
+    else:
+        with Lab(hosts=workers + servers, rate=comparison.rate) as lab:
+            yield Ground(workers, servers, lab)
+
+
+def compare(
+    comparison: Comparison, workload: Workload, note: Callable[[str], None]
+) -> tuple[list[Outcome], Bounds]:
+    """Run everything; ``note`` hears a line about each trial. Failed trials are in the outcomes."""
+    bounds = wire_bounds(comparison, workload)
+    steps = comparison.trial.steps or fitting_steps(bounds, comparison)
+    ready = [system for system in comparison.systems if why_missing(system) is None]
+    for system in comparison.systems:
+        if (reason := why_missing(system)) is not None:
+            note(f"{system} is left out: {reason}")
+    alone = Outcome(COMPUTE_ALONE, min(steps, 10))
+    outcomes = [Outcome(system, steps) for system in ready]
+    with ground(comparison) as where, Nursery() as nursery:
+        for repetition in range(comparison.repetitions):
+            for outcome in (alone, *outcomes):
+                said = _run_once(outcome, comparison, where, nursery, bounds)
+                note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {said}")
+    return outcomes, Bounds(bounds.dense_s, bounds.exact_s, alone.median_s)
+
+
+def _run_once(
+    outcome: Outcome, comparison: Comparison, where: Ground, nursery: Nursery, bounds: Bounds
+) -> str:
+    trial = msgspec.structs.replace(comparison.trial, system=outcome.system, steps=outcome.steps)
+    try:
+        run = measure(trial, where, nursery, bounds)
+    except TrialFailed as failure:
+        outcome.failures.append(str(failure))
+        return f"failed: {failure}"
+    outcome.runs.append(run)
+    return f"{run.step_s:.3f} s/step"
+
+
+def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Run:
+    """One trial: warmed up, then timed from a standing start to the last arrival."""
+    step_limit_s = 20.0 + 10.0 * (bounds.dense_s or 0.0)
+    env = {
+        "SLIPSTREAM_SECRET": secrets.token_hex(16),
+        "SLIPSTREAM_JOB": secrets.token_hex(8),
+        "SLIPSTREAM_ENCRYPT": "0",
+    }
+    with ExitStack() as stack:
+        if where.servers and trial.system not in PEERS:
+            addresses = _start_servers(stack, where, env)
+            env["SLIPSTREAM_SERVER_ADDRESSES"] = ",".join(addresses)
+        crew = stack.enter_context(nursery.crew(trial, where.places(env)))
+        crew.hear("ready", START_LIMIT_S + trial.warmup * step_limit_s)
+        before = where.bytes()
+        crew.tell()
+        timed = crew.hear("timed", trial.steps * step_limit_s)
+        after = where.bytes()
+        crew.tell()
+        judged = crew.hear("judged", JUDGE_LIMIT_S)
+        crew.tell()
+        crew.end()
+    timings = tuple(msgspec.convert(each, Timing) for each in timed)
+    return Run(
+        step_s=max(timing.elapsed_s for timing in timings) / trial.steps,
+        timings=timings,
+        judgements=tuple(msgspec.convert(each, Judgement) for each in judged),
+        links=tuple(b - a for a, b in zip(before, after, strict=True)),
+    )
+
+
+def _start_servers(stack: ExitStack, where: Ground, env: dict[str, str]) -> list[str]:
+    addresses = []
+    for index, placement in enumerate(where.server_places()):
+        server = start_server(
+            index=index,
+            secret=env["SLIPSTREAM_SECRET"],
+            job=env["SLIPSTREAM_JOB"],
+            encrypt=False,
+            bind=placement.address or "127.0.0.1",
+            placement=placement,
+        )
+        stack.callback(server.close)
+        addresses.append(server.address)
+    return addresses
+
+
+def wire_bounds(comparison: Comparison, workload: Workload) -> Bounds:
+    if comparison.rate is None:
+        return Bounds(None, None)
+    bps = bits_per_second(comparison.rate)
+    shapes = model_shapes(workload, comparison.trial.batch or workload.batch)
+    workers = comparison.workers
+    return Bounds(
+        dense_s=seconds(dense_bytes(shapes, workers), bps),
+        exact_s=seconds(exact_bytes(shapes, workers), bps),
+    )
+
+
+def model_shapes(workload: Workload, batch: int) -> list[Shape]:
+    """Every parameter of the workload's model; matrices of linear layers give a row a sample."""
+    from torch import nn
+
+    model = workload.model()
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    return [
+        Shape(
+            p.numel(),
+            p.element_size(),
+            matrix=(p.shape[0], p.shape[1]) if id(p) in matrices else None,
+            rows=batch,
+        )
+        for p in model.parameters()
+        if p.requires_grad
+    ]
+
+
+def fitting_steps(bounds: Bounds, comparison: Comparison) -> int:
+    """As many as fit the budget, between 4 and 20."""
+    likely_s = 1.1 * (bounds.dense_s or 0.0) + 0.3
+    return min(20, max(4, round(BUDGET_S / likely_s) - comparison.trial.warmup))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader has to know to place the figures."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "load_at_start": os.getloadavg()[0],
+    }

@@ -1,0 +1,69 @@
+"""Who is compared: slipstream's systems by their own names, and peers beside them.
+
+A contestant makes a model and an optimizer data-parallel for as long as a block runs. A peer that
+is not installed is refused with what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from slipstream.bench.contestants import ddp, ours
+from slipstream.bench.contestants.session import Session
+from slipstream.systems import parse
+
+__all__ = ["PEERS", "Peer", "Session", "check", "training", "why_missing"]
+
+Train = Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Somebody else's system; ``needs`` is a module beyond torch, ``extra`` what installs it."""
+
+    train: Train
+    needs: str | None = None
+    extra: str = ""
+
+
+def alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
+    """No exchange at all: what computing takes by itself."""
+    yield Session(model, optimizer)
+
+
+PEERS: dict[str, Peer] = {
+    "local": Peer(alone),
+    "ddp": Peer(ddp.contestant(ddp.plain)),
+    "ddp+fp16": Peer(ddp.contestant(ddp.fp16)),
+    "ddp+powersgd": Peer(ddp.contestant(ddp.powersgd)),
+}
+
+
+def check(system: str) -> None:
+    """Refuse a name that is neither a peer's nor a strategy of ours."""
+    if system not in PEERS:
+        parse(system)
+
+
+def why_missing(system: str) -> str | None:
+    """What has to be installed before this one can take part; None if nothing."""
+    peer = PEERS.get(system)
+    if peer is None or peer.needs is None or find_spec(peer.needs) is not None:
+        return None
+    return f"{peer.needs} is not installed: pip install 'slipstream[{peer.extra}]'"
+
+
+def training(
+    system: str, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> AbstractContextManager[Session]:
+    """The contestant of this name, at work within the block."""
+    peer = PEERS.get(system)
+    train: Train = peer.train if peer is not None else partial(ours.train, system)
+    return contextmanager(train)(model, optimizer)

@@ -1,0 +1,191 @@
+"""The bench's side of a trial: fresh workers, told when to go on, and never waited for long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Self
+
+import msgspec
+
+from slipstream.bench.forking import Place, Request
+from slipstream.bench.trial import Trial
+from slipstream.errors import SlipstreamError
+
+# -P: a file in the current folder must not take a module's place.
+FORKING = (sys.executable, "-P", "-m", "slipstream.bench.forking")
+START_LIMIT_S = 180.0
+END_LIMIT_S = 30.0
+TAIL_LINES = 25
+
+
+class TrialFailed(SlipstreamError):
+    """A trial that did not come to its end; says who is to blame and what they wrote."""
+
+
+class Nursery:
+    """Starts the workers of one trial after the other; all are gone when the block ends."""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
+        self._pids: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            FORKING,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        return self
+
+    def _read(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._pids.put(json.loads(line))
+
+    def __exit__(self, *_: object) -> None:
+        with self._process as process:
+            process.kill()  # its workers die with it
+        self._folder.cleanup()
+
+    @contextmanager
+    def crew(self, trial: Trial, places: Sequence[Place]) -> Iterator[Crew]:
+        """The workers of one trial, killed at the end of the block if they have not ended."""
+        folder = Path(self._folder.name)
+        path = folder / "line"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(len(places))
+            try:
+                request = Request(
+                    msgspec.Raw(msgspec.json.encode(trial)), list(places), str(path), str(folder)
+                )
+                crew = Crew(listener, self._start(request), folder)
+                try:
+                    yield crew
+                finally:
+                    crew.close()
+            finally:
+                path.unlink()
+
+    def _start(self, request: Request) -> list[int]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(request).decode() + "\n")
+            self._process.stdin.flush()
+            return self._pids.get(timeout=START_LIMIT_S)
+        except (queue.Empty, BrokenPipeError):
+            raise TrialFailed(
+                "the process that starts workers did not; what it wrote above tells why"
+            ) from None
+
+
+class Crew:
+    """The workers of one trial."""
+
+    def __init__(self, listener: socket.socket, pids: Sequence[int], folder: Path) -> None:
+        self._pids, self._folder = pids, folder
+        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lines: list[socket.socket] = []
+        self._accept(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        until = time.monotonic() + START_LIMIT_S
+        while len(self._lines) < len(self._pids):
+            listener.settimeout(0.2)
+            try:
+                line, _ = listener.accept()
+            except TimeoutError:
+                gone = [rank for rank, pid in enumerate(self._pids) if not alive(pid)]
+                if gone or time.monotonic() > until:
+                    raise TrialFailed(f"not every worker started\n{self.tails()}") from None
+                continue
+            line.settimeout(None)
+            self._lines.append(line)
+            threading.Thread(target=self._read, args=(line.makefile("rb"),), daemon=True).start()
+
+    def _read(self, file: IO[bytes]) -> None:
+        rank = -1
+        with contextlib.suppress(OSError):
+            for text in file:
+                message = msgspec.json.decode(text)
+                rank = message["rank"]
+                self._heard.put(message)
+        self._heard.put({"rank": rank, "event": "gone", "content": None})
+
+    def hear(self, event: str, limit_s: float) -> list[Any]:
+        """What every worker says at this point, by rank."""
+        until = time.monotonic() + limit_s
+        said: dict[int, Any] = {}
+        while len(said) < len(self._pids):
+            try:
+                message = self._heard.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                silent = [str(rank) for rank in range(len(self._pids)) if rank not in said]
+                raise TrialFailed(
+                    f"no {event!r} from rank {', '.join(silent)} within {limit_s:.0f} s\n"
+                    + self.tails()
+                ) from None
+            if message["event"] == "gone":
+                # The first to end is not always the one at fault: let the others say so.
+                time.sleep(1.0)
+                raise TrialFailed(f"rank {message['rank']} ended before {event!r}\n{self.tails()}")
+            if message["event"] == event:
+                said[message["rank"]] = message["content"]
+        return [said[rank] for rank in sorted(said)]
+
+    def tell(self) -> None:
+        """Let every worker go on."""
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.sendall(b"\n")
+
+    def end(self) -> None:
+        """Every worker leaves by itself."""
+        until = time.monotonic() + END_LIMIT_S
+        while any(alive(pid) for pid in self._pids):
+            if time.monotonic() > until:
+                raise TrialFailed(f"not every worker ended\n{self.tails()}")
+            time.sleep(0.01)
+
+    def tails(self) -> str:
+        """The end of what every worker wrote."""
+        parts = []
+        for rank in range(len(self._pids)):
+            file = self._folder / f"rank{rank}.err"
+            lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+            parts.append("\n".join([f"--- rank {rank}", *lines[-TAIL_LINES:]]))
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        for pid in self._pids:
+            if alive(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether it still runs; one that has ended and was not yet reaped does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

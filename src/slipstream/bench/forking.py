@@ -1,0 +1,172 @@
+"""A process that loads torch and a workload once, and forks the workers of every trial.
+
+Many processes on few cores would otherwise spend most of a comparison importing. It reads a request
+a line from stdin, and answers with a line that names the workers' processes. Each worker enters its
+network namespace, if it has one, and talks to the bench over a Unix socket. They all die with this
+process, and it ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+NETNS_FOLDER = Path("/run/netns")
+CLONE_NEWNET = 0x40000000
+SET_DEATH_SIGNAL = 1
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a worker runs, and what it finds in its environment."""
+
+    env: dict[str, str]
+    namespace: str | None = None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The workers of one trial; ``trial`` is a ``slipstream.bench.trial.Trial``."""
+
+    trial: msgspec.Raw
+    places: list[Place]
+    socket: str
+    folder: str
+
+
+def serve() -> None:
+    """Fork what is asked for until stdin ends."""
+    preload()
+    children: set[int] = set()
+    text = b""
+    while True:
+        readable, _, _ = select.select([0], [], [], 0.05)
+        reap(children)
+        if not readable:
+            continue
+        more = os.read(0, 1 << 16)
+        if not more:
+            return
+        text += more
+        while b"\n" in text:
+            line, _, text = text.partition(b"\n")
+            children |= fork_all(msgspec.json.decode(line, type=Request))
+
+
+def preload() -> None:
+    """What every worker would otherwise import for itself; nothing here starts a thread."""
+    import torch
+    import torch.distributed
+    import torch.optim
+
+    import slipstream.bench.worker
+    import slipstream.job
+
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter]).step()
+    assert slipstream.job
+    assert slipstream.bench.worker
+
+
+def fork_all(request: Request) -> set[int]:
+    from slipstream.bench.trial import Trial, loaded
+
+    # Data is read here, once for all workers and trials.
+    trial = msgspec.json.decode(request.trial, type=Trial)
+    loaded(trial)
+    gc.collect()
+    gc.freeze()  # what workers share is not theirs to collect
+    pids = []
+    for rank, place in enumerate(request.places):
+        pid = os.fork()
+        if pid == 0:
+            become_worker(request, place, rank)
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    return set(pids)
+
+
+def reap(children: set[int]) -> None:
+    for pid in tuple(children):
+        done, _ = os.waitpid(pid, os.WNOHANG)
+        children -= {done}
+
+
+def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
+    """Never returns: the worker ends with the trial."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+        os.setsid()
+        redirect(Path(request.folder) / f"rank{rank}.err")
+        os.environ |= place.env
+        if place.namespace is not None:
+            enter(place.namespace)
+        run(request, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def redirect(errors: Path) -> None:
+    """Nothing to read, and all that is written goes to one file."""
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for target, source in ((0, nowhere), (1, file), (2, file)):
+        os.dup2(source, target)
+
+
+def enter(namespace: str) -> None:
+    """What ``ip netns exec`` does, for a process that runs already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(NETNS_FOLDER / namespace, os.O_RDONLY)
+    try:
+        if libc.setns(fd, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+    finally:
+        os.close(fd)
+
+
+def run(request: Request, rank: int) -> None:
+    from slipstream.bench.trial import Trial, loaded
+    from slipstream.bench.worker import work
+
+    trial = msgspec.json.decode(request.trial, type=Trial)
+    with socket.socket(socket.AF_UNIX) as line, contextlib.closing(line.makefile("rwb")) as file:
+        line.connect(request.socket)
+        say = speaker(file, rank)
+        say("here", None)
+
+        def wait() -> None:
+            if not file.readline():
+                raise SystemExit("the bench that started this worker is gone")
+
+        work(trial, loaded(trial), rank, len(request.places), say, wait)
+
+
+def speaker(file: Any, rank: int) -> Callable[[str, Any], None]:
+    def say(event: str, content: Any) -> None:
+        file.write(msgspec.json.encode({"rank": rank, "event": event, "content": content}) + b"\n")
+        file.flush()
+
+    return say
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,94 @@
+"""One run of one system, as data: what a worker is told and what it answers."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.bench.stragglers import parse_stragglers
+from slipstream.bench.tables import Table, table
+from slipstream.bench.workloads import Workload, emulated, workload
+from slipstream.errors import ConfigError
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train, for how long, and with what in the way."""
+
+    workload: str
+    system: str = "local"
+    batch: int | None = None  # of one worker
+    steps: int = 10
+    warmup: int = 3
+    seed: int = 0
+    data: str | None = None
+    scale: float | None = None
+    device: str | None = None  # a table's name or file, or milliseconds a step
+    straggle: str = ""
+    lr: float | None = None
+    evaluate_every: int = 0  # steps; 0: only at the end
+    threads: int = 1
+
+    @property
+    def paced_ms(self) -> float | None:
+        """What a step takes on the emulated device, where the net itself is a real one."""
+        try:
+            return None if self.device is None else float(self.device)
+        except ValueError:
+            return None
+
+    @property
+    def table(self) -> Table | None:
+        """The emulated net, where nothing is computed."""
+        if self.device is None or self.paced_ms is not None:
+            return None
+        found = table(self.device)
+        return found if self.scale is None else found.scaled(self.scale)
+
+    def load(self) -> Workload:
+        """The workload; refused here if it makes no sense, before any process starts."""
+        parse_stragglers(self.straggle)
+        if self.paced_ms is not None and self.paced_ms <= 0:
+            raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms")
+        if (net := self.table) is not None:
+            return emulated(net)
+        data = None if self.data is None else Path(self.data)
+        return workload(self.workload, data=data, scale=self.scale)
+
+
+def loaded(trial: Trial) -> Workload:
+    """The trial's workload; data that was read once is not read again."""
+    bare = Trial(workload=trial.workload, data=trial.data, scale=trial.scale, device=trial.device)
+    return _load(bare)
+
+
+@functools.cache
+def _load(bare: Trial) -> Workload:
+    return bare.load()
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """How good the model was, when."""
+
+    step: int
+    seconds: float
+    metric: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """What one worker measured, while nothing but training went on."""
+
+    elapsed_s: float
+    cpu_s: float
+    steps_s: list[float]
+    compute_s: float  # forward and backward alone, the median step's
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What one worker found out afterwards."""
+
+    metric: float | None
+    snapshots: list[Snapshot]
+    stats: dict[str, Any]
