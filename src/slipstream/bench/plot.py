@@ -16,7 +16,7 @@ from slipstream.bench.comparison import Bounds, Outcome
 from slipstream.bench.workloads import Goal
 
 INK, BAR = "#222222", "#4878a8"
-CURVES = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
+CURVES = mpl.color_sequences["tab10"]
 
 
 def draw(
