@@ -27,6 +27,7 @@ __all__ = [
     "all_to_all",
     "allreduce",
     "init",
+    "poseidon",
     "push_pull",
 ]
 
@@ -42,6 +43,7 @@ _HOMES = {
     "all_to_all": "systems",
     "allreduce": "systems",
     "init": "job",
+    "poseidon": "systems",
     "push_pull": "systems",
 }
 

@@ -7,12 +7,13 @@ starts. A plan is a pure value: every member of a job works out the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from slipstream.codecs import Codec, Dense
 from slipstream.consistency import Consistency, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute
+from slipstream.planning.hybrid import Hybrid
 from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology
@@ -66,6 +67,7 @@ class Plan:
     layout: Layout
     holders: tuple[tuple[Node, ...], ...]
     last_order: int  # of the tensor that the forward pass needs last
+    hybrid: Hybrid | None = None
 
     @classmethod
     def make(
@@ -79,9 +81,16 @@ class Plan:
         schedule: Schedule,
         update: Update,
         chunk_bytes: int = CHUNK_BYTES,
+        hybrid: Hybrid | None = None,
     ) -> Plan:
         groups = [
-            Group(r, spec.dtype, spec.role, routes[r].push.splits and routes[r].publish.splits)
+            Group(
+                r,
+                spec.dtype,
+                spec.role,
+                routes[r].push.splits and routes[r].publish.splits,
+                spec.layer,
+            )
             for spec, r in zip(specs, route_of, strict=True)
         ]
         layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
@@ -103,6 +112,7 @@ class Plan:
             layout,
             tuple(holders),
             max((spec.order for spec in specs), default=0),
+            hybrid,
         )
 
     @property
@@ -132,6 +142,7 @@ class Strategy:
     schedule: Schedule
     update: Update = "worker"
     chunk_bytes: int = CHUNK_BYTES
+    hybrid: Hybrid | None = None  # compact gradients where they are cheaper than the route
 
     def __post_init__(self) -> None:
         if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -142,6 +153,10 @@ class Strategy:
 
     def plan(self, specs: Sequence[Spec], cluster: Cluster) -> Plan:
         """Route, check and lay out every tensor."""
+        if self.hybrid is None:
+            specs = [replace(spec, layer="", obstacle="") for spec in specs]
+        else:
+            specs = self.hybrid.considered(specs)
         routes: list[Route] = []
         route_of = []
         for spec in specs:
@@ -164,6 +179,7 @@ class Strategy:
             schedule=self.schedule,
             update=self.update,
             chunk_bytes=self.chunk_bytes,
+            hybrid=self.hybrid,
         )
 
     def portrait(self, specs: Sequence[Spec], workers: int) -> list[str]:
@@ -172,12 +188,11 @@ class Strategy:
         routes = {repr(self.route(spec, cluster)) for spec in specs}
         return [
             f"strategy {self.name}, update at the {self.update}, chunks of {self.chunk_bytes}",
-            f"{self.consistency}, {self.schedule}",
+            f"{self.consistency}, {self.schedule}, {self.hybrid}",
             *sorted(routes),
         ]
 
-    def needs_servers(self, specs: Sequence[Spec], workers: int) -> bool:
-        cluster = Cluster(workers, servers=1)
+    def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         return any(self.route(spec, cluster).topology.needs_servers for spec in specs)
 
 

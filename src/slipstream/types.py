@@ -22,6 +22,7 @@ class Cluster:
 
     workers: int
     servers: int = 0
+    dedicated: bool = False  # servers on hosts of their own, not beside workers
 
     @property
     def worker_nodes(self) -> tuple[Node, ...]:
@@ -42,6 +43,9 @@ class Spec:
 
     ``order`` is its place in the forward pass. A parameter's mean runs over all workers (one that
     did not use it counts zero); a buffer's mean runs over the workers on which it changed.
+
+    ``layer`` names the layer that the tensor is a part of, where that layer's gradient has a
+    compact form that may travel instead; ``obstacle`` says why a layer's has none.
     """
 
     name: str
@@ -49,6 +53,8 @@ class Spec:
     dtype: str
     order: int
     role: Literal["parameter", "buffer"] = "parameter"
+    layer: str = ""
+    obstacle: str = ""
 
     @property
     def numel(self) -> int:

@@ -143,7 +143,7 @@ def test_somebody_elses_traffic_takes_what_it_is_given() -> None:
         flows = transfer(lab, [2], 0, 4_000_000)()
         moved = [b - a for a, b in zip(before, lab.bytes(), strict=True)]
         assert 0.3 < share(flows, "100mbit") < 0.65  # alone it would get 0.95
-        assert moved[1].sent > moved[2].sent
+        assert moved[1].sent > 2_000_000
         assert sender.poll() is None
     assert sender.returncode == -signal.SIGTERM
 

@@ -1,7 +1,20 @@
-from hypothesis import HealthCheck, settings
+from __future__ import annotations
 
-# No test may depend on how fast the machine is.
-settings.register_profile(
-    "steady", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
-)
-settings.load_profile("steady")
+import sys
+
+import pytest
+
+from slipstream.cli import main
+
+
+@pytest.fixture
+def slipstream(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> object:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capfd.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    return call

@@ -12,12 +12,13 @@ import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
 
-GROUND = {"types", "errors", "_native"}
+GROUND = {"types", "errors", "rates", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "planning"}
 DECISIONS = GROUND | AXES | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "rates": {"errors"},
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "strategy": GROUND | AXES,
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "runtime": DECISIONS | {"transports"},
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
-    "lab": {"errors"},
+    "lab": {"errors", "rates"},
     "bench": GROUND | {"lab", "systems", "runtime", "job", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "cli": GROUND

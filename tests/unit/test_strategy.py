@@ -104,8 +104,8 @@ def test_a_chunk_size_that_is_no_size_is_refused(chunk_bytes: int) -> None:
 
 
 def test_servers_are_needed_if_any_route_needs_them() -> None:
-    assert strategy(PEERS, SHARDED).needs_servers(SPECS, workers=2)
-    assert not strategy(PEERS).needs_servers(SPECS, workers=2)
+    assert strategy(PEERS, SHARDED).needs_servers(SPECS, Cluster(2, 1))
+    assert not strategy(PEERS).needs_servers(SPECS, Cluster(2, 1))
 
 
 @given(spec_lists(min_size=1), st.integers(1, 4), st.integers(1, 3))

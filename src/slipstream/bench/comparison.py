@@ -51,6 +51,8 @@ class Comparison:
 
     def check(self, workload: Workload) -> None:
         """Refuse what cannot work, before any process starts."""
+        if not self.systems:
+            raise ConfigError("there is no system to measure; name one, such as push_pull")
         for system in self.systems:
             check(system)
         if len(set(self.systems)) < len(self.systems):

@@ -74,8 +74,9 @@ class Nursery:
                 request = Request(
                     msgspec.Raw(msgspec.json.encode(trial)), list(places), str(path), str(folder)
                 )
-                crew = Crew(listener, self._start(request), folder)
+                crew = Crew(self._start(request), folder)
                 try:
+                    crew.accept(listener)
                     yield crew
                 finally:
                     crew.close()
@@ -97,13 +98,13 @@ class Nursery:
 class Crew:
     """The workers of one trial."""
 
-    def __init__(self, listener: socket.socket, pids: Sequence[int], folder: Path) -> None:
+    def __init__(self, pids: Sequence[int], folder: Path) -> None:
         self._pids, self._folder = pids, folder
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: list[socket.socket] = []
-        self._accept(listener)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def accept(self, listener: socket.socket) -> None:
+        """Every worker's line, or the reason why one has none."""
         until = time.monotonic() + START_LIMIT_S
         while len(self._lines) < len(self._pids):
             listener.settimeout(0.2)

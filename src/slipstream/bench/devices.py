@@ -6,8 +6,9 @@ made once: a gradient's memory is reused, and backward writes nothing to it. So 
 share a few cores, and what is seen is communication.
 
 Fully connected layers are ``nn.Linear``: X (K × N) is what a forward pre-hook sees, dY (K × M)
-what a hook on the output gets, both of them memory with K rows. Set ``on_factors`` to be given
-both in backward *instead of* dense gradients for weight and bias.
+what a hook on the output gets, both of them memory with K rows. Set ``on_factors`` to be offered
+both in backward *instead of* dense gradients for weight and bias; making a dense gradient from them
+(``rebuild``) then takes the time of its flops, at the device's speed in the table.
 
 Branches run one after the other, in the table's order. The weight update is the one thing that is
 still computed; ``include_update`` counts it as part of the table's time.
@@ -30,7 +31,7 @@ from slipstream.errors import ConfigError
 WEIGHT_SCALE = 0.01
 GRADIENT_SCALE = 0.001
 
-Factors = Callable[[Tensor, Tensor], None]  # takes X and dY
+Factors = Callable[[Tensor, Tensor], bool]  # is offered X and dY; whether it takes them
 
 
 class Work:
@@ -99,8 +100,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         linear, (x,), wanted = ctx.linear, ctx.saved_tensors, ctx.needs_input_grad[2:]
         linear.work.backward(len(x))
-        if linear.on_factors is not None:
-            linear.on_factors(x, gradients[0])
+        if linear.on_factors is not None and linear.on_factors(x, gradients[0]):
             wanted = [False] * len(wanted)
         return linear.input_gradients.take(len(x)), None, *linear.work.gradients(wanted)
 
@@ -153,9 +153,18 @@ class EmulatedLinear(nn.Linear):
         self.outputs = Rows(gradients, outputs)
         self.input_gradients = Rows(gradients, inputs)
         self.on_factors: Factors | None = None
+        self._rows = 0
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+        self._rows = len(input)
         return multiply(input, self, *self.parameters())
+
+    def rebuild(self, rows: int) -> None:
+        """A GEMM over all workers' rows, instead of the one over its own in backward."""
+        self.work.forward(rows - self._rows)
+        wanted = [parameter.requires_grad for parameter in self.parameters()]
+        for parameter, gradient in zip(self.parameters(), self.work.gradients(wanted), strict=True):
+            parameter.grad = gradient
 
 
 class Reshaping(nn.Module):

@@ -109,10 +109,11 @@ def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
     """Never returns: the worker ends with the trial."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+        die_with_parent()
         os.setsid()
         redirect(Path(request.folder) / f"rank{rank}.err")
-        os.environ |= place.env
+        # Whatever a killed worker leaves in temporary files goes with the trial's folder.
+        os.environ |= place.env | {"TMPDIR": request.folder}
         if place.namespace is not None:
             enter(place.namespace)
         run(request, rank)
@@ -122,6 +123,11 @@ def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def die_with_parent() -> None:
+    """However the parent ends, this process then ends too."""
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
 
 def redirect(errors: Path) -> None:

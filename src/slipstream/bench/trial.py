@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     def load(self) -> Workload:
         """The workload; refused here if it makes no sense, before any process starts."""
         parse_stragglers(self.straggle)
-        if self.paced_ms is not None and self.paced_ms <= 0:
-            raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms")
+        if self.paced_ms is not None and not 0 < self.paced_ms < math.inf:
+            raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms, and ends")
         if (net := self.table) is not None:
             return emulated(net)
         data = None if self.data is None else Path(self.data)

@@ -108,7 +108,7 @@ def emulate(trial: Trial, session: Session) -> Pace | None:
     """What makes computing take as long as it would on the device, if there is one."""
     net = bare(session.model)
     if isinstance(net, EmulatedNet):
-        net.include_update(session.optimizer)
+        net.include_update(session.inner or session.optimizer)
     return None if trial.paced_ms is None else Pace(net, trial.paced_ms / 1000)
 
 

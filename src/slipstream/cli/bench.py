@@ -18,6 +18,7 @@ from slipstream.errors import LaunchError
 LEARNING_STEPS = 1500
 SNAPSHOTS = 50
 TABLE_WIDTH = 112
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def bench(
@@ -28,7 +29,7 @@ def bench(
         str,
         typer.Option(
             help="Systems, joined by commas: slipstream's own, such as 'push_pull(overlap=False)', "
-            "and ddp, ddp+fp16, ddp+powersgd, local. Ratios are to the first."
+            "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
         ),
     ] = "ddp,allreduce,push_pull",
     workers: Annotated[int, typer.Option(min=1, help="Workers, one a host.")] = 4,
@@ -70,6 +71,8 @@ def bench(
     for option, file in (("--json", json), ("--plot", plot)):
         if file is not None:
             prepare_file(option, file)
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise LaunchError(f"--plot {plot}: a name ends in {' or '.join(PLOT_SUFFIXES)}")
     if plot is not None and find_spec("matplotlib") is None:
         raise LaunchError("--plot needs matplotlib; pip install 'slipstream[bench]'")
     # Here, because they import torch, and --help does not need it.

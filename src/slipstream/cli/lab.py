@@ -13,6 +13,7 @@ from rich.table import Table
 from slipstream.cli.summary import human_bytes
 from slipstream.errors import LaunchError
 from slipstream.lab import Lab, Network, existing, find, remove, remove_all
+from slipstream.lab.network import missing_tools
 from slipstream.lab.shaping import Rate
 
 app = typer.Typer(
@@ -20,6 +21,8 @@ app = typer.Typer(
     help="Make hosts with slow links on this machine (needs root and iproute2).",
     no_args_is_help=True,
 )
+
+TABLE_WIDTH = 112
 
 HostNumber = Annotated[str, typer.Argument(metavar="HOST", help="A host's number, or its name.")]
 LabName = Annotated[
@@ -55,18 +58,22 @@ def up(
         delay_ms=delay_ms,
         loss_percent=loss_percent,
     ).keep()
-    Console().print(_table(lab))
+    _print(lab)
 
 
 @app.command()
 def status(name: LabName = None) -> None:
     """Show every host: address, rate, link, programs, bytes. All labs, unless one is named."""
-    console = Console()
     names = existing() if name is None else [name]
     if not names:
-        console.print("no lab on this machine; `slipstream lab up` makes one")
+        print("no lab on this machine; `slipstream lab up` makes one")
     for each in names:
-        console.print(_table(find(each)))
+        try:
+            _print(find(each))
+        except LaunchError as error:
+            if name is not None:
+                raise
+            print(error)  # half made, or just removed: the others are still to be seen
 
 
 @app.command(name="exec", context_settings={"allow_interspersed_args": False})
@@ -76,9 +83,14 @@ def execute(
     name: LabName = None,
 ) -> None:
     """Run a command on a host, in this terminal."""
+    if command[0] == "--":
+        command = command[1:]
+    if not command:
+        raise LaunchError(f"say what to run on host {host}, such as `-- ip address`")
     lab = find(name)
     prefix = lab.hosts[_host(lab, host)].prefix
-    raise typer.Exit(subprocess.run([*prefix, *command], check=False).returncode)
+    code = subprocess.run([*prefix, *command], check=False).returncode
+    raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 @app.command()
@@ -89,6 +101,8 @@ def down(
     ] = False,
 ) -> None:
     """Remove a lab and end what runs in it."""
+    if existing() and (reason := missing_tools()) is not None:
+        raise LaunchError(reason)
     if everything:
         removed = remove_all()
     else:
@@ -179,6 +193,13 @@ def _host(lab: Network, text: str) -> int:
     if found is None:
         raise LaunchError(f"no host {text!r}; lab {lab.name} has 0 to {len(lab.hosts) - 1}")
     return found
+
+
+def _print(lab: Network) -> None:
+    """Cut off, an address is of no use: on a narrow terminal lines wrap instead."""
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(_table(lab))
 
 
 def _table(lab: Network) -> Table:

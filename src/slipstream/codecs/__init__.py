@@ -1,6 +1,7 @@
 """What travels. Codecs are frozen recipes; their memory, where they have any, is explicit."""
 
+from slipstream.codecs.compact import CompactWire
 from slipstream.codecs.dense import Dense
 from slipstream.codecs.protocol import Codec
 
-__all__ = ["Codec", "Dense"]
+__all__ = ["Codec", "CompactWire", "Dense"]

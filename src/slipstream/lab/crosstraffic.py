@@ -11,6 +11,7 @@ its time, and both with their lab.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -48,6 +49,8 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
 
 
 if __name__ == "__main__":
+    # Ctrl-C is for whoever started this, and ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     what, address, port, *rest = sys.argv[1:]
     if what == "receive":
         receive(address, int(port))

@@ -28,7 +28,8 @@ from slipstream.lab.removal import (
     signal_all,
     start_watchdog,
 )
-from slipstream.lab.shaping import Rate, Trouble, bits_per_second
+from slipstream.lab.shaping import Rate, Trouble
+from slipstream.rates import bits_per_second
 
 _COMMAND_LIMIT_S = 20.0
 

@@ -16,10 +16,10 @@ Delay and loss need ``netem``, which not every kernel has; the bucket then sits 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from slipstream.errors import LaunchError
+from slipstream.rates import bits_per_second
 
 Rate = str | int | float | None  # "200mbit", bits per second, or None: unshaped
 
@@ -29,7 +29,6 @@ QUEUE_S = 0.050
 LONGEST_DELAY_MS = 10_000.0
 SMALL_FRAME_NBYTES = 500
 
-_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _SLOWEST_BPS = 1e5  # below it one super-packet takes longer than five seconds
 _FASTEST_BPS = 1e11
 
@@ -76,23 +75,17 @@ class Trouble:
         )
 
 
-def bits_per_second(rate: str | int | float) -> float:
-    """``"200mbit"`` → 2e8; a number is taken as bits per second."""
-    if isinstance(rate, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
-        if match is None:
-            raise LaunchError(
-                f"link rate {rate!r} is not understood; write it like 200mbit or 1gbit"
-            )
-        rate = float(match[1]) * _UNITS[match[2]]
-    if not _SLOWEST_BPS <= rate <= _FASTEST_BPS:
-        raise LaunchError(f"a link of {rate:g} bit/s cannot be shaped; take 100kbit to 100gbit")
-    return float(rate)
+def shapeable(rate: str | int | float) -> float:
+    """The rate in bits per second, if ``tbf`` can shape it."""
+    bps = bits_per_second(rate)
+    if not _SLOWEST_BPS <= bps <= _FASTEST_BPS:
+        raise LaunchError(f"a link of {bps:g} bit/s cannot be shaped; take 100kbit to 100gbit")
+    return bps
 
 
 def bucket(rate: str | int | float) -> Bucket:
     """The token bucket for a link of this rate."""
-    bps = bits_per_second(rate)
+    bps = shapeable(rate)
     return Bucket(
         rate_bps=round(bps),
         burst_nbytes=max(2 * SUPER_PACKET_NBYTES, round(bps / 8 * WAKE_UP_S)),

@@ -13,12 +13,16 @@ SMALLEST_CHUNK_BYTES = 4 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that may share a chunk: one route, one dtype, one role."""
+    """Tensors that may share a chunk: one route, one dtype, one role.
+
+    Those of a ``layer`` have chunks of their own, which a round may leave out.
+    """
 
     route: int
     dtype: str
     role: str
     splits: bool
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Configuration(msgspec.Struct, frozen=True):
     workers: int
     servers: int
     addresses: dict[str, str]
-    specs: list[tuple[str, list[int], str, int, str]]
+    specs: list[tuple[str, list[int], str, int, str, str]]
     routes: list[tuple[Part, Part, Part, str]]
     route_of: list[int]
     consistency: Part
@@ -50,7 +50,7 @@ class Configuration(msgspec.Struct, frozen=True):
             workers=plan.cluster.workers,
             servers=plan.cluster.servers,
             addresses=addresses,
-            specs=[(s.name, list(s.shape), s.dtype, s.order, s.role) for s in plan.specs],
+            specs=[(s.name, list(s.shape), s.dtype, s.order, s.role, s.layer) for s in plan.specs],
             routes=[
                 (describe(r.topology), describe(r.push), describe(r.publish), r.road)
                 for r in plan.routes
@@ -66,8 +66,15 @@ class Configuration(msgspec.Struct, frozen=True):
 
     def plan(self) -> Plan:
         specs = [
-            Spec(name, tuple(shape), dtype, order, "parameter" if role == "parameter" else "buffer")
-            for name, shape, dtype, order, role in self.specs
+            Spec(
+                name,
+                tuple(shape),
+                dtype,
+                order,
+                "parameter" if role == "parameter" else "buffer",
+                layer,
+            )
+            for name, shape, dtype, order, role, layer in self.specs
         ]
         routes = []
         for topology, push, publish, road_name in self.routes:

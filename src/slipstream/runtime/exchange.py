@@ -52,6 +52,10 @@ class Exchange(Protocol):
         """The tensor's contribution to this round is final."""
         ...
 
+    def excuse(self, tensors: Collection[int]) -> None:
+        """These travel another way, from this round on until told otherwise."""
+        ...
+
     def flush(self) -> None:
         """Everything not ready yet contributes what it has; the round is complete here."""
         ...
@@ -96,6 +100,7 @@ class LinkExchange:
         self._leaving: dict[int, list[Ticket]] = {index: [] for index in self._chunks}
         self._unready = self._fresh_counts()
         self._fired: set[int] = set()
+        self._excused: Collection[int] = ()
         self._unwritten = Counter[int]()
         self._sinks: dict[int, Values] = {}
         self._holder = Holder(rank, plan, PublishMean())
@@ -120,9 +125,12 @@ class LinkExchange:
             if not self._unready[index]:
                 self._push(self._chunks[index])
 
+    def excuse(self, tensors: Collection[int]) -> None:
+        self._excused = tensors
+
     def flush(self) -> None:
         for tensor, chunks in enumerate(self._of_tensor):
-            if chunks and tensor not in self._fired:
+            if chunks and tensor not in self._fired and tensor not in self._excused:
                 self.ready(tensor)
         self._fired.clear()
         self._unready = self._fresh_counts()

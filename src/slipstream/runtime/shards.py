@@ -18,11 +18,13 @@ from slipstream.types import Cluster, Spec
 def choose_cluster(strategy: Strategy, specs: tuple[Spec, ...], membership: Membership) -> Cluster:
     """As many servers as were asked for; else one a host, or fewer for a small model."""
     env = membership.env
-    if not strategy.needs_servers(specs, env.world_size):
-        return Cluster(env.world_size)
+    dedicated = bool(env.server_addresses)
     asked = len(env.server_addresses) or env.servers
+    wanted = Cluster(env.world_size, asked or 1, dedicated)
+    if not strategy.needs_servers(specs, wanted):
+        return Cluster(env.world_size)
     if asked:
-        return Cluster(env.world_size, asked)
+        return wanted
     for servers in range(len(membership.first_on_each_host), 1, -1):
         try:
             strategy.plan(specs, Cluster(env.world_size, servers))

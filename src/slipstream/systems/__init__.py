@@ -11,13 +11,15 @@ from slipstream.errors import UnknownStrategy
 from slipstream.strategy import Strategy
 from slipstream.systems.all_to_all import all_to_all
 from slipstream.systems.allreduce import allreduce
+from slipstream.systems.poseidon import poseidon
 from slipstream.systems.push_pull import push_pull
 
-__all__ = ["SYSTEMS", "all_to_all", "allreduce", "parse", "push_pull"]
+__all__ = ["SYSTEMS", "all_to_all", "allreduce", "parse", "poseidon", "push_pull"]
 
 SYSTEMS: dict[str, Callable[..., Strategy]] = {
     "all_to_all": all_to_all,
     "allreduce": allreduce,
+    "poseidon": poseidon,
     "push_pull": push_pull,
 }
 

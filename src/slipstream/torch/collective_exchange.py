@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,9 @@ class CollectiveExchange:
         ]
         self._places = self._find_places()
         self._fired: set[int] = set()
-        self._launched = 0
+        self._excused: Collection[int] = ()
+        self._next = 0
+        self._launched: list[Bucket] = []
         self._outstanding = False
 
     def _bucket(self, chunk: Chunk) -> Bucket:
@@ -115,12 +117,19 @@ class CollectiveExchange:
 
     def _launch_complete(self) -> None:
         # Every rank must start its collectives in the same order.
-        while self._launched < len(self._buckets) and not self._buckets[self._launched].unready:
-            bucket = self._buckets[self._launched]
-            bucket.parity.fill_(self.step % 2)
-            bucket.work = self._collectives.all_reduce(bucket.flat)
-            self._launched += 1
-            self._count(bucket)
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if not self._is_excused(bucket):
+                if bucket.unready:
+                    return
+                bucket.parity.fill_(self.step % 2)
+                bucket.work = self._collectives.all_reduce(bucket.flat)
+                self._launched.append(bucket)
+                self._count(bucket)
+            self._next += 1
+
+    def _is_excused(self, bucket: Bucket) -> bool:
+        return all(segment.tensor in self._excused for segment in bucket.chunk.segments)
 
     def _count(self, bucket: Bucket) -> None:
         """A ring moves 2(n-1)/n of the bucket in all, half of it out."""
@@ -130,12 +139,16 @@ class CollectiveExchange:
         self.sent[scheme] += 2 * (n - 1) * nbytes // n
         self.received[scheme] += 2 * (n - 1) * nbytes // n
 
+    def excuse(self, tensors: Collection[int]) -> None:
+        self._excused = tensors
+
     def flush(self) -> None:
         for tensor in self._places:
-            if tensor not in self._fired:
+            if tensor not in self._fired and tensor not in self._excused:
                 self.ready(tensor)
+        self._launch_complete()
         self._fired.clear()
-        self._launched = 0
+        self._next = 0
         self._outstanding = True
         self._member.round = max(self._member.round, self.step + 1)
 
@@ -143,19 +156,22 @@ class CollectiveExchange:
         if not self._outstanding:
             return
         begun = time.monotonic()
-        for bucket in self._buckets:
+        for bucket in self._launched:
             self._collectives.wait(bucket.work)
         self.wait_s += time.monotonic() - begun
         self._agree_on_step()
+        carried = {segment.tensor for b in self._launched for segment in b.chunk.segments}
         for tensor in self._places:
-            self._write(tensor)
+            if tensor in carried:
+                self._write(tensor)
         for bucket in self._buckets:
             bucket.unready = len(bucket.chunk.segments)
+        self._launched = []
         self._outstanding = False
 
     def _agree_on_step(self) -> None:
         together = self.plan.cluster.workers * (self.step % 2)
-        if any(float(bucket.parity) != together for bucket in self._buckets):
+        if any(float(bucket.parity) != together for bucket in self._launched):
             raise RuntimeFault(
                 f"workers ran different numbers of backward passes up to step {self.step}: every "
                 "worker must call backward() equally often a step (use job.accumulate() for "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.errors import ForeignParameters
+from slipstream.torch.compact_layers import named_forms
 from slipstream.types import ITEM_BYTES, Spec
 
 Place = tuple[nn.Module, str]
@@ -27,12 +28,15 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
+        layers, obstacles = compact_parts(model)
         specs: list[Spec] = []
         tensors: list[torch.Tensor] = []
         places: list[Place | None] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                specs.append(spec_of(name, parameter, len(specs), "parameter"))
+                spec = spec_of(name, parameter, len(specs), "parameter")
+                layer, obstacle = layers.get(id(parameter), ""), obstacles.get(id(parameter), "")
+                specs.append(replace(spec, layer=layer, obstacle=obstacle))
                 tensors.append(parameter)
                 places.append(None)
         for name, buffer in model.named_buffers():
@@ -50,6 +54,20 @@ class Inventory:
             tuple(tensor for i, tensor in enumerate(self.tensors) if i in keep),
             tuple(place for i, place in enumerate(self.places) if i in keep),
         )
+
+
+def compact_parts(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
+    """By parameter: the layer it is part of, if that one's gradient has a compact form; and why
+    not, if it might have had one."""
+    layers: dict[int, str] = {}
+    obstacles: dict[int, str] = {}
+    for name, module, _, obstacle in named_forms(model):
+        for parameter in module.parameters(recurse=False):
+            if obstacle:
+                obstacles[id(parameter)] = obstacle
+            else:
+                layers[id(parameter)] = name
+    return layers, obstacles
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.codecs import CompactWire
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
+from slipstream.planning.choosing import Ways
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.runtime.exchange import Exchange, LinkExchange
 from slipstream.runtime.joining import Membership
@@ -17,12 +19,15 @@ from slipstream.runtime.shards import Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
 from slipstream.strategy import Plan, Strategy
 from slipstream.torch.collective_exchange import CollectiveExchange
+from slipstream.torch.compact_exchange import CompactExchange
+from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.inventory import Inventory, check_optimizer, portrait, whole_state
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import check_elementwise, settings_of
 from slipstream.torch.slots import LiveTensors
+from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
 from slipstream.transports.collective import Collectives
@@ -173,6 +178,9 @@ def _wire(
     chain.open = False
     slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
+    compact = make_compact(model, plan, inventory, exchanges, membership)
+    if compact is not None:
+        exchanges = (compact, *exchanges)
     parts = (model, plan, inventory, slots, exchanges)
     server_state, gate = None, None
     synchronizer: Synchronizer
@@ -189,6 +197,8 @@ def _wire(
         optimizer = remote
     else:
         synchronizer = WorkerUpdates(optimizer, *parts)
+    if compact is not None:
+        synchronizer.capture_compact(compact)
     # Nobody trains before everybody can take a gradient.
     membership.rendezvous.gather("distributed", True, bool)
     membership.rendezvous.limit_s = limits.wait_s
@@ -260,6 +270,47 @@ def make_exchanges(
             )
         )
     return tuple(exchanges), collectives
+
+
+def make_compact(
+    model: nn.Module,
+    plan: Plan,
+    inventory: Inventory,
+    dense: tuple[Exchange, ...],
+    membership: Membership,
+) -> CompactExchange | None:
+    """The exchange of layers that may travel in compact form, if the strategy wants that."""
+    layers = compact_layers(model, plan, inventory)
+    if plan.hybrid is None or not layers:
+        return None
+    speeds = measure_speeds(membership) if plan.hybrid.needs_speeds else None
+    cluster = plan.cluster
+    return CompactExchange(
+        membership.env.rank,
+        plan,
+        layers,
+        plan.hybrid.chooser(speeds),
+        Ways(cluster.workers, cluster.servers, cluster.dedicated),
+        CompactWire(plan.hybrid.wire),
+        inventory.tensors,
+        dense,
+        membership.member,
+        limit_s=membership.limits.wait_s,
+    )
+
+
+def compact_layers(model: nn.Module, plan: Plan, inventory: Inventory) -> list[CompactLayer]:
+    """In forward order, like the plan's tensors."""
+    index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
+    wanted = {spec.layer for spec in plan.specs if spec.layer}
+    layers = []
+    for name, module, form, _ in named_forms(model):
+        if name in wanted:
+            bias: Any = getattr(module, "bias", None)
+            weight = index_of[id(module.weight)]
+            place = None if bias is None else index_of[id(bias)]
+            layers.append(CompactLayer(shape_of(name, module, form), module, weight, place))
+    return layers
 
 
 def collective_device(inventory: Inventory) -> torch.device:

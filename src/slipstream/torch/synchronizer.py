@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.exchange import Exchange
 from slipstream.strategy import Plan
+from slipstream.torch.compact_exchange import CompactExchange
+from slipstream.torch.compact_layers import CompactLayer, Ports, capture
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.tap import BackwardTap
@@ -37,6 +39,8 @@ class Synchronizer(ABC):
         self._exchanges = tuple(exchanges)
         self._copying: list[int] = []
         self._handles: list[Any] = []
+        self._end_capture: Callable[[], None] = lambda: None
+        self._has_compact: Callable[[int], bool] = lambda _: False
         self._known = {id(tensor) for tensor in inventory.tensors}
         # Autograd runs a thread for each device; a model may be spread over several.
         self._lock = threading.Lock()
@@ -50,12 +54,24 @@ class Synchronizer(ABC):
             model, parameters, on_ready=self._gradient_ready, on_end=self.pass_ended
         )
 
+    def capture_compact(self, exchange: CompactExchange) -> None:
+        """Let layers hand over compact gradients instead of dense ones, where these are wanted."""
+
+        def captured(layer: CompactLayer) -> None:
+            if not self.tap.paused:
+                self.tap.touch()
+                with self._lock:
+                    exchange.captured(layer)
+
+        self._has_compact = exchange.has
+        self._end_capture = capture(exchange.layers, Ports(exchange.takes, captured))
+
     @property
     def wait_s(self) -> float:
         return sum(exchange.wait_s for exchange in self._exchanges)
 
     def _gradient_ready(self, tensor: int) -> None:
-        if not self.plan.schedule.leaves_during_backward:
+        if self._has_compact(tensor) or not self.plan.schedule.leaves_during_backward:
             return
         with self._lock:
             self._slots.fetch(tensor)
@@ -116,6 +132,7 @@ class Synchronizer(ABC):
     def close(self) -> None:
         """Let go of the model and the optimizer: they are ordinary ones again."""
         self.tap.remove()
+        self._end_capture()
         for handle in self._handles:
             handle.remove()
 

@@ -41,11 +41,29 @@ class BackwardTap:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
             if not self.paused:
-                self._begin()
-                self._touched = True
+                self.touch()
                 self._on_ready(index)
 
         return accumulated
+
+    def touch(self) -> None:
+        """A parameter's gradient is in this pass, whether or not its hook is called."""
+        self._begin()
+        self._touched = True
+
+    def __deepcopy__(self, _memo: object) -> BackwardTap:
+        return self._inert()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model is an ordinary one: nothing of it is exchanged."""
+        return BackwardTap._inert, ()
+
+    @staticmethod
+    def _inert() -> BackwardTap:
+        copied = BackwardTap.__new__(BackwardTap)
+        copied.paused, copied._open, copied._touched = True, False, False
+        copied._handles = []
+        return copied
 
     @torch.compiler.disable
     def _mark_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -54,6 +54,42 @@ class Publish(Body, tag="publish", frozen=True):
     crc: Checksum
 
 
+class Compact(Body, tag="compact", frozen=True):
+    """A worker's gradient of one layer in compact form: two matrices of ``rows`` rows each.
+
+    ``present`` is False where the worker did not use the layer. Each matrix comes in ``dtypes``'
+    precision, as one frame or several, cut between rows.
+    """
+
+    layer: Count
+    round: Count
+    step: Count
+    present: bool
+    rows: Count
+    dtypes: tuple[Name, Name]
+    crc: Checksum
+
+
+class Rows(Body, tag="rows", frozen=True):
+    """Rank 0's word on a step: how many rows each layer's compact gradient had there."""
+
+    step: Count
+    rows: list[Count]
+
+
+class Probe(Body, tag="probe", frozen=True):
+    """Bytes that only measure a link; the last message of a measurement is answered."""
+
+    number: Count
+    last: bool
+
+
+class Echo(Body, tag="echo", frozen=True):
+    """The last message of this measurement has arrived."""
+
+    number: Count
+
+
 class Beat(Body, tag="beat", frozen=True):
     """I am alive; rounds begun, by member. Rank 0 tells everybody everybody's."""
 
@@ -120,7 +156,23 @@ class State(Body, tag="state", frozen=True):
     crc: Checksum
 
 
-AnyBody = Push | Publish | Beat | Leave | Fault | Configure | Ready | Piece | Load | Fetch | State
+AnyBody = (
+    Push
+    | Publish
+    | Compact
+    | Rows
+    | Probe
+    | Echo
+    | Beat
+    | Leave
+    | Fault
+    | Configure
+    | Ready
+    | Piece
+    | Load
+    | Fetch
+    | State
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,7 +72,8 @@ def test_a_server_makes_the_very_same_plan(
 def test_every_system_can_be_told_to_a_server(system: str) -> None:
     specs = [vector("w", 9000, order=0), vector("b", 5, order=1, role="buffer")]
     plan = SYSTEMS[system]().plan(specs, Cluster(3, 1))
-    assert over_the_wire(plan).plan() == plan
+    # What layers choose among themselves is not a server's business.
+    assert over_the_wire(plan).plan() == replace(plan, hybrid=None)
 
 
 def test_the_optimizer_travels_along() -> None:

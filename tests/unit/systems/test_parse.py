@@ -60,7 +60,7 @@ def test_all_to_all_is_a_mesh_over_links() -> None:
     [
         ("pushpull", "did you mean 'push_pull'"),
         ("all_reduce", "did you mean 'allreduce'"),
-        ("PUSH_PULL", "there are all_to_all, allreduce, push_pull"),
+        ("PUSH_PULL", "there are all_to_all, allreduce, poseidon, push_pull"),
         ("zzz(overlap=True)", "no strategy 'zzz'"),
     ],
 )

@@ -25,14 +25,17 @@ class Tied(nn.Module):
         self.decode.weight = self.embed.weight
 
 
+TIED = "its weight is tied to another layer's"
+
+
 def test_everything_trainable_is_listed_once_in_forward_order() -> None:
     model = Tied()
     inventory = Inventory.of(model)
     assert inventory.specs == (
-        Spec("embed.weight", (5, 3), "float32", 0),
+        Spec("embed.weight", (5, 3), "float32", 0, obstacle=TIED),
         Spec("norm.weight", (3,), "float32", 1),
         Spec("norm.bias", (3,), "float32", 2),
-        Spec("decode.bias", (5,), "float32", 3),
+        Spec("decode.bias", (5,), "float32", 3, obstacle=TIED),
         Spec("norm.running_mean", (3,), "float32", 4, "buffer"),
         Spec("norm.running_var", (3,), "float32", 5, "buffer"),
     )

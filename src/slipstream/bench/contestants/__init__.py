@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from slipstream.bench.contestants import ddp, ours
+from slipstream.bench.contestants import ddp, hivemind, ours, torchft
 from slipstream.bench.contestants.session import Session
 from slipstream.systems import parse
 
@@ -43,6 +43,8 @@ PEERS: dict[str, Peer] = {
     "ddp": Peer(ddp.contestant(ddp.plain)),
     "ddp+fp16": Peer(ddp.contestant(ddp.fp16)),
     "ddp+powersgd": Peer(ddp.contestant(ddp.powersgd)),
+    "hivemind": Peer(hivemind.train, needs="hivemind", extra="hivemind"),
+    "torchft": Peer(torchft.train, needs="torchft", extra="torchft"),
 }
 
 

@@ -19,10 +19,12 @@ class Session:
     """A model and an optimizer that train together with the other workers'.
 
     ``finish`` returns when every weight is up to date; ``stats`` is what the contestant itself
-    counted.
+    counted. ``inner`` is the user's own optimizer, where ``optimizer`` is one around it that waits
+    for others.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     finish: Callable[[], None] = nothing
     stats: Callable[[], dict[str, Any]] = dict
+    inner: torch.optim.Optimizer | None = None

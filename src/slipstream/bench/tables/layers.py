@@ -103,12 +103,13 @@ class Table:
     def specs(self) -> tuple[Spec, ...]:
         """The tensors a planner routes: those that an emulated net of this table holds."""
         named = [
-            (f"{layer.module}.{name}", shape)
+            (f"{layer.module}.{name}", shape, layer.module if layer.kind == "fc" else "")
             for layer in self.layers
             for name, shape in layer.named_shapes.items()
         ]
         return tuple(
-            Spec(name, shape, "float32", order) for order, (name, shape) in enumerate(named)
+            Spec(name, shape, "float32", order, layer=layer)
+            for order, (name, shape, layer) in enumerate(named)
         )
 
     def slowed(self, times: float) -> Table:

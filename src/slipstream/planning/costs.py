@@ -1,0 +1,121 @@
+"""What a layer's gradient costs on each road: Poseidon's Table 1, and predicted time.
+
+Symbols of the paper: a layer's matrix is M × N, K rows in a worker's batch, P1 workers, P2 servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What a layer's gradient is made of. "factors": dYᵀX of a fully connected layer, M outputs and N
+# inputs; "rows": the touched rows of an embedding, M rows of N values.
+Form = Literal["factors", "rows"]
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A layer whose gradient has a compact form; M × N as above, and a bias of M or none."""
+
+    name: str
+    form: Form
+    outputs: int
+    inputs: int
+    bias: bool = False
+    item_bytes: int = 4
+
+    @property
+    def dense_bytes(self) -> int:
+        return (self.outputs * self.inputs + self.outputs * self.bias) * self.item_bytes
+
+    def compact_bytes(self, rows: float, item_bytes: int | None = None) -> float:
+        """One worker's gradient in compact form."""
+        size = item_bytes or self.item_bytes
+        if self.form == "rows":
+            return rows * (self.inputs * size + ID_BYTES)
+        return rows * (self.outputs + self.inputs) * size
+
+    def rebuild_flops(self, rows: float) -> float:
+        """To make the dense gradient from this many rows; adding up rows of a table is no GEMM."""
+        return 0.0 if self.form == "rows" else 2.0 * rows * self.outputs * self.inputs
+
+
+# ---- Table 1: floats that a node sends and receives
+
+
+def ps_server(m: int, n: int, p1: int, p2: int) -> float:
+    return 2 * p1 * m * n / p2
+
+
+def ps_worker(m: int, n: int) -> float:
+    return 2 * m * n
+
+
+def ps_both(m: int, n: int, p1: int, p2: int) -> float:
+    """A node that is worker and server."""
+    return 2 * m * n * (p1 + p2 - 2) / p2
+
+
+def sfb(m: int, n: int, k: int, p1: int) -> float:
+    return 2 * k * (p1 - 1) * (m + n)
+
+
+def adam_server(m: int, n: int, k: int, p1: int) -> float:
+    """The heaviest one: factors in from every worker, the matrix out to every worker."""
+    return p1 * m * n + p1 * k * (m + n)
+
+
+def adam_worker(m: int, n: int, k: int) -> float:
+    return k * (m + n) + m * n
+
+
+def adam_both(m: int, n: int, k: int, p1: int) -> float:
+    return (p1 - 1) * (m * n + k * m + k * n)
+
+
+def best_scheme(m: int, n: int, k: int, p1: int, p2: int) -> Literal["SFB", "PS"]:
+    """Algorithm 1, for a fully connected layer."""
+    return "SFB" if sfb(m, n, k, p1) <= ps_both(m, n, p1, p2) else "PS"
+
+
+# ---- time
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What was measured, or given: a link each way, one worker's GEMM, one server's summing."""
+
+    link_bits_per_s: float
+    gemm_flops_per_s: float
+    server_bytes_per_s: float
+
+
+def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bool) -> float:
+    """The busiest link's bytes, each way, for a dense tensor.
+
+    Without servers: a ring. With servers beside workers: their shard's traffic on top of the
+    workers' own. With dedicated servers: the busier of a worker's and a server's link.
+    """
+    if not servers:
+        return 2 * (workers - 1) / workers * nbytes
+    if dedicated:
+        return max(1.0, workers / servers) * nbytes
+    return (workers + servers - 2) / servers * nbytes
+
+
+def dense_seconds(
+    nbytes: float, workers: int, servers: int, speeds: Speeds, *, dedicated: bool
+) -> float:
+    link = dense_link_bytes(nbytes, workers, servers, dedicated=dedicated)
+    summing = workers * nbytes / servers / speeds.server_bytes_per_s if servers else 0.0
+    return link * 8 / speeds.link_bits_per_s + summing
+
+
+def compact_seconds(
+    shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: int | None = None
+) -> float:
+    """To every peer; and the dense gradient of all rows made here, instead of that of one's own."""
+    link = (workers - 1) * shape.compact_bytes(rows, item_bytes)
+    extra = shape.rebuild_flops(rows * (workers - 1))
+    return link * 8 / speeds.link_bits_per_s + extra / speeds.gemm_flops_per_s

@@ -1,0 +1,21 @@
+"""How people write a link's rate."""
+
+from __future__ import annotations
+
+import re
+
+from slipstream.errors import ConfigError
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def bits_per_second(rate: str | float) -> float:
+    """``"200mbit"`` → 2e8; a number is taken as bits per second."""
+    if isinstance(rate, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
+        if match is None:
+            raise ConfigError(f"a rate of {rate!r} is not understood; write 200mbit or 1gbit")
+        rate = float(match[1]) * _UNITS[match[2]]
+    if not rate > 0:
+        raise ConfigError(f"a rate of {rate!r} moves nothing; give one above 0")
+    return float(rate)

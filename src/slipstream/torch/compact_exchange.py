@@ -1,0 +1,437 @@
+"""The worker's half of a round in which layers' gradients travel in compact form, peer to peer.
+
+Every worker sends its rows of a layer to every other, as soon as the layer's backward has ended.
+When all workers' rows are in, the dense mean gradient is made from them, in rank order and in one
+go, straight into the gradient's memory, which is reused from step to step: all workers do the same
+arithmetic on the same bytes. A layer that a worker did not use contributes nothing there.
+
+Which layers travel so is decided anew for every step, from how many rows rank 0 had in the step
+before (in the first step: in this one). Everybody applies the same rule to the same numbers; the
+other layers, and these when the rule says so, go the plan's dense way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.codecs import CompactWire
+from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.planning.choosing import Chooser, Verdict, Ways
+from slipstream.runtime.exchange import Exchange, rank_of
+from slipstream.runtime.member import HUB, Member
+from slipstream.strategy import Plan
+from slipstream.torch.compact_layers import CompactLayer
+from slipstream.torch.inventory import dtype_name
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Compact, Message, Rows, checksum
+from slipstream.types import Buffer
+
+
+class CompactExchange:
+    """All layers of a plan that may travel in compact form; implements ``Exchange``."""
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        layers: Sequence[CompactLayer],
+        chooser: Chooser,
+        ways: Ways,
+        wire: CompactWire,
+        parameters: Sequence[Tensor],
+        dense: Sequence[Exchange],
+        member: Member,
+        *,
+        limit_s: float,
+    ) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.step = 0
+        self.wait_s = 0.0
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.verdicts: tuple[Verdict, ...] = ()
+        self._layers = tuple(layers)
+        self._index = {id(layer): i for i, layer in enumerate(layers)}
+        self._layer_of = {tensor: layer for layer in layers for tensor in layer.tensors}
+        self._before: dict[int, tuple[int, int] | None] = {}
+        self._chooser, self._ways, self._wire = chooser, ways, wire
+        self._parameters = parameters
+        self._dense = tuple(dense)
+        self._member = member
+        self._limit_s = limit_s
+        self._round = [0] * len(layers)  # contributions made
+        self._written = [0] * len(layers)  # results in place
+        self._arrived: list[dict[int, dict[int, tuple[Compact, Sequence[Buffer]]]]] = [
+            {} for _ in layers
+        ]
+        self._rebuilders = [Rebuilder(layer, self._peers) for layer in layers]
+        self._decided_for = -1
+        self._rows: dict[int, list[int]] = {}
+        self._last_rows: list[int] = []
+        member.on(Compact, self._on_compact)
+        member.on(Rows, self._on_rows)
+
+    @property
+    def layers(self) -> tuple[CompactLayer, ...]:
+        return self._layers
+
+    @property
+    def _peers(self) -> int:
+        return self.plan.cluster.workers
+
+    # ---- which layers travel so in this step
+
+    def takes(self, layer: CompactLayer) -> bool:
+        """Whether this layer's gradient is captured in this step, instead of made dense."""
+        self._decide()
+        return self.verdicts[self._index[id(layer)]].compact
+
+    def _decide(self) -> None:
+        if self._decided_for == self.step:
+            return
+        seen = [layer.rows for layer in self._layers]
+        if self._member.name == HUB:
+            self._rows[self.step] = seen
+            for node in range(1, self._peers):
+                peer = self.plan.cluster.name(node)
+                self._member.send(peer, Rows(self.step, seen), priority=CONTROL)
+        wanted = self.step if self._decided_for < 0 else self._decided_for
+        self._member.wait_until(
+            lambda: wanted in self._rows,
+            what=f"rank 0 to say how large its batch was in step {wanted}",
+            limit_s=self._limit_s,
+            missing=lambda: [HUB],
+        )
+        rows = self._rows[wanted]
+        self._rows = {step: said for step, said in self._rows.items() if step > wanted}
+        if self._decided_for < 0 and self._member.name != HUB:
+            self._rows.setdefault(self.step, rows)
+        elif self._decided_for < 0:
+            self._rows[self.step] = seen
+        if rows != self._last_rows:
+            self._choose(rows)
+        self._decided_for = self.step
+
+    def _choose(self, rows: Sequence[int]) -> None:
+        """A layer that was not used keeps what was chosen before."""
+        known = self._last_rows or [0] * len(self._layers)
+        self._last_rows = [new or old for new, old in zip(rows, known, strict=True)]
+        self.verdicts = tuple(
+            self._chooser.choose(
+                layer.shape, had, self._ways, item_bytes=self._wire.item_bytes(layer.shape)
+            )
+            for layer, had in zip(self._layers, self._last_rows, strict=True)
+        )
+        excused = {
+            tensor
+            for layer, verdict in zip(self._layers, self.verdicts, strict=True)
+            if verdict.compact
+            for tensor in layer.tensors
+        }
+        for exchange in self._dense:
+            exchange.excuse(excused)
+
+    # ---- the training thread
+
+    def captured(self, layer: CompactLayer) -> None:
+        """One more use of a layer has had its backward; it leaves when all have."""
+        for tensor in layer.tensors:
+            self._before.setdefault(tensor, state_of(self._parameters[tensor].grad))
+        if layer.complete:
+            self._send(self._index[id(layer)])
+
+    def ready(self, tensor: int) -> None:
+        """Dense gradients are for the others."""
+
+    def has(self, tensor: int) -> bool:
+        """Whether the tensor's gradient was captured; autograd calls its hook all the same."""
+        layer = self._layer_of.get(tensor)
+        if layer is None or not self.takes(layer):
+            return False
+        if state_of(self._parameters[tensor].grad) != self._before.pop(tensor, None):
+            raise RuntimeFault(
+                f"the weight of {layer.shape.name!r} was also used without calling the layer, so "
+                "not all of its gradient was captured; name it in poseidon(dense=[...])"
+            )
+        return True
+
+    def excuse(self, tensors: Iterable[int]) -> None:
+        """Nobody else carries these layers."""
+
+    def flush(self) -> None:
+        self._decide()
+        self._before.clear()
+        for index, verdict in enumerate(self.verdicts):
+            if not verdict.compact:
+                self._layers[index].reset()
+            elif self._round[index] == self._written[index]:
+                self._send(index)
+
+    def _send(self, index: int) -> None:
+        if self._round[index] > self._written[index]:
+            raise RuntimeFault(
+                f"the gradient of {self._layers[index].shape.name!r} was completed twice in one "
+                "backward pass (re-entrant checkpointing of a layer that is used twice does this): "
+                "use checkpoint(..., use_reentrant=False)"
+            )
+        layer = self._layers[index]
+        taken = layer.take()
+        rows = 0 if taken is None else len(taken[0])
+        kept = self._rebuilders[index].hold(self.rank, taken, self._wire)
+        frames = [frame for matrix in kept for frame in in_frames(matrix)]
+        dtypes = (dtype_name(kept[0]), dtype_name(kept[1])) if kept else ("", "")
+        body = Compact(
+            index,
+            self._round[index],
+            self.step,
+            taken is not None,
+            rows,
+            dtypes,
+            checksum(frames),
+        )
+        self._round[index] += 1
+        self._member.round = max(self._member.round, self.step + 1)
+        order = self.plan.specs[layer.weight].order
+        priority = self.plan.schedule.priority(
+            forward_order=order, backward_order=self.plan.last_order - order
+        )
+        for node in range(self._peers):
+            if node != self.rank:
+                self._member.send(self.plan.cluster.name(node), body, frames, priority=priority)
+                self.sent[self._scheme(layer)] += sum(memoryview(f).nbytes for f in frames)
+        self._park(index, self.rank, body, frames)
+
+    def _scheme(self, layer: CompactLayer) -> str:
+        return f"{layer.shape.form}/mesh"
+
+    def wait(self, tensors: Iterable[int] | None = None) -> None:
+        chosen = None if tensors is None else set(tensors)
+        pending = {
+            index
+            for index, layer in enumerate(self._layers)
+            if self._round[index] > self._written[index]
+            and (chosen is None or chosen.intersection(layer.tensors))
+        }
+        begun = time.monotonic()
+        worked_s = 0.0
+        while pending:
+            self._member.wait_until(
+                lambda: any(self._complete(index) for index in pending),
+                what=f"the rows of step {self.step}",
+                limit_s=self._limit_s,
+                missing=lambda: self._missing(pending),
+            )
+            for index in sorted(pending, reverse=True):
+                if self._complete(index):
+                    at = time.monotonic()
+                    self._write(index)
+                    worked_s += time.monotonic() - at
+                    pending.discard(index)
+        self.wait_s += time.monotonic() - begun - worked_s
+
+    def _complete(self, index: int) -> bool:
+        return len(self._arrived[index].get(self._written[index], ())) == self._peers
+
+    def _missing(self, pending: Iterable[int]) -> list[str]:
+        here = [self._arrived[i].get(self._written[i], {}) for i in pending]
+        late = {rank for rank in range(self._peers) if any(rank not in said for said in here)}
+        return [self.plan.cluster.name(rank) for rank in sorted(late)]
+
+    def _write(self, index: int) -> None:
+        arrived = self._arrived[index].pop(self._written[index])
+        steps = {body.step for body, _ in arrived.values()}
+        if len(steps) > 1:
+            told = ", ".join(f"rank {r} at step {b.step}" for r, (b, _) in sorted(arrived.items()))
+            raise RuntimeFault(
+                f"workers ran different numbers of backward passes: {told}; every worker must call "
+                "backward() equally often a step (use job.accumulate() for passes that only add up)"
+            )
+        self._written[index] += 1
+        parts = [arrived[rank] for rank in range(self._peers)]
+        self._rebuilders[index].rebuild(parts, self._parameters)
+
+    # ---- the receiving thread
+
+    def _on_compact(self, message: Message) -> None:
+        body, rank = message.body, rank_of(message.sender)
+        assert isinstance(body, Compact)
+        self._examine(rank, body, message.frames)
+        self.received[self._scheme(self._layers[body.layer])] += message.nbytes
+        self._park(body.layer, rank, body, message.frames)
+
+    def _examine(self, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
+        if not 0 <= rank < self._peers or rank == self.rank:
+            raise FrameRefused("rows of a layer come from the other workers")
+        if body.layer >= len(self._layers):
+            raise FrameRefused(f"there is no layer {body.layer}")
+        open_round = self._written[body.layer]
+        if not open_round <= body.round <= open_round + 1:
+            raise FrameRefused(f"round {body.round} while round {open_round} is open")
+        if rank in self._arrived[body.layer].get(body.round, {}):
+            raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
+        self._wire.examine(
+            self._layers[body.layer].shape, body.present, body.rows, body.dtypes, frames
+        )
+        if checksum(frames) != body.crc:
+            raise FrameRefused(f"checksum of layer {body.layer} does not match its bytes")
+
+    def _park(self, index: int, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
+        with self._member.changed:
+            self._arrived[index].setdefault(body.round, {})[rank] = (body, frames)
+            self._member.changed.notify_all()
+
+    def _on_rows(self, message: Message) -> None:
+        body = message.body
+        assert isinstance(body, Rows)
+        if message.sender != HUB or len(body.rows) != len(self._layers):
+            raise FrameRefused("how many rows there are is for rank 0 to say")
+        with self._member.changed:
+            self._rows[body.step] = list(body.rows)
+            self._member.changed.notify_all()
+
+
+class Rebuilder:
+    """Makes a layer's dense mean gradient from all workers' rows; its memory is reused.
+
+    What this worker sends is kept in two places in turn: nobody ends a round before everybody's
+    rows of the one before have arrived, so the older place is free again.
+    """
+
+    def __init__(self, layer: CompactLayer, workers: int) -> None:
+        self._layer, self._workers = layer, workers
+        self._dense: Tensor | None = None
+        self._touched: Tensor | None = None
+        self._stacks: list[Tensor | None] = [None, None]
+        self._own: list[list[Tensor]] = [[], []]
+
+    def hold(
+        self, rank: int, taken: tuple[Tensor, Tensor] | None, wire: CompactWire
+    ) -> list[Tensor]:
+        """This worker's rows as they travel, in memory that stays untouched while they do."""
+        self._own.reverse()
+        if taken is None:
+            self._own[0] = []
+            return []
+        kept = []
+        for place, matrix in enumerate(taken):
+            dtype = getattr(torch, wire.dtype(dtype_name(matrix)))
+            old = self._own[0][place] if len(self._own[0]) > place else None
+            fits = old is not None and old.shape == matrix.shape and old.dtype == dtype
+            memory = old if fits and old is not None else torch.empty(matrix.shape, dtype=dtype)
+            kept.append(memory.copy_(matrix))
+        self._own[0] = kept
+        return kept
+
+    def rebuild(
+        self, parts: Sequence[tuple[Compact, Sequence[Buffer]]], parameters: Sequence[Tensor]
+    ) -> None:
+        used = [(body, frames) for body, frames in parts if body.present]
+        if not used:
+            return  # nobody used it: its gradient stays as it is
+        weight = parameters[self._layer.weight]
+        first, second = self._stack(used, weight.dtype)
+        second.mul_(1.0 / self._workers)
+        if hasattr(self._layer.module, "rebuild"):  # an emulated device takes the time it would
+            self._layer.module.rebuild(len(first))
+            return
+        if self._layer.shape.form == "rows":
+            self._add_rows(weight, first[:, 0], second)
+            return
+        self._multiply(weight, first, second)
+        if self._layer.bias is not None:
+            add_to_gradient(parameters[self._layer.bias], second.sum(0))
+
+    def _stack(
+        self, used: Sequence[tuple[Compact, Sequence[Buffer]]], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """All workers' rows, one below the other in rank order."""
+        total = sum(body.rows for body, _ in used)
+        shape = self._layer.shape
+        ids = shape.form == "rows"
+        columns = (1 if ids else shape.inputs, shape.inputs if ids else shape.outputs)
+        dtypes = (torch.int64 if ids else dtype, dtype)
+        stacks = []
+        for place in (0, 1):
+            stack = self._stacks[place]
+            if stack is None or stack.shape[0] < total or stack.dtype != dtypes[place]:
+                stack = torch.empty(total, columns[place], dtype=dtypes[place])
+                self._stacks[place] = stack
+            stacks.append(stack[:total])
+        start = 0
+        for body, frames in used:
+            for place, flat in enumerate(joined(body, columns, frames)):
+                stacks[place][start : start + body.rows].copy_(flat)
+            start += body.rows
+        return stacks[0], stacks[1]
+
+    def _memory(self, weight: Tensor, *, zero: bool) -> Tensor:
+        if self._dense is None or self._dense.shape != weight.shape:
+            make = torch.zeros_like if zero else torch.empty_like
+            self._dense = make(weight, requires_grad=False)
+            self._touched = None
+        return self._dense
+
+    def _multiply(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
+        if weight.grad is not None:
+            weight.grad.addmm_(dy.t().to(weight.device), x.to(weight.device))
+            return
+        memory = self._memory(weight, zero=False)
+        torch.mm(dy.t().to(memory.device), x.to(memory.device), out=memory)
+        weight.grad = memory
+
+    def _add_rows(self, weight: Tensor, ids: Tensor, values: Tensor) -> None:
+        ids, values = ids.to(weight.device), values.to(weight.device)
+        if weight.grad is not None and weight.grad.is_sparse:
+            weight.grad = weight.grad.to_dense()
+        if weight.grad is None:
+            memory = self._memory(weight, zero=True)
+            if self._touched is not None:
+                memory.index_fill_(0, self._touched, 0.0)
+            self._touched = ids.clone()
+            weight.grad = memory
+        elif self._touched is not None and weight.grad is self._dense:
+            self._touched = torch.cat([self._touched, ids])
+        weight.grad.index_add_(0, ids, values)
+
+
+def state_of(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Changes when somebody writes to a gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
+def add_to_gradient(parameter: Tensor, values: Tensor) -> None:
+    values = values.to(parameter.device)
+    if parameter.grad is None:
+        parameter.grad = values
+    else:
+        parameter.grad += values
+
+
+def in_frames(matrix: Tensor) -> list[Any]:
+    """A matrix's memory, cut between rows where it is too large for one frame."""
+    flat = matrix.reshape(len(matrix), -1).contiguous().view(torch.uint8).numpy()
+    per_frame = CompactWire.rows_a_frame(flat.shape[1])
+    return [flat[start : start + per_frame].reshape(-1) for start in range(0, len(flat), per_frame)]
+
+
+def joined(body: Compact, columns: tuple[int, int], frames: Sequence[Buffer]) -> list[Tensor]:
+    """The two matrices that ``in_frames`` cut."""
+    matrices = []
+    rest = list(frames)
+    for dtype_text, width in zip(body.dtypes, columns, strict=True):
+        dtype: torch.dtype = getattr(torch, dtype_text)
+        count = CompactWire.frames_for(body.rows, width * dtype.itemsize)
+        mine, rest = rest[:count], rest[count:]
+        whole = np.concatenate(
+            [np.frombuffer(frame, np.uint8) for frame in mine] or [np.empty(0, np.uint8)]
+        )
+        matrices.append(torch.from_numpy(whole).view(dtype).view(body.rows, width))
+    return matrices

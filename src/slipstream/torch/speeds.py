@@ -1,0 +1,106 @@
+"""A short calibration at the start of a job: links, GEMM, and the summing that servers do.
+
+Links are measured under the load they will have: every worker sends to the next one at the same
+time, more and more until it takes long enough to tell. All workers take the same result, the
+slowest of everybody's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from slipstream._native import mean_into
+from slipstream.errors import FrameRefused
+from slipstream.planning.costs import Speeds
+from slipstream.runtime.joining import Membership
+from slipstream.runtime.member import Member
+from slipstream.transports.wire import Echo, Message, Probe
+
+LONG_ENOUGH_S = 0.08
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26
+FRAME_BYTES = 1 << 20
+GEMM_SIDE, GEMM_ROWS = 1024, 64
+
+
+def measure_speeds(membership: Membership) -> Speeds:
+    """The slowest link, GEMM and summing of all workers."""
+    own = [measure_link(membership), measure_gemm(), measure_summing()]
+    said = membership.rendezvous.gather("speeds", own, list[float])
+    return Speeds(*(min(column) for column in zip(*said, strict=True)))
+
+
+def measure_gemm() -> float:
+    """Flops a second of making a weight gradient from few rows."""
+    x, y = torch.randn(GEMM_ROWS, GEMM_SIDE), torch.randn(GEMM_ROWS, GEMM_SIDE)
+    out = torch.empty(GEMM_SIDE, GEMM_SIDE)
+    flops = 2 * GEMM_ROWS * GEMM_SIDE * GEMM_SIDE
+    return flops / best_of(lambda: torch.mm(y.t(), x, out=out))
+
+
+def measure_summing() -> float:
+    """Bytes a second that a server takes in."""
+    inputs = [np.ones(1 << 20, np.uint8) for _ in range(4)]
+    out = np.empty(1 << 20, np.uint8)
+    return 4 * (1 << 20) / best_of(lambda: mean_into(out, inputs, "float32", 4.0))
+
+
+def best_of(work: Callable[[], object], times: int = 5) -> float:
+    seconds = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+def measure_link(membership: Membership) -> float:
+    """Bits a second to the next worker, while everybody sends to the next."""
+    member, env = membership.member, membership.env
+    echoes: dict[int, int] = {}
+    member.on(Probe, lambda message: answer(member, message))
+    member.on(Echo, lambda message: note(member, message, echoes))
+    membership.rendezvous.gather("probing", True, bool)
+    peer = f"rank {(env.rank + 1) % env.world_size}"
+    number, nbytes = 0, FIRST_BYTES
+    while True:
+        number += 1
+        begun = time.perf_counter()
+        send_probe(member, peer, number, nbytes)
+        member.wait_until(
+            lambda number=number: number in echoes,  # type: ignore[misc]
+            what="an answer to a measurement of the link",
+            limit_s=membership.limits.start_s,
+            missing=lambda: [peer],
+        )
+        elapsed = time.perf_counter() - begun
+        if elapsed >= LONG_ENOUGH_S or nbytes >= MOST_BYTES:
+            break
+        nbytes *= 2
+    membership.rendezvous.gather("probed", True, bool)
+    return nbytes * 8 / elapsed
+
+
+def send_probe(member: Member, peer: str, number: int, nbytes: int) -> None:
+    frame = np.zeros(min(nbytes, FRAME_BYTES), np.uint8)
+    frames = nbytes // len(frame)
+    for index in range(frames):
+        member.send(peer, Probe(number, index == frames - 1), [frame])
+
+
+def answer(member: Member, message: Message) -> None:
+    assert isinstance(message.body, Probe)
+    if message.body.last:
+        member.send(message.sender, Echo(message.body.number))
+
+
+def note(member: Member, message: Message, echoes: dict[int, int]) -> None:
+    assert isinstance(message.body, Echo)
+    if message.body.number > len(echoes) + 1:
+        raise FrameRefused("an answer to nothing that was asked")
+    with member.changed:
+        echoes[message.body.number] = 1
+        member.changed.notify_all()
