@@ -13,6 +13,7 @@
 
 #include "crc32c.h"
 #include "mean.h"
+#include "one_bit.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -79,12 +80,16 @@ void check_divisor(double divisor, bool in_double) {
                nb::cast<std::string>(nb::repr(nb::float_(divisor))));
 }
 
+bool overlap(const Buffer& one, const Buffer& other) {
+    const auto a = reinterpret_cast<std::uintptr_t>(one.data());
+    const auto b = reinterpret_cast<std::uintptr_t>(other.data());
+    return a < b + other.nbytes() && b < a + one.nbytes();
+}
+
 // A block of `out` is written when that block of every input has been read, so a shifted
 // overlap, or one of items of another size, would read means as if they were input.
 bool overlaps_badly(const Buffer& out, const Buffer& input, bool same_itemsize) {
-    const auto a = reinterpret_cast<std::uintptr_t>(out.data());
-    const auto b = reinterpret_cast<std::uintptr_t>(input.data());
-    return !(a == b && same_itemsize) && a < b + input.nbytes() && b < a + out.nbytes();
+    return !(out.data() == input.data() && same_itemsize) && overlap(out, input);
 }
 
 void mean_into(nb::handle out, nb::sequence inputs, const std::string& dtype, double divisor,
@@ -116,6 +121,58 @@ void mean_into(nb::handle out, nb::sequence inputs, const std::string& dtype, do
     slipstream::mean_kernel(in.format, written.format)(target.data(), sources, count, divisor);
 }
 
+std::size_t count_floats(const Buffer& buffer, const char* name) {
+    if (buffer.nbytes() % sizeof(float) != 0)
+        refuse(std::string(name) + " has " + std::to_string(buffer.nbytes()) +
+               " bytes, not a multiple of the 4 of a float32");
+    return buffer.nbytes() / sizeof(float);
+}
+
+void check_packed(const Buffer& packed, const std::string& name, std::size_t count) {
+    if (packed.nbytes() != slipstream::one_bit_nbytes(count))
+        refuse(name + " has " + std::to_string(packed.nbytes()) + " bytes where " +
+               std::to_string(count) + " values take " +
+               std::to_string(slipstream::one_bit_nbytes(count)));
+}
+
+template <auto Pack>
+void one_bit_pack(nb::handle out, nb::handle gradient, nb::handle residual) {
+    const Buffer target(out, "out", Buffer::Access::write);
+    const Buffer source(gradient, "gradient", Buffer::Access::read);
+    const Buffer kept(residual, "residual", Buffer::Access::write);
+    const std::size_t count = count_floats(source, "gradient");
+    if (kept.nbytes() != source.nbytes())
+        refuse("residual has " + std::to_string(kept.nbytes()) + " bytes, gradient has " +
+               std::to_string(source.nbytes()));
+    check_packed(target, "out", count);
+    if (overlap(target, source) || overlap(target, kept) || overlap(source, kept))
+        refuse("out, gradient and residual must not overlap");
+
+    const nb::gil_scoped_release unlocked;
+    Pack(target.data(), source.data(), kept.data(), count);
+}
+
+template <auto Unpack>
+void one_bit_unpack(nb::handle out, nb::sequence inputs, double divisor) {
+    check_divisor(divisor, false);
+    const Buffer target(out, "out", Buffer::Access::write);
+    const std::size_t count = count_floats(target, "out");
+
+    std::deque<Buffer> held;
+    std::vector<const std::byte*> sources;
+    for (nb::handle input : inputs) {
+        const std::string name = "inputs[" + std::to_string(held.size()) + "]";
+        const Buffer& source = held.emplace_back(input, name, Buffer::Access::read);
+        check_packed(source, name, count);
+        if (overlap(target, source)) refuse(name + " overlaps out");
+        sources.push_back(source.data());
+    }
+    if (sources.empty()) refuse("inputs must not be empty");
+
+    const nb::gil_scoped_release unlocked;
+    Unpack(target.data(), sources, count, divisor);
+}
+
 template <auto Checksum>
 std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
     const Buffer buffer(data, "data", Buffer::Access::read);
@@ -130,6 +187,16 @@ NB_MODULE(_native, m) {
     m.def("mean_into", &mean_into, "out"_a, "inputs"_a, "dtype"_a, "divisor"_a,
           "out_dtype"_a = nb::none(),
           "Write the sum of the inputs, taken in order, divided by `divisor`.");
+    m.def("one_bit_pack", &one_bit_pack<slipstream::one_bit_pack>, "out"_a, "gradient"_a,
+          "residual"_a, "Write scales and bits of `gradient` + `residual`; keep what they leave.");
+    m.def("one_bit_pack_portable", &one_bit_pack<slipstream::one_bit_pack_portable>, "out"_a,
+          "gradient"_a, "residual"_a, "The same bytes, whatever the processor offers.");
+    m.def("one_bit_unpack", &one_bit_unpack<slipstream::one_bit_unpack>, "out"_a, "inputs"_a,
+          "divisor"_a = 1.0,
+          "Write the sum of the packed inputs, taken in order, divided by `divisor`.");
+    m.def("one_bit_unpack_portable", &one_bit_unpack<slipstream::one_bit_unpack_portable>,
+          "out"_a, "inputs"_a, "divisor"_a = 1.0,
+          "The same bytes, whatever the processor offers.");
     m.def("crc32c", &checksum<slipstream::crc32c>, "data"_a, "seed"_a = 0,
           "CRC-32C of `data`, continuing the checksum `seed`.");
     m.def("crc32c_portable", &checksum<slipstream::crc32c_portable>, "data"_a, "seed"_a = 0,

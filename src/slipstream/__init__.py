@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
     from slipstream.job import Job, init
     from slipstream.strategy import Plan, Route, Strategy
-    from slipstream.systems import all_to_all, allreduce, push_pull
+    from slipstream.systems import all_to_all, allreduce, one_bit, poseidon, push_pull
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "RuntimeFault",
     "SlipstreamError",
     "Strategy",
+    "adam_factors",
     "all_to_all",
     "allreduce",
     "init",
+    "one_bit",
     "poseidon",
     "push_pull",
 ]
@@ -40,9 +42,11 @@ _HOMES = {
     "RuntimeFault": "errors",
     "SlipstreamError": "errors",
     "Strategy": "strategy",
+    "adam_factors": "systems",
     "all_to_all": "systems",
     "allreduce": "systems",
     "init": "job",
+    "one_bit": "systems",
     "poseidon": "systems",
     "push_pull": "systems",
 }

@@ -32,6 +32,32 @@ def mean_into(
     other overlap is refused.
     """
 
+def one_bit_pack(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
+    """Write one bit a value of `gradient + residual` (float32), and keep what that leaves.
+
+    With `acc = gradient + residual`, the bit is `acc >= 0` and a bit's scale is the mean of its
+    `acc` (0 where there are none); `residual` becomes `acc` minus the scale of its bit, rounded
+    once. A NaN makes both scales NaN, an infinity that of its sign infinite; then `residual` stays
+    as it was, so that what follows can be finite again.
+
+    `out` has `8 + ceil(n / 8)` bytes, little-endian: the scale of clear bits, that of set bits, and
+    the bits, that of value i in byte i / 8 as bit i % 8. Equal input gives equal bytes on any
+    processor. No two of the buffers may overlap.
+    """
+
+def one_bit_pack_portable(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
+    """What `one_bit_pack` falls back to on a processor without AVX2: the same bytes."""
+
+def one_bit_unpack(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
+    """Write the sum of the values packed in `inputs`, added strictly in order, over `divisor`.
+
+    The bytes are those that `mean_into` gives for the inputs unpacked. `out` is float32 and
+    overlaps no input.
+    """
+
+def one_bit_unpack_portable(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
+    """What `one_bit_unpack` falls back to on a processor without AVX2: the same bytes."""
+
 def crc32c(data: _Bytes, seed: int = 0) -> int:
     """CRC-32C (Castagnoli) of `data`, continuing the checksum `seed` (0 to 2**32 - 1).
 

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.planning.choosing import Verdict
+from slipstream.planning.costs import Form
+from slipstream.planning.table import as_text
 from slipstream.runtime.departure import depart
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.joining import Limits, Membership, join
@@ -114,6 +117,21 @@ class Job:
         if self._plan is None:
             raise ConfigError("there is no plan before job.distribute(model, optimizer)")
         return self._plan
+
+    def plan_table(self) -> str:
+        """The plan for people: what travels how, layer by layer, and why.
+
+        Layers that choose by their batch are shown as they travel since the last step; before the
+        first one they have not chosen.
+        """
+        verdicts: dict[str, Verdict] = {}
+        forms: dict[str, Form] = {}
+        compact = self._replica.compact if self._replica is not None else None
+        if compact is not None:
+            forms = {layer.shape.name: layer.shape.form for layer in compact.layers}
+            verdicts = dict(zip(forms, compact.verdicts, strict=False))
+        speeds = compact.speeds if compact is not None else None
+        return as_text(self.plan.rows(verdicts, speeds, forms))
 
     # ---- the second line
 

@@ -6,15 +6,18 @@ starts. A plan is a pure value: every member of a job works out the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from slipstream.codecs import Codec, Dense
+from slipstream.codecs import Codec, Dense, OneBit
 from slipstream.consistency import Consistency, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute
+from slipstream.planning.choosing import Verdict, Ways
+from slipstream.planning.costs import Form, Speeds
 from slipstream.planning.hybrid import Hybrid
 from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.planning.table import Row, shapes_of, tabulate
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology
 from slipstream.types import LARGEST_CHUNK_BYTES, Chunk, Cluster, Node, Spec
@@ -95,11 +98,20 @@ class Plan:
         ]
         layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
         holders: list[tuple[Node, ...]] = [()] * len(layout.chunks)
-        for index, route in enumerate(routes):
-            chunks = [chunk for chunk in layout.chunks if chunk.route == index]
-            dealt = route.topology.deal([chunk.nbytes for chunk in chunks], cluster)
-            for chunk, nodes in zip(chunks, dealt, strict=True):
-                holders[chunk.index] = nodes
+        # Routes that share a topology are dealt together: a few biases on a road of their own need
+        # not fill every server.
+        for topology in dict.fromkeys(route.topology for route in routes):
+            lots: dict[int | str, list[Chunk]] = {}
+            for chunk in layout.chunks:
+                if routes[chunk.route].topology == topology:
+                    layer = specs[chunk.segments[0].tensor].layer
+                    whole = topology.whole_layers and layer
+                    lots.setdefault(layer if whole else chunk.index, []).append(chunk)
+            sizes = [sum(chunk.nbytes for chunk in lot) for lot in lots.values()]
+            dealt = topology.deal(sizes, cluster)
+            for lot, nodes in zip(lots.values(), dealt, strict=True):
+                for chunk in lot:
+                    holders[chunk.index] = nodes
         return cls(
             cluster,
             tuple(specs),
@@ -125,6 +137,42 @@ class Plan:
     def held_by(self, node: Node) -> tuple[Chunk, ...]:
         return tuple(chunk for chunk in self.chunks if node in self.holders[chunk.index])
 
+    def ways(self) -> list[Ways]:
+        """By tensor: how it travels where it travels dense."""
+        cluster = self.cluster
+        return [
+            Ways(
+                cluster.workers,
+                cluster.servers if self.routes[route].topology.needs_servers else 0,
+                cluster.dedicated,
+            )
+            for route in self.route_of
+        ]
+
+    def verdicts(
+        self, rows: int, speeds: Speeds, forms: Mapping[str, Form] | None = None
+    ) -> dict[str, Verdict]:
+        """What a hybrid would choose for its layers if each had this many rows."""
+        if self.hybrid is None:
+            return {}
+        chooser, item_bytes = self.hybrid.chooser(speeds), self.hybrid.item_bytes
+        ways = dict(zip((spec.layer for spec in self.specs), self.ways(), strict=True))
+        return {
+            name: chooser.choose(shape, rows, ways[name], item_bytes=item_bytes)
+            for name, shape in shapes_of(self.specs, forms).items()
+        }
+
+    def rows(
+        self,
+        verdicts: Mapping[str, Verdict],
+        speeds: Speeds | None = None,
+        forms: Mapping[str, Form] | None = None,
+    ) -> list[Row]:
+        """The plan as a table, a row a layer."""
+        schemes = [self.routes[route].scheme for route in self.route_of]
+        shapes = shapes_of(self.specs, forms)
+        return tabulate(self.specs, schemes, self.ways(), verdicts, shapes, speeds)
+
     def priority(self, chunk: Chunk) -> int:
         """A chunk is as urgent as its most urgent tensor."""
         last = self.last_order
@@ -149,6 +197,11 @@ class Strategy:
             raise ConfigError(
                 f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 1 or more, at most "
                 f"{LARGEST_CHUNK_BYTES}"
+            )
+        if self.hybrid is not None and self.update == "server":
+            raise ConfigError(
+                f"{self.name}: gradients in compact form never reach a server that could update "
+                "weights; use update='worker'"
             )
 
     def plan(self, specs: Sequence[Spec], cluster: Cluster) -> Plan:
@@ -198,7 +251,7 @@ class Strategy:
 
 PARTS: dict[str, type[Any]] = {
     part.__name__: part
-    for part in (AfterBackward, Dense, Mesh, Priority, Rounds, Sharded, WaitFree)
+    for part in (AfterBackward, Dense, Mesh, OneBit, Priority, Rounds, Sharded, WaitFree)
 }
 
 

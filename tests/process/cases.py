@@ -659,9 +659,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def train_alone(name: str, kind: str, world: int, steps: int = STEPS) -> Loop:
+def train_alone(case: Case, kind: str, world: int, steps: int = STEPS) -> Loop:
     """One process, plain torch, the samples of all ranks."""
-    case = CASES[name]
     model = case.model()
     optimizer = case.optimizer(model, kind)
     loop = Loop(model, optimizer, case.schedulers(optimizer, kind), range(world), world)

@@ -14,6 +14,9 @@ import torch
 from cases import CASES, STEPS, Loop, digest, state_of
 
 import slipstream
+from slipstream.strategy import Strategy
+
+SYSTEMS: dict[str, Strategy] = {}  # those that no text can say
 
 
 def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -31,7 +34,8 @@ def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor
         schedulers: list[Any] = []
         if case.schedule_before_distribute:
             schedulers = case.schedulers(optimizer, asked["optimizer"])
-        same, optimizer = job.distribute(model, optimizer, asked["strategy"])
+        strategy = SYSTEMS.get(asked["strategy"], asked["strategy"])
+        same, optimizer = job.distribute(model, optimizer, strategy)
         assert same is model
         if not case.schedule_before_distribute:
             schedulers = case.schedulers(optimizer, asked["optimizer"])

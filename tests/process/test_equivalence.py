@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import CASES, STEPS, Loop, distance, state_of, train_alone
 from nursery import Nursery
+from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -29,25 +30,6 @@ ALLREDUCE = "allreduce(bucket_bytes=16384)"
 ALLREDUCE_AFTER = "allreduce(overlap=False, bucket_bytes=16384)"
 ALL_TO_ALL = "all_to_all"
 UPDATED_BY_WORKERS = (PUSH_PULL, PUSH_PULL_AFTER, ALLREDUCE, ALLREDUCE_AFTER, ALL_TO_ALL)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One job: what is trained, by whom, and whether every step is looked at."""
-
-    workers: int
-    case: str
-    strategy: str
-    optimizer: str = "sgd"
-    servers: int = 1
-    look: bool = True  # not: nothing waits for the weights but the model itself
-    attempt: int = 0
-
-    def __str__(self) -> str:
-        again = f"-{self.attempt}" if self.attempt else ""
-        kind, look = self.optimizer, "" if self.look else "-unseen"
-        of = f"{self.servers}s" if "push_pull" in self.strategy else ""
-        return f"{self.case}-{kind}-{self.strategy}-{self.workers}w{of}{look}{again}"
 
 
 def matrix() -> list[Asked]:
@@ -117,16 +99,6 @@ ALL = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a job's workers wrote down, by rank, and rank 0's weights at the end."""
-
-    digests: list[list[str]]
-    notes: list[list[object]]
-    summary: list[str]
-    state: dict[str, torch.Tensor]
-
-
 @pytest.fixture(scope="module")
 def outcome(
     nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
@@ -145,35 +117,15 @@ def outcome(
         return folder
 
     def of(asked: Asked) -> Outcome:
-        folder = train(asked.workers)
         number = [one for one in ALL if one.workers == asked.workers].index(asked)
-        files = [folder / f"{number}.{rank}.json" for rank in range(asked.workers)]
-        told = [json.loads(file.read_text()) for file in files]
-        errors = [f"rank {rank}: {t['error']}" for rank, t in enumerate(told) if "error" in t]
-        assert not errors, "\n".join(errors)
-        return Outcome(
-            [t["digests"] for t in told],
-            [t["notes"] for t in told],
-            told[0]["summary"],
-            torch.load(folder / f"{number}.pt"),
-        )
+        return read_outcome(train(asked.workers), number, asked.workers)
 
     return of
 
 
 @cache
 def reference(case: str, kind: str, workers: int) -> Loop:
-    return train_alone(case, kind, workers)
-
-
-def assert_equal_throughout(outcome: Outcome, looks: int) -> None:
-    first = outcome.digests[0]
-    assert len(first) == looks
-    for rank, digests in enumerate(outcome.digests):
-        differ = [step for step in range(looks) if digests[step] != first[step]]
-        assert not differ, f"rank {rank} differs from rank 0 after steps {differ}"
-    assert len(set(outcome.summary)) == 1
-    assert len(outcome.summary) == len(outcome.digests)
+    return train_alone(CASES[case], kind, workers)
 
 
 def assert_trained_like(asked: Asked, outcome: Outcome, tolerance: float | None = None) -> None:

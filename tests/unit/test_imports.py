@@ -12,13 +12,13 @@ import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
 
-GROUND = {"types", "errors", "rates", "_native"}
+GROUND = {"types", "errors", "units", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "planning"}
 DECISIONS = GROUND | AXES | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
-    "rates": {"errors"},
+    "units": {"errors"},
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "strategy": GROUND | AXES,
@@ -27,11 +27,12 @@ MAY_IMPORT = {
     "runtime": DECISIONS | {"transports"},
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
-    "lab": {"errors", "rates"},
+    "lab": {"errors", "units"},
     "bench": GROUND | {"lab", "systems", "runtime", "job", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "cli": GROUND
-    | {"systems", "runtime", "lab", "bench", ""},  # "": the public face, as users see it
+    | {"systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
+    | {""},  # the public face, as users see it
     "__init__": {"errors", "job", "strategy", "systems"},
 }
 # A server that updates weights needs torch, and imports it when it learns that it must.

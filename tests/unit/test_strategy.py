@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import make_plan, spec_lists, vector
 
-from slipstream.codecs import Dense
+from slipstream.codecs import Dense, OneBit
 from slipstream.consistency import Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute, TooManyServers
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
@@ -158,6 +158,7 @@ EXAMPLES = {
     "AfterBackward": AfterBackward(),
     "Dense": Dense("float16"),
     "Mesh": Mesh(),
+    "OneBit": OneBit(),
     "Priority": Priority(),
     "Rounds": Rounds(),
     "Sharded": Sharded(),

@@ -42,7 +42,7 @@ class Nursery:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
         self._pids: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            FORKING,
+            [*FORKING, self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -45,8 +46,15 @@ class Request(msgspec.Struct, frozen=True):
     folder: str
 
 
-def serve() -> None:
-    """Fork what is asked for until stdin ends."""
+def serve(folder: str) -> None:
+    """Fork what is asked for until stdin ends; the bench has then ended, or been killed."""
+    try:
+        fork_on_request()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fork_on_request() -> None:
     preload()
     children: set[int] = set()
     text = b""
@@ -175,4 +183,4 @@ def speaker(file: Any, rank: int) -> Callable[[str, Any], None]:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.bench.stragglers import parse_stragglers
 from slipstream.bench.tables import Table, table
-from slipstream.bench.workloads import Workload, emulated, workload
+from slipstream.bench.workloads import Workload, emulated, known, workload
 from slipstream.errors import ConfigError
 
 
@@ -54,6 +54,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         if self.paced_ms is not None and not 0 < self.paced_ms < math.inf:
             raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms, and ends")
         if (net := self.table) is not None:
+            known(self.workload)
             return emulated(net)
         data = None if self.data is None else Path(self.data)
         return workload(self.workload, data=data, scale=self.scale)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.cli import bench, lab, run, train
+from slipstream.cli import bench, lab, plan, run, train
 from slipstream.errors import ConfigError, SlipstreamError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 # Whatever follows the script is the script's own, options and --help included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(bench.bench)
+app.command()(plan.plan)
 app.add_typer(train.app)
 app.add_typer(lab.app)
 

@@ -43,7 +43,7 @@ def bench(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Timed steps a run; by default what fits 12 s.")
     ] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before the clock starts.")] = 3,
+    warmup: Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")] = 3,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples a step and worker.")] = None,
     lr: Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of a real data set.")] = None,

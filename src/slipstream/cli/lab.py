@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.summary import human_bytes
 from slipstream.errors import LaunchError
 from slipstream.lab import Lab, Network, existing, find, remove, remove_all
 from slipstream.lab.network import missing_tools
 from slipstream.lab.shaping import Rate
+from slipstream.units import human_bytes
 
 app = typer.Typer(
     name="lab",

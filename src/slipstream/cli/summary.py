@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from slipstream.units import human_bytes
+
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """What ``--json`` writes, for people."""
@@ -24,12 +26,3 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(f"bytes {scheme}", human_bytes(nbytes))
     table.add_row("time waited", f"{summary['wait_s']:.1f} of {summary['wall_s']:.1f} s")
     return table
-
-
-def human_bytes(nbytes: float) -> str:
-    """``1.5 MiB``; bytes below 1 KiB are whole."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -2,6 +2,7 @@
 
 from slipstream.codecs.compact import CompactWire
 from slipstream.codecs.dense import Dense
+from slipstream.codecs.one_bit import OneBit
 from slipstream.codecs.protocol import Codec
 
-__all__ = ["Codec", "CompactWire", "Dense"]
+__all__ = ["Codec", "CompactWire", "Dense", "OneBit"]

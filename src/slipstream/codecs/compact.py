@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Buffer
 
@@ -31,28 +33,32 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompactWire:
-    """``own`` is exact; ``bfloat16`` halves the bytes of fp32 and rounds."""
+    """``own`` and ``float32`` are exact; ``bfloat16`` halves the bytes of fp32 and rounds."""
 
-    wire: Literal["own", "bfloat16"] = "own"
+    wire: Literal["own", "bfloat16", "float32"] = "own"
 
     def __post_init__(self) -> None:
-        if self.wire not in ("own", "bfloat16"):
+        if self.wire not in ("own", "bfloat16", "float32"):
             raise ConfigError(f"wire={self.wire!r}: choose 'own' or 'bfloat16'")
 
     def dtype(self, dtype: str) -> str:
         """What a matrix of this precision travels as."""
+        if self.wire == "float32" and dtype in ("bfloat16", "float16"):
+            return "float32"
         return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
 
     def item_bytes(self, shape: Shape) -> int:
         return 2 if self.wire == "bfloat16" and shape.item_bytes == 4 else shape.item_bytes
 
     @staticmethod
-    def rows_a_frame(row_bytes: int) -> int:
-        return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
+    def sizes(nbytes: int) -> list[int]:
+        """Of the frames that a matrix of so many bytes takes; none if it is empty."""
+        whole, rest = divmod(nbytes, LARGEST_CHUNK_BYTES)
+        return [LARGEST_CHUNK_BYTES] * whole + [rest] * bool(rest)
 
     @classmethod
     def frames_for(cls, rows: int, row_bytes: int) -> int:
-        return -(-rows // cls.rows_a_frame(row_bytes))
+        return len(cls.sizes(rows * row_bytes))
 
     def examine(
         self,
@@ -67,17 +73,34 @@ class CompactWire:
             if rows or frames:
                 raise FrameRefused("rows of a layer that was not used")
             return
-        ids = shape.form == "rows"
-        widths = (1 if ids else shape.inputs, shape.inputs if ids else shape.outputs)
-        expected: list[int] = []
-        for place, (width, dtype) in enumerate(zip(widths, dtypes, strict=True)):
-            size = ID_BYTES if ids and place == 0 and dtype == ID_DTYPE else ITEM_BYTES.get(dtype)
-            if size is None or (ids and place == 0 and dtype != ID_DTYPE):
-                raise FrameRefused(f"a matrix of {dtype!r}")
-            each = self.rows_a_frame(width * size)
-            if len(frames) < -(-rows // each):
-                raise FrameRefused(f"{len(frames)} frames for {rows} rows")
-            expected += [min(each, rows - start) * width * size for start in range(0, rows, each)]
+        row_bytes = self._row_bytes(shape, dtypes)
         actual = [memoryview(frame).nbytes for frame in frames]
-        if actual != expected:
-            raise FrameRefused(f"{sum(actual)} bytes where {rows} rows take {sum(expected)}")
+        if (rows and not any(row_bytes)) or rows * sum(row_bytes) != sum(actual):
+            raise FrameRefused(
+                f"{sum(actual)} bytes where {rows} rows take {rows * sum(row_bytes)}"
+            )
+        expected = [self.sizes(rows * each) for each in row_bytes]
+        if actual != [*expected[0], *expected[1]]:
+            raise FrameRefused(f"{rows} rows cut into {len(actual)} frames in another way")
+        if shape.form == "rows":
+            self._examine_ids(shape, frames[: len(expected[0])])
+
+    @staticmethod
+    def _row_bytes(shape: Shape, dtypes: tuple[str, str]) -> tuple[int, int]:
+        """Of a row of each matrix."""
+        first, second = dtypes
+        for dtype in (second,) if shape.form == "rows" else dtypes:
+            if dtype not in ITEM_BYTES:
+                raise FrameRefused(f"a matrix of {dtype!r}")
+        if shape.form == "factors":
+            return shape.inputs * ITEM_BYTES[first], shape.outputs * ITEM_BYTES[second]
+        if first != ID_DTYPE:
+            raise FrameRefused(f"row ids of {first!r}")
+        return ID_BYTES, shape.inputs * ITEM_BYTES[second]
+
+    @staticmethod
+    def _examine_ids(shape: Shape, frames: Sequence[Buffer]) -> None:
+        for frame in frames:
+            ids = np.frombuffer(frame, np.int64)
+            if ids.min() < 0 or ids.max() >= shape.outputs:
+                raise FrameRefused(f"ids of rows that a table of {shape.outputs} does not have")

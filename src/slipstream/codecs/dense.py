@@ -46,7 +46,10 @@ class Dense:
                 "convert it, or freeze it with requires_grad_(False)"
             )
 
-    def encode(self, values: Values) -> tuple[Buffer, ...]:
+    def init(self, numel: int, dtype: str) -> None:
+        """Everything travels: nothing is left to remember."""
+
+    def encode(self, values: Values, memory: None = None) -> tuple[Buffer, ...]:
         wire = self.wire_dtype(values.dtype)
         if wire == values.dtype:
             return (values.data,)

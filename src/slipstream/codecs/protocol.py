@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.types import Buffer, Spec, Values
 
 
 class Codec(Protocol):
-    """Turns values into wire frames and back; ``frames`` is how many a segment takes."""
+    """Turns values into wire frames and back; ``frames`` is how many a segment takes.
+
+    What a codec has to remember (a residual, say) belongs to one segment on one link: whoever
+    encodes there keeps what ``init`` gives and hands it back with every ``encode``.
+    """
 
     @property
     def name(self) -> str: ...
@@ -26,7 +30,11 @@ class Codec(Protocol):
         """Refuse a tensor before start, with the reason."""
         ...
 
-    def encode(self, values: Values) -> tuple[Buffer, ...]: ...
+    def init(self, numel: int, dtype: str) -> Any:
+        """The memory of one segment on one link; None if there is nothing to remember."""
+        ...
+
+    def encode(self, values: Values, memory: Any) -> tuple[Buffer, ...]: ...
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
         """Raise FrameRefused unless the frames can be decoded into ``numel`` values."""

@@ -2,7 +2,7 @@
 
 from slipstream.lab.network import Host, Lab, Network, Traffic, find, why_unavailable
 from slipstream.lab.removal import existing, remove, remove_all
-from slipstream.rates import bits_per_second
+from slipstream.units import bits_per_second
 
 __all__ = [
     "Host",

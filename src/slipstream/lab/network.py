@@ -29,7 +29,7 @@ from slipstream.lab.removal import (
     start_watchdog,
 )
 from slipstream.lab.shaping import Rate, Trouble
-from slipstream.rates import bits_per_second
+from slipstream.units import bits_per_second
 
 _COMMAND_LIMIT_S = 20.0
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.errors import LaunchError
-from slipstream.rates import bits_per_second
+from slipstream.units import bits_per_second
 
 Rate = str | int | float | None  # "200mbit", bits per second, or None: unshaped
 

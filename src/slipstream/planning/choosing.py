@@ -15,6 +15,8 @@ from slipstream.planning.costs import (
     sfb,
 )
 
+FP32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Ways:
@@ -33,6 +35,7 @@ class Verdict:
     link_bytes: float
     seconds: float | None
     why: str
+    place: str = "mesh"  # where a compact gradient goes
 
 
 class Chooser(Protocol):
@@ -60,6 +63,22 @@ class ByBytes:
             compact = 2 * (p1 - 1) * shape.compact_bytes(rows) / shape.item_bytes
         said = f"{compact / 1e6:.3g}M floats against {dense / 1e6:.3g}M dense"
         return _verdict(shape, rows, ways, item_bytes, compact <= dense, None, said)
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Factors for every fully connected layer, up to its server; the matrix comes back."""
+
+    def choose(
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+    ) -> Verdict:
+        if shape.form != "factors" or shape.item_bytes != FP32_BYTES:
+            moved = dense_link_bytes(
+                shape.dense_bytes, ways.workers, ways.servers, dedicated=ways.dedicated
+            )
+            return Verdict(False, moved, None, "not a fully connected layer in fp32")
+        moved = shape.compact_bytes(rows, item_bytes) + shape.dense_bytes
+        return Verdict(True, moved, None, "factors up, the matrix down", "sharded")
 
 
 @dataclass(frozen=True, slots=True)

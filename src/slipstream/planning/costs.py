@@ -12,6 +12,8 @@ from typing import Literal
 # inputs; "rows": the touched rows of an embedding, M rows of N values.
 Form = Literal["factors", "rows"]
 ID_BYTES = 8
+# Dense tensors share messages; a layer's rows are one of their own for every peer.
+MESSAGE_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +120,5 @@ def compact_seconds(
     """To every peer; and the dense gradient of all rows made here, instead of that of one's own."""
     link = (workers - 1) * shape.compact_bytes(rows, item_bytes)
     extra = shape.rebuild_flops(rows * (workers - 1))
-    return link * 8 / speeds.link_bits_per_s + extra / speeds.gemm_flops_per_s
+    messages = (workers - 1) * MESSAGE_S
+    return link * 8 / speeds.link_bits_per_s + extra / speeds.gemm_flops_per_s + messages

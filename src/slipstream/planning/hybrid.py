@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.errors import ConfigError
-from slipstream.planning.choosing import ByBytes, ByTime, Chooser
+from slipstream.planning.choosing import Always, ByBytes, ByTime, Chooser
 from slipstream.planning.costs import Speeds
 from slipstream.types import Spec
 
@@ -15,16 +15,25 @@ from slipstream.types import Spec
 @dataclass(frozen=True, slots=True)
 class Hybrid:
     """``choose`` by bytes (the paper's rule) or by predicted time; ``speeds`` are measured when
-    the job starts unless they are given. Layers named in ``dense`` never travel compact."""
+    the job starts unless they are given. Layers named in ``dense`` never travel compact. They go
+    ``to`` all peers, or to the one server that holds the layer and answers with its gradient."""
 
-    choose: Literal["time", "bytes"] = "time"
-    wire: Literal["own", "bfloat16"] = "own"
+    choose: Literal["time", "bytes", "always"] = "time"
+    wire: Literal["own", "bfloat16", "float32"] = "own"
     speeds: Speeds | None = None
     dense: tuple[str, ...] = ()
+    to: Literal["peers", "server"] = "peers"
 
     def __post_init__(self) -> None:
-        if self.choose not in ("time", "bytes"):
+        if self.choose not in ("time", "bytes", "always"):
             raise ConfigError(f"choose={self.choose!r}: choose by 'time' or by 'bytes'")
+        if self.wire not in ("own", "bfloat16", "float32"):
+            raise ConfigError(f"wire={self.wire!r}: choose 'own' or 'bfloat16'")
+
+    @property
+    def item_bytes(self) -> int | None:
+        """A compact number's bytes on the wire, where that is not the tensor's own size."""
+        return 2 if self.wire == "bfloat16" else None
 
     @property
     def needs_speeds(self) -> bool:
@@ -33,6 +42,8 @@ class Hybrid:
     def chooser(self, measured: Speeds | None = None) -> Chooser:
         if self.choose == "bytes":
             return ByBytes()
+        if self.choose == "always":
+            return Always()
         speeds = self.speeds or measured
         if speeds is None:
             raise ConfigError("choosing by time needs speeds: measure them, or give them")

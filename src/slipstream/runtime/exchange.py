@@ -87,7 +87,7 @@ class LinkExchange:
         self.received: Counter[str] = Counter()
         self._member = member
         self._slots = slots
-        self._beside = {plan.cluster.name(rank), *beside}
+        self.beside = {plan.cluster.name(rank), *beside}
         self._limit_s = limit_s
         self._chunks = {c.index: c for c in plan.chunks if plan.route(c).road == "links"}
         self._of_tensor = [
@@ -98,6 +98,10 @@ class LinkExchange:
         self._seen = dict.fromkeys(self._chunks, 0)  # results received
         self._arrived: dict[int, tuple[Publish, Sequence[Buffer]]] = {}
         self._leaving: dict[int, list[Ticket]] = {index: [] for index in self._chunks}
+        self._memories = {
+            i: [plan.route(c).push.init(s.numel, c.dtype) for s in c.segments]
+            for i, c in self._chunks.items()
+        }
         self._unready = self._fresh_counts()
         self._fired: set[int] = set()
         self._excused: Collection[int] = ()
@@ -128,6 +132,13 @@ class LinkExchange:
     def excuse(self, tensors: Collection[int]) -> None:
         self._excused = tensors
 
+    def expect(self, tensors: Iterable[int]) -> None:
+        """Their contributions to this round reach the holder in another form."""
+        for index in {index for tensor in tensors for index in self._of_tensor[tensor]}:
+            if not self._may_start(index):
+                self.wait({segment.tensor for segment in self._chunks[index].segments})
+            self._rounds[index] += 1
+
     def flush(self) -> None:
         for tensor, chunks in enumerate(self._of_tensor):
             if chunks and tensor not in self._fired and tensor not in self._excused:
@@ -141,11 +152,12 @@ class LinkExchange:
         codec = self.plan.route(chunk).push
         frames: list[Buffer] = []
         present = bytearray()
-        for segment in chunk.segments:
+        memories = self._memories[chunk.index]
+        for segment, memory in zip(chunk.segments, memories, strict=True):
             values = self._slots.source(segment.tensor)
             present.append(values is not None)
             if values is not None:
-                frames.extend(codec.encode(values.part(segment.start, segment.stop)))
+                frames.extend(codec.encode(values.part(segment.start, segment.stop), memory))
         body = Push(
             chunk.index,
             self._rounds[chunk.index],
@@ -155,7 +167,8 @@ class LinkExchange:
             self.settings(),
         )
         self._rounds[chunk.index] += 1
-        self._member.round = self._rounds[chunk.index]
+        # A chunk that went another way for a while has had fewer rounds than others.
+        self._member.round = max(self._member.round, self._rounds[chunk.index])
         self._send(chunk, body, frames)
 
     def _send(self, chunk: Chunk, body: Push, frames: Sequence[Buffer]) -> None:
@@ -171,7 +184,7 @@ class LinkExchange:
     def _count(
         self, counter: Counter[str], peer: str, scheme: str, frames: Sequence[Buffer]
     ) -> None:
-        if peer not in self._beside:
+        if peer not in self.beside:
             counter[scheme] += sum(memoryview(frame).nbytes for frame in frames)
 
     def _may_start(self, index: int) -> bool:

@@ -73,6 +73,12 @@ class Holder:
         self.plan = plan
         self.updater = updater
         self._open = {chunk.index: Progressing() for chunk in plan.held_by(node)}
+        self._memories = {
+            chunk.index: [
+                plan.route(chunk).publish.init(s.numel, chunk.dtype) for s in chunk.segments
+            ]
+            for chunk in plan.held_by(node)
+        }
 
     def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[Result]:
         """Take a contribution; the results of the rounds it closes."""
@@ -116,9 +122,9 @@ class Holder:
         results = self.updater.apply(chunk, means, contributions[0].settings)
         codec = self.plan.route(chunk).publish
         frames: list[Buffer] = []
-        for values in results:
+        for values, memory in zip(results, self._memories[chunk.index], strict=True):
             if values is not None:
-                frames.extend(codec.encode(values))
+                frames.extend(codec.encode(values, memory))
         present = bytes(values is not None for values in results)
         body = Publish(chunk.index, state.round, present, checksum(frames))
         state.round += 1

@@ -12,17 +12,29 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
-from slipstream.runtime.holder import Holder, PublishMean, Updater
+from slipstream.runtime.factor_holder import FactorHolder
+from slipstream.runtime.holder import Holder, PublishMean, Result, Updater
 from slipstream.runtime.member import HUB, Handler, Member
 from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Configure, Fetch, Leave, Load, Message, Push, Ready, State
+from slipstream.transports.wire import (
+    Compact,
+    Configure,
+    Fetch,
+    Leave,
+    Load,
+    Message,
+    Push,
+    Ready,
+    State,
+)
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
 from slipstream.types import Node
 
@@ -34,8 +46,10 @@ class Server:
         self.index = index
         self.member = member
         self._holder: Holder | None = None
+        self._factors: FactorHolder | None = None
         member.on(Configure, self._on_configure)
         member.on(Push, self._on_push)
+        member.on(Compact, self._on_compact)
 
     @property
     def done(self) -> bool:
@@ -52,6 +66,7 @@ class Server:
             plan = configuration.plan()
             node = plan.cluster.server_nodes[self.index]
             self._holder = Holder(node, plan, self._updater(configuration, plan, node))
+            self._factors = FactorHolder(node, plan)
             self.member.send(HUB, Ready())
         except Exception as error:  # whatever it is, rank 0 should not wait for it in vain
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
@@ -78,18 +93,31 @@ class Server:
         if self._holder is None:
             raise FrameRefused("a push before the plan is known")
         assert isinstance(message.body, Push)
+        body, frames = message.body, message.frames
+        self._publish(self._holder.plan, self._holder.push, rank_of(message.sender), body, frames)
+
+    def _on_compact(self, message: Message) -> None:
+        if self._holder is None or self._factors is None:
+            raise FrameRefused("factors before the plan is known")
+        assert isinstance(message.body, Compact)
+        body, frames = message.body, message.frames
+        self._publish(self._holder.plan, self._factors.push, rank_of(message.sender), body, frames)
+
+    def _publish(
+        self, plan: Plan, push: Callable[..., list[Result]], rank: int, body: Any, frames: Any
+    ) -> None:
+        """Take a contribution and send out the results of what it closes."""
         try:
-            results = self._holder.push(rank_of(message.sender), message.body, message.frames)
+            results = push(rank, body, frames)
         except FrameRefused:
             raise
         except RuntimeFault as fault:
             self.member.send(HUB, Leave(str(fault)), priority=CONTROL)
             raise
-        plan = self._holder.plan
-        chunk = plan.chunks[message.body.chunk]
         node = plan.cluster.server_nodes[self.index]
-        urgency = plan.priority(chunk)
         for result in results:
+            chunk = plan.chunks[result.body.chunk]
+            urgency = plan.priority(chunk)
             for target in plan.route(chunk).topology.fanout(node, plan.cluster):
                 name = plan.cluster.name(target)
                 self.member.send(name, result.body, result.frames, priority=urgency)

@@ -9,16 +9,29 @@ from collections.abc import Callable
 
 from slipstream.errors import UnknownStrategy
 from slipstream.strategy import Strategy
+from slipstream.systems.adam_factors import adam_factors
 from slipstream.systems.all_to_all import all_to_all
 from slipstream.systems.allreduce import allreduce
+from slipstream.systems.one_bit import one_bit
 from slipstream.systems.poseidon import poseidon
 from slipstream.systems.push_pull import push_pull
 
-__all__ = ["SYSTEMS", "all_to_all", "allreduce", "parse", "poseidon", "push_pull"]
+__all__ = [
+    "SYSTEMS",
+    "adam_factors",
+    "all_to_all",
+    "allreduce",
+    "one_bit",
+    "parse",
+    "poseidon",
+    "push_pull",
+]
 
 SYSTEMS: dict[str, Callable[..., Strategy]] = {
+    "adam_factors": adam_factors,
     "all_to_all": all_to_all,
     "allreduce": allreduce,
+    "one_bit": one_bit,
     "poseidon": poseidon,
     "push_pull": push_pull,
 }

@@ -20,11 +20,11 @@ from slipstream.consistency import Rounds
 from slipstream.errors import UnknownStrategy
 from slipstream.planning.costs import Speeds, dense_link_bytes
 from slipstream.planning.hybrid import Hybrid
-from slipstream.rates import bits_per_second
 from slipstream.schedules import WaitFree
 from slipstream.strategy import Route, Strategy
 from slipstream.topologies import Mesh, Sharded
 from slipstream.types import Cluster, Spec
+from slipstream.units import bits_per_second
 
 SHARDS = Route(Sharded(), push=Dense(), publish=Dense())
 COLLECTIVE = Route(Mesh(), push=Dense(), publish=Dense(), road="collective")

@@ -15,6 +15,7 @@ class Mesh:
 
     name: ClassVar[str] = "mesh"
     needs_servers: ClassVar[bool] = False
+    whole_layers: ClassVar[bool] = False
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         return (cluster.worker_nodes,) * len(nbytes)

@@ -17,6 +17,11 @@ class Topology(Protocol):
     @property
     def needs_servers(self) -> bool: ...
 
+    @property
+    def whole_layers(self) -> bool:
+        """Whether all chunks of a layer have the same holders; ``deal`` is then given layers."""
+        ...
+
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         """The holders of each chunk, given every chunk's size."""
         ...

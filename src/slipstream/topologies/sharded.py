@@ -13,7 +13,12 @@ from slipstream.types import Cluster, Node
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Chunks dealt evenly: no shard is more than one chunk heavier than another."""
+    """Chunks dealt evenly: no shard is more than one chunk heavier than another.
+
+    With ``whole_layers`` the chunks of a layer stay together, and shards may end up uneven.
+    """
+
+    whole_layers: bool = False
 
     name: ClassVar[str] = "sharded"
     needs_servers: ClassVar[bool] = True

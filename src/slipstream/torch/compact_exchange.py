@@ -12,6 +12,7 @@ other layers, and these when the rule says so, go the plan's dense way.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from slipstream.codecs import CompactWire
 from slipstream.errors import FrameRefused, RuntimeFault
-from slipstream.planning.choosing import Chooser, Verdict, Ways
-from slipstream.runtime.exchange import Exchange, rank_of
+from slipstream.planning.choosing import Verdict
+from slipstream.planning.costs import Speeds
+from slipstream.planning.hybrid import Hybrid
+from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.member import HUB, Member
 from slipstream.strategy import Plan
 from slipstream.torch.compact_layers import CompactLayer
@@ -42,9 +45,8 @@ class CompactExchange:
         rank: int,
         plan: Plan,
         layers: Sequence[CompactLayer],
-        chooser: Chooser,
-        ways: Ways,
-        wire: CompactWire,
+        hybrid: Hybrid,
+        speeds: Speeds | None,
         parameters: Sequence[Tensor],
         dense: Sequence[Exchange],
         member: Member,
@@ -62,9 +64,14 @@ class CompactExchange:
         self._index = {id(layer): i for i, layer in enumerate(layers)}
         self._layer_of = {tensor: layer for layer in layers for tensor in layer.tensors}
         self._before: dict[int, tuple[int, int] | None] = {}
-        self._chooser, self._ways, self._wire = chooser, ways, wire
+        self.speeds = hybrid.speeds or speeds
+        self._hybrid = hybrid
+        self._chooser, self._ways = hybrid.chooser(speeds), plan.ways()
+        self._wire = CompactWire(hybrid.wire)
         self._parameters = parameters
         self._dense = tuple(dense)
+        self._links: Any = next((e for e in dense if isinstance(e, LinkExchange)), None)
+        self._beside = self._links.beside if self._links is not None else frozenset()
         self._member = member
         self._limit_s = limit_s
         self._round = [0] * len(layers)  # contributions made
@@ -73,6 +80,7 @@ class CompactExchange:
             {} for _ in layers
         ]
         self._rebuilders = [Rebuilder(layer, self._peers) for layer in layers]
+        self._left: set[int] = set()  # layers whose contribution to this round has been made
         self._decided_for = -1
         self._rows: dict[int, list[int]] = {}
         self._last_rows: list[int] = []
@@ -110,12 +118,8 @@ class CompactExchange:
             limit_s=self._limit_s,
             missing=lambda: [HUB],
         )
-        rows = self._rows[wanted]
-        self._rows = {step: said for step, said in self._rows.items() if step > wanted}
-        if self._decided_for < 0 and self._member.name != HUB:
-            self._rows.setdefault(self.step, rows)
-        elif self._decided_for < 0:
-            self._rows[self.step] = seen
+        # Steps may go back, to those of a checkpoint: only what has served is forgotten.
+        rows = self._rows[wanted] if wanted == self.step else self._rows.pop(wanted)
         if rows != self._last_rows:
             self._choose(rows)
         self._decided_for = self.step
@@ -126,7 +130,10 @@ class CompactExchange:
         self._last_rows = [new or old for new, old in zip(rows, known, strict=True)]
         self.verdicts = tuple(
             self._chooser.choose(
-                layer.shape, had, self._ways, item_bytes=self._wire.item_bytes(layer.shape)
+                layer.shape,
+                had,
+                self._ways[layer.weight],
+                item_bytes=self._wire.item_bytes(layer.shape),
             )
             for layer, had in zip(self._layers, self._last_rows, strict=True)
         )
@@ -142,17 +149,21 @@ class CompactExchange:
     # ---- the training thread
 
     def captured(self, layer: CompactLayer) -> None:
-        """One more use of a layer has had its backward; it leaves when all have."""
+        """One more use of a layer has had its backward."""
         for tensor in layer.tensors:
             self._before.setdefault(tensor, state_of(self._parameters[tensor].grad))
-        if layer.complete:
-            self._send(self._index[id(layer)])
+
+    def settled(self, layer: CompactLayer) -> None:
+        """All uses have: it leaves."""
+        self._send(self._index[id(layer)])
 
     def ready(self, tensor: int) -> None:
         """Dense gradients are for the others."""
 
     def has(self, tensor: int) -> bool:
         """Whether the tensor's gradient was captured; autograd calls its hook all the same."""
+        # Before any gradient leaves: the dense roads must know whom to wait for.
+        self._decide()
         layer = self._layer_of.get(tensor)
         if layer is None or not self.takes(layer):
             return False
@@ -170,22 +181,24 @@ class CompactExchange:
         self._decide()
         self._before.clear()
         for index, verdict in enumerate(self.verdicts):
-            if not verdict.compact:
-                self._layers[index].reset()
-            elif self._round[index] == self._written[index]:
+            if verdict.compact and index not in self._left:
                 self._send(index)
+            self._layers[index].reset()
+        self._left.clear()
 
     def _send(self, index: int) -> None:
-        if self._round[index] > self._written[index]:
+        if index in self._left:
             raise RuntimeFault(
                 f"the gradient of {self._layers[index].shape.name!r} was completed twice in one "
-                "backward pass (re-entrant checkpointing of a layer that is used twice does this): "
-                "use checkpoint(..., use_reentrant=False)"
+                "backward pass (re-entrant checkpointing of a layer that is used twice does this: "
+                "use checkpoint(..., use_reentrant=False); so does a pass that broke off, when it "
+                "is run again)"
             )
+        self._left.add(index)
         layer = self._layers[index]
         taken = layer.take()
         rows = 0 if taken is None else len(taken[0])
-        kept = self._rebuilders[index].hold(self.rank, taken, self._wire)
+        kept = self._rebuilders[index].hold(taken, self._wire)
         frames = [frame for matrix in kept for frame in in_frames(matrix)]
         dtypes = (dtype_name(kept[0]), dtype_name(kept[1])) if kept else ("", "")
         body = Compact(
@@ -203,14 +216,26 @@ class CompactExchange:
         priority = self.plan.schedule.priority(
             forward_order=order, backward_order=self.plan.last_order - order
         )
-        for node in range(self._peers):
-            if node != self.rank:
-                self._member.send(self.plan.cluster.name(node), body, frames, priority=priority)
+        if self._hybrid.to == "server":
+            # Its answer is a dense gradient like any other, and may come at once.
+            self._written[index] = self._round[index]
+            self._links.expect(layer.tensors)
+        for peer in self._targets(layer):
+            self._member.send(peer, body, frames, priority=priority)
+            if peer not in self._beside:
                 self.sent[self._scheme(layer)] += sum(memoryview(f).nbytes for f in frames)
-        self._park(index, self.rank, body, frames)
+        if self._hybrid.to == "peers":
+            self._park(index, self.rank, body, frames)
+
+    def _targets(self, layer: CompactLayer) -> list[str]:
+        cluster = self.plan.cluster
+        if self._hybrid.to == "peers":
+            return [cluster.name(node) for node in range(self._peers) if node != self.rank]
+        chunk = next(c for c in self.plan.chunks if c.segments[0].tensor in layer.tensors)
+        return [cluster.name(node) for node in self.plan.holders[chunk.index]]
 
     def _scheme(self, layer: CompactLayer) -> str:
-        return f"{layer.shape.form}/mesh"
+        return f"{layer.shape.form}/{'mesh' if self._hybrid.to == 'peers' else 'sharded'}"
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         chosen = None if tensors is None else set(tensors)
@@ -293,6 +318,8 @@ class CompactExchange:
         assert isinstance(body, Rows)
         if message.sender != HUB or len(body.rows) != len(self._layers):
             raise FrameRefused("how many rows there are is for rank 0 to say")
+        if body.step in self._rows or len(self._rows) > 1:
+            raise FrameRefused(f"the rows of step {body.step} out of turn")
         with self._member.changed:
             self._rows[body.step] = list(body.rows)
             self._member.changed.notify_all()
@@ -308,13 +335,10 @@ class Rebuilder:
     def __init__(self, layer: CompactLayer, workers: int) -> None:
         self._layer, self._workers = layer, workers
         self._dense: Tensor | None = None
-        self._touched: Tensor | None = None
         self._stacks: list[Tensor | None] = [None, None]
         self._own: list[list[Tensor]] = [[], []]
 
-    def hold(
-        self, rank: int, taken: tuple[Tensor, Tensor] | None, wire: CompactWire
-    ) -> list[Tensor]:
+    def hold(self, taken: tuple[Tensor, Tensor] | None, wire: CompactWire) -> list[Tensor]:
         """This worker's rows as they travel, in memory that stays untouched while they do."""
         self._own.reverse()
         if taken is None:
@@ -330,6 +354,7 @@ class Rebuilder:
         self._own[0] = kept
         return kept
 
+    @torch.no_grad()
     def rebuild(
         self, parts: Sequence[tuple[Compact, Sequence[Buffer]]], parameters: Sequence[Tensor]
     ) -> None:
@@ -338,16 +363,19 @@ class Rebuilder:
             return  # nobody used it: its gradient stays as it is
         weight = parameters[self._layer.weight]
         first, second = self._stack(used, weight.dtype)
-        second.mul_(1.0 / self._workers)
         if hasattr(self._layer.module, "rebuild"):  # an emulated device takes the time it would
             self._layer.module.rebuild(len(first))
             return
+        # A parameter may have been frozen since the start; the other one of the layer is not.
         if self._layer.shape.form == "rows":
             self._add_rows(weight, first[:, 0], second)
             return
-        self._multiply(weight, first, second)
-        if self._layer.bias is not None:
-            add_to_gradient(parameters[self._layer.bias], second.sum(0))
+        if weight.requires_grad:
+            self._multiply(weight, first, second)
+        bias = None if self._layer.bias is None else parameters[self._layer.bias]
+        if bias is not None and bias.requires_grad:
+            total = second.sum(0, dtype=torch.promote_types(second.dtype, torch.float32))
+            add_to_gradient(bias, (total / self._workers).to(bias.dtype))
 
     def _stack(
         self, used: Sequence[tuple[Compact, Sequence[Buffer]]], dtype: torch.dtype
@@ -372,34 +400,37 @@ class Rebuilder:
             start += body.rows
         return stacks[0], stacks[1]
 
-    def _memory(self, weight: Tensor, *, zero: bool) -> Tensor:
-        if self._dense is None or self._dense.shape != weight.shape:
-            make = torch.zeros_like if zero else torch.empty_like
-            self._dense = make(weight, requires_grad=False)
-            self._touched = None
+    def _memory(self, weight: Tensor) -> Tensor:
+        """Of the last gradient, unless somebody still holds it; contents are left over."""
+        if self._dense is None or self._dense.shape != weight.shape or is_shared(self._dense):
+            self._dense = torch.empty_like(weight, requires_grad=False)
         return self._dense
 
     def _multiply(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        if weight.grad is not None:
-            weight.grad.addmm_(dy.t().to(weight.device), x.to(weight.device))
-            return
-        memory = self._memory(weight, zero=False)
-        torch.mm(dy.t().to(memory.device), x.to(memory.device), out=memory)
-        weight.grad = memory
+        """Divided as it is summed: short formats are rounded once."""
+        fresh = weight.grad is None
+        if weight.grad is None:
+            weight.grad = self._memory(weight).detach()
+        out = weight.grad
+        factors = dy.t().to(out.device), x.to(out.device)
+        share = 1.0 / self._workers
+        torch.addmm(out, *factors, beta=0 if fresh else 1, alpha=share, out=out)
 
     def _add_rows(self, weight: Tensor, ids: Tensor, values: Tensor) -> None:
-        ids, values = ids.to(weight.device), values.to(weight.device)
-        if weight.grad is not None and weight.grad.is_sparse:
-            weight.grad = weight.grad.to_dense()
         if weight.grad is None:
-            memory = self._memory(weight, zero=True)
-            if self._touched is not None:
-                memory.index_fill_(0, self._touched, 0.0)
-            self._touched = ids.clone()
-            weight.grad = memory
-        elif self._touched is not None and weight.grad is self._dense:
-            self._touched = torch.cat([self._touched, ids])
-        weight.grad.index_add_(0, ids, values)
+            weight.grad = self._memory(weight).detach()
+            weight.grad.zero_()
+        elif weight.grad.is_sparse:
+            weight.grad = weight.grad.to_dense()
+        out = weight.grad
+        out.index_add_(0, ids.to(out.device), values.to(out.device), alpha=1.0 / self._workers)
+
+
+def is_shared(memory: Tensor) -> bool:
+    """Whether a tensor other than this one has its memory: a gradient that somebody kept."""
+    storage = memory.untyped_storage()
+    # This handle and the tensor itself hold it.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def state_of(gradient: Tensor | None) -> tuple[int, int] | None:
@@ -416,10 +447,11 @@ def add_to_gradient(parameter: Tensor, values: Tensor) -> None:
 
 
 def in_frames(matrix: Tensor) -> list[Any]:
-    """A matrix's memory, cut between rows where it is too large for one frame."""
-    flat = matrix.reshape(len(matrix), -1).contiguous().view(torch.uint8).numpy()
-    per_frame = CompactWire.rows_a_frame(flat.shape[1])
-    return [flat[start : start + per_frame].reshape(-1) for start in range(0, len(flat), per_frame)]
+    """A matrix's memory, cut where it is too large for one frame."""
+    flat = matrix.reshape(-1).view(torch.uint8).numpy()
+    sizes = CompactWire.sizes(len(flat))
+    stops = list(itertools.accumulate(sizes))
+    return [flat[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
 
 
 def joined(body: Compact, columns: tuple[int, int], frames: Sequence[Buffer]) -> list[Tensor]:
@@ -428,10 +460,11 @@ def joined(body: Compact, columns: tuple[int, int], frames: Sequence[Buffer]) ->
     rest = list(frames)
     for dtype_text, width in zip(body.dtypes, columns, strict=True):
         dtype: torch.dtype = getattr(torch, dtype_text)
-        count = CompactWire.frames_for(body.rows, width * dtype.itemsize)
-        mine, rest = rest[:count], rest[count:]
-        whole = np.concatenate(
-            [np.frombuffer(frame, np.uint8) for frame in mine] or [np.empty(0, np.uint8)]
-        )
-        matrices.append(torch.from_numpy(whole).view(dtype).view(body.rows, width))
+        matrix = torch.empty(body.rows * width, dtype=dtype)
+        whole = matrix.view(torch.uint8).numpy()
+        start = 0
+        for size in CompactWire.sizes(len(whole)):
+            whole[start : start + size] = np.frombuffer(rest.pop(0), np.uint8)
+            start += size
+        matrices.append(matrix.view(body.rows, width))
     return matrices

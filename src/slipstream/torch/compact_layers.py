@@ -7,11 +7,13 @@ values say the same.
 Autograd asks for a layer's weight gradient through a small node of its own (``_Gradient``), so that
 a pass which wants only the gradient of the input captures nothing. The node then either hands over
 the compact form, and the dense gradient is never computed here, or computes the dense one as torch
-would.
+would. What was captured counts when torch would have added to ``.grad``: when all uses of the layer
+in a pass have had their backward, and not at all if the pass breaks off before.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ from torch.nn.utils import parametrize
 
 from slipstream.planning.costs import Form, LayerShape
 
+Pair = tuple[Tensor, Tensor]
+
 
 @dataclass(slots=True)
 class CompactLayer:
@@ -33,39 +37,42 @@ class CompactLayer:
     module: Any
     weight: int
     bias: int | None
-    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pending: list[Pair] = field(default_factory=list)
     rows: int = 0  # of the forward passes since the last exchange
-    uses: int = 0
-    captured: int = 0
+    # Captured in passes that may yet break off, by pass: re-entrant checkpointing nests them.
+    _open: dict[int, list[Pair]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[int, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
-    def enter(self, rows: int) -> None:
-        """A forward pass whose backward may follow."""
-        self.rows += rows
-        self.uses += 1
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        return (self.module.weight, getattr(self.module, "bias", None))
 
     def keep(self, first: Tensor, second: Tensor) -> None:
-        """The compact gradient of one use."""
-        self.pending.append((first.detach(), second.detach()))
-        self.captured += 1
+        """The compact gradient of one use, within a backward pass."""
+        this_pass = torch._C._current_graph_task_id()
+        self._open.setdefault(this_pass, []).append((first.detach(), second.detach()))
 
-    @property
-    def complete(self) -> bool:
-        """Whether every use has had its backward."""
-        return self.captured >= self.uses
+    def settle(self) -> bool:
+        """All uses in this pass have had their backward; whether there were any."""
+        captured = self._open.pop(torch._C._current_graph_task_id(), [])
+        self.pending += captured
+        return bool(captured)
+
+    def own(self) -> None:
+        """Copy what is pending: whoever made the inputs may write to them before they leave."""
+        self.pending = [(first.clone(), second.clone()) for first, second in self.pending]
 
     def reset(self) -> None:
         """The exchange of this step is over, or the gradient went another way."""
-        self.pending = []
-        self.rows = self.uses = self.captured = 0
+        self.pending, self.rows = [], 0
+        self._open.clear()
 
-    def take(self) -> tuple[Tensor, Tensor] | None:
+    def take(self) -> Pair | None:
         """All of it, and begin anew; None if the layer was not used."""
-        pending = self.pending
-        self.reset()
+        pending, self.pending, self.rows = self.pending, [], 0
         if not pending:
             return None
         first, second = (
@@ -73,7 +80,7 @@ class CompactLayer:
         )
         return self._distinct(first, second) if self.shape.form == "rows" else (first, second)
 
-    def _distinct(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _distinct(self, ids: Tensor, values: Tensor) -> Pair:
         """Every touched row once."""
         if self.module.padding_idx is not None:
             kept = ids != self.module.padding_idx
@@ -83,14 +90,13 @@ class CompactLayer:
         return touched, summed.index_add_(0, where, values)
 
 
+@dataclass(frozen=True, slots=True)
 class Ports:
-    """Where layers hand over what they capture; ``takes`` tells which, step by step."""
+    """Where layers hand over what they capture."""
 
-    def __init__(
-        self, takes: Callable[[CompactLayer], bool], captured: Callable[[CompactLayer], None]
-    ) -> None:
-        self.takes = takes
-        self.captured = captured
+    takes: Callable[[CompactLayer], bool]  # whether it is wanted in this step
+    captured: Callable[[CompactLayer], None]  # one use
+    settled: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
 
 
 @dataclass(slots=True)
@@ -101,6 +107,26 @@ class Use:
     ports: Ports
     first: Tensor | None = None
     second: Tensor | None = None
+
+    def once(self, gradient: Tensor | None) -> Tensor | None:
+        """The gradient; under ``create_graph`` as one that cannot be differentiated again."""
+        if gradient is None or not torch.is_grad_enabled():
+            return gradient
+        return refuse_twice(gradient.detach().requires_grad_(), self.layer.shape.name)
+
+
+class _RefuseTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"the gradient of {ctx.name!r} may travel in compact form and cannot be differentiated "
+            f"a second time (create_graph=True): name it in poseidon(dense=[{ctx.name!r}])"
+        )
 
 
 class _Gradient(torch.autograd.Function):
@@ -119,20 +145,37 @@ class _Gradient(torch.autograd.Function):
         use.first = use.second = None
         if first is None or second is None:
             return None, None, None
-        if ctx.needs_input_grad[0] and use.ports.takes(use.layer):
+        if accumulates(ctx) and use.ports.takes(use.layer):
             use.layer.keep(first, second)
             use.ports.captured(use.layer)
             return None, None, None
         if use.layer.shape.form == "rows":
-            dense = second.new_zeros(ctx.weight_shape)
-            padding = use.layer.module.padding_idx
-            if padding is not None:
-                kept = first != padding
-                first, second = first[kept], second[kept]
-            return dense.index_add_(0, first, second), None, None
+            table = dense_rows(first, second, ctx.weight_shape, use.layer)
+            return use.once(table), None, None
         weight = second.t() @ first if ctx.needs_input_grad[0] else None
         bias = second.sum(0) if ctx.needs_input_grad[1] else None
-        return weight, bias, None
+        return use.once(weight), use.once(bias), None
+
+
+def accumulates(node: Any) -> bool:
+    """Whether this pass adds to all of ``.grad``; ``autograd.grad`` gives its caller gradients."""
+    leaves = [leaf for leaf, _ in node.next_functions if leaf is not None]
+    try:
+        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+    except RuntimeError:  # how it says that autograd.grad asks for this very leaf
+        return False
+
+
+def dense_rows(ids: Tensor, values: Tensor, shape: Sequence[int], layer: CompactLayer) -> Tensor:
+    if layer.module.padding_idx is not None:
+        kept = ids != layer.module.padding_idx
+        ids, values = ids[kept], values[kept]
+    return values.new_zeros(shape).index_add_(0, ids, values)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """All but the last dimension as one; nothing is said of a dimension by elements there are."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -148,14 +191,13 @@ class _Linear(torch.autograd.Function):
             return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (dy,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.use.first = x.reshape(-1, x.shape[-1])
-        ctx.use.second = dy.reshape(-1, dy.shape[-1])
-        dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        return dx, None, None, dy.new_zeros(()), None
+        ctx.use.first, ctx.use.second = as_rows(x.detach()), as_rows(dy.detach())
+        with torch.no_grad():
+            dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
+        return ctx.use.once(dx), None, None, dy.new_zeros(()), None
 
 
 class _Embedding(torch.autograd.Function):
@@ -168,17 +210,16 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (dy,) = gradients
         (ids,) = ctx.saved_tensors
-        ctx.use.first = ids.reshape(-1).long()
-        ctx.use.second = dy.reshape(-1, dy.shape[-1])
+        ctx.use.first, ctx.use.second = ids.reshape(-1).long(), as_rows(dy.detach())
         return None, None, dy.new_zeros(()), None
 
 
 # Torch's types do not say what ``apply`` takes and gives.
 gradient_port: Callable[..., Tensor] = _Gradient.apply
+refuse_twice: Callable[..., Tensor] = _RefuseTwice.apply
 linear: Callable[..., Tensor] = _Linear.apply
 embedding: Callable[..., Tensor] = _Embedding.apply
 
@@ -188,25 +229,36 @@ class Forward:
 
     def __init__(self, layer: CompactLayer, ports: Ports) -> None:
         self.layer, self.ports = layer, ports
+        self._parameters = layer.parameters
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        module, weight = self.layer.module, self.layer.module.weight
-        if not (torch.is_grad_enabled() and weight.requires_grad):
-            return self._plain(module)(inputs)
-        self._refuse_hooks(weight)
+    @torch.compiler.disable
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+        weight, bias = self.layer.parameters
+        if weight is not self._parameters[0] or bias is not self._parameters[1]:
+            return self._plain(self.layer.module)(input)  # functional_call lends it others
+        self._count(input)
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if not (torch.is_grad_enabled() and trained):
+            return self._plain(self.layer.module)(input)
+        self._refuse_hooks(weight, bias)
         use = Use(self.layer, self.ports)
+        port = gradient_port(weight, bias, use)
         if self.layer.shape.form == "rows":
-            self.layer.enter(inputs.numel())
-            return embedding(inputs, weight.detach(), gradient_port(weight, None, use), use)
-        self.layer.enter(inputs.numel() // max(1, inputs.shape[-1]))
-        port = gradient_port(weight, module.bias, use)
-        x, w, b = autocast(inputs, weight.detach(), module.bias)
+            return embedding(input, weight.detach(), port, use)
+        x, w, b = autocast(input, weight.detach(), bias)
         return linear(x, w, None if b is None else b.detach(), port, use)
 
-    def _refuse_hooks(self, weight: Tensor) -> None:
-        if weight._backward_hooks:
+    def _count(self, inputs: Tensor) -> None:
+        """Once, though checkpointing runs a forward twice: without gradients, or in backward."""
+        wanted = self.layer.module.training or torch.is_grad_enabled()
+        if wanted and torch._C._current_graph_task_id() < 0:
+            ids = self.layer.shape.form == "rows"
+            self.layer.rows += inputs.numel() if ids else math.prod(inputs.shape[:-1])
+
+    def _refuse_hooks(self, *parameters: Tensor | None) -> None:
+        if any(p is not None and p._backward_hooks for p in parameters):
             raise RuntimeError(
-                f"a hook was registered on the weight of {self.layer.shape.name!r} after "
+                f"a hook was registered on a parameter of {self.layer.shape.name!r} after "
                 "job.distribute, which would not see its gradient: register it before, and the "
                 "layer travels dense"
             )
@@ -220,8 +272,8 @@ class Forward:
         return self if copied is None else self._plain(copied)
 
     def __reduce__(self) -> Any:
-        module = self.layer.module
-        return types.MethodType, (type(module).forward, module)
+        """Looked up when the module is there but has nothing of its own yet: its class's."""
+        return getattr, (self.layer.module, "forward")
 
 
 def autocast(x: Tensor, *parameters: Tensor | None) -> list[Any]:
@@ -235,25 +287,56 @@ def autocast(x: Tensor, *parameters: Tensor | None) -> list[Any]:
 
 def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
     """Let the layers hand over their gradients; returns what ends it."""
+    handles: list[Any] = []
     for layer in layers:
         if hasattr(layer.module, "on_factors"):  # an emulated device offers them itself
             layer.module.on_factors = _offered(layer, ports)
+            handles.append(layer.module.register_forward_pre_hook(_counts_rows(layer)))
         else:
             layer.module.forward = Forward(layer, ports)
+        for parameter in layer.parameters:
+            if parameter is not None:
+                handles.append(_when_accumulated(parameter, _settled(layer, ports)))
 
     def end() -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
         for layer in layers:
             if hasattr(layer.module, "on_factors"):
                 layer.module.on_factors = None
-            else:
+            elif isinstance(vars(layer.module).get("forward"), Forward):
                 del layer.module.forward
 
     return end
 
 
+class _when_accumulated:  # noqa: N801  # reads like what it does
+    """Calls when torch is done with a parameter's ``.grad`` in a pass, if it wrote there or not."""
+
+    def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
+        # Torch itself holds the node only while a graph does, and hooks go with it.
+        self._node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._handle = self._node.register_hook(lambda *_: call())
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def _settled(layer: CompactLayer, ports: Ports) -> Callable[[], None]:
+    return lambda: ports.settled(layer)
+
+
+def _counts_rows(layer: CompactLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def entered(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            layer.rows += len(inputs[0])
+
+    return entered
+
+
 def _offered(layer: CompactLayer, ports: Ports) -> Callable[[Tensor, Tensor], bool]:
     def offered(x: Tensor, dy: Tensor) -> bool:
-        layer.enter(len(x))
         if not ports.takes(layer):
             return False
         layer.keep(x, dy)
@@ -294,18 +377,16 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
         return "its weight is not trained"
     plain = nn.Linear.forward if form == "factors" else nn.Embedding.forward
-    if type(module).forward is not plain and not hasattr(module, "on_factors"):
-        return f"{type(module).__name__} has a forward of its own"
+    if getattr(module.forward, "__func__", None) is not plain and not hasattr(module, "on_factors"):
+        return f"this {type(module).__name__} has a forward of its own"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "its weight is used without calling it"
     if owners[id(weight)] > 1:
         return "its weight is tied to another layer's"
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if is_hooked(weight):
         return "a hook on its weight wants to see the gradient"
     bias = getattr(module, "bias", None)
-    if bias is not None and (
-        owners[id(bias)] > 1 or not bias.requires_grad or bias._backward_hooks
-    ):
+    if bias is not None and (owners[id(bias)] > 1 or not bias.requires_grad or is_hooked(bias)):
         return "its bias is tied, frozen or hooked"
     if weight.is_complex() or weight.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
@@ -314,6 +395,12 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
     if form == "rows" and (module.max_norm is not None or module.scale_grad_by_freq):
         return "max_norm or scale_grad_by_freq changes its gradient"
     return ""
+
+
+def is_hooked(parameter: Any) -> bool:
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.codecs import CompactWire
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
-from slipstream.planning.choosing import Ways
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.runtime.exchange import Exchange, LinkExchange
 from slipstream.runtime.joining import Membership
@@ -46,6 +44,7 @@ class Replica:
     server_state: ServerState | None
     gate: ForwardGate | None
     collectives: Collectives | None
+    compact: CompactExchange | None = None
 
     @property
     def link_exchanges(self) -> tuple[Exchange, ...]:
@@ -203,7 +202,16 @@ def _wire(
     membership.rendezvous.gather("distributed", True, bool)
     membership.rendezvous.limit_s = limits.wait_s
     return Replica(
-        plan, synchronizer, optimizer, exchanges, shards, chain, server_state, gate, collectives
+        plan,
+        synchronizer,
+        optimizer,
+        exchanges,
+        shards,
+        chain,
+        server_state,
+        gate,
+        collectives,
+        compact,
     )
 
 
@@ -284,14 +292,12 @@ def make_compact(
     if plan.hybrid is None or not layers:
         return None
     speeds = measure_speeds(membership) if plan.hybrid.needs_speeds else None
-    cluster = plan.cluster
     return CompactExchange(
         membership.env.rank,
         plan,
         layers,
-        plan.hybrid.chooser(speeds),
-        Ways(cluster.workers, cluster.servers, cluster.dedicated),
-        CompactWire(plan.hybrid.wire),
+        plan.hybrid,
+        speeds,
         inventory.tensors,
         dense,
         membership.member,

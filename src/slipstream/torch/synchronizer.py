@@ -57,23 +57,32 @@ class Synchronizer(ABC):
     def capture_compact(self, exchange: CompactExchange) -> None:
         """Let layers hand over compact gradients instead of dense ones, where these are wanted."""
 
+        def takes(layer: CompactLayer) -> bool:
+            with self._lock:
+                return exchange.takes(layer)
+
         def captured(layer: CompactLayer) -> None:
             if not self.tap.paused:
                 self.tap.touch()
                 with self._lock:
                     exchange.captured(layer)
 
+        def settled(layer: CompactLayer) -> None:
+            with self._lock:
+                if layer.settle():
+                    layer.own() if self.tap.paused else exchange.settled(layer)
+
         self._has_compact = exchange.has
-        self._end_capture = capture(exchange.layers, Ports(exchange.takes, captured))
+        self._end_capture = capture(exchange.layers, Ports(takes, captured, settled))
 
     @property
     def wait_s(self) -> float:
         return sum(exchange.wait_s for exchange in self._exchanges)
 
     def _gradient_ready(self, tensor: int) -> None:
-        if self._has_compact(tensor) or not self.plan.schedule.leaves_during_backward:
-            return
         with self._lock:
+            if self._has_compact(tensor) or not self.plan.schedule.leaves_during_backward:
+                return
             self._slots.fetch(tensor)
             self._hand_over(self._copying)
             # A copy from an accelerator is given until the next layer's gradient is done.

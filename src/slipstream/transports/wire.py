@@ -58,7 +58,7 @@ class Compact(Body, tag="compact", frozen=True):
     """A worker's gradient of one layer in compact form: two matrices of ``rows`` rows each.
 
     ``present`` is False where the worker did not use the layer. Each matrix comes in ``dtypes``'
-    precision, as one frame or several, cut between rows.
+    precision, as one frame or several, each as large as may be; an empty one as none.
     """
 
     layer: Count

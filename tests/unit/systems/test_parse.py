@@ -60,7 +60,7 @@ def test_all_to_all_is_a_mesh_over_links() -> None:
     [
         ("pushpull", "did you mean 'push_pull'"),
         ("all_reduce", "did you mean 'allreduce'"),
-        ("PUSH_PULL", "there are all_to_all, allreduce, poseidon, push_pull"),
+        ("PUSH_PULL", f"there are {', '.join(sorted(SYSTEMS))}"),
         ("zzz(overlap=True)", "no strategy 'zzz'"),
     ],
 )
@@ -148,6 +148,7 @@ def test_no_text_gives_anything_but_a_strategy_or_its_error(text: str) -> None:
         "push_pull(chunk_bytes=0)",
         "push_pull(chunk_bytes='2 MiB')",
         "allreduce(bucket_bytes=-1)",
+        "one_bit(chunk_bytes=-1)",
     ],
 )
 def test_values_no_system_can_work_with_are_refused_at_once(text: str) -> None:

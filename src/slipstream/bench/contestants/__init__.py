@@ -42,7 +42,7 @@ PEERS: dict[str, Peer] = {
     "local": Peer(alone),
     "ddp": Peer(ddp.contestant(ddp.plain)),
     "ddp+fp16": Peer(ddp.contestant(ddp.fp16)),
-    "ddp+powersgd": Peer(ddp.contestant(ddp.powersgd)),
+    "ddp+powersgd": Peer(ddp.contestant(ddp.powersgd, ddp.ONE_BUCKET_MB)),
     "hivemind": Peer(hivemind.train, needs="hivemind", extra="hivemind"),
     "torchft": Peer(torchft.train, needs="torchft", extra="torchft"),
 }

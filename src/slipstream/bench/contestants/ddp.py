@@ -15,6 +15,7 @@ from slipstream.bench.contestants.session import Session
 
 POWERSGD_RANK = 4
 POWERSGD_STARTS_AT = 2  # the earliest it allows; a warm-up has to be longer
+ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook breaks off over gloo
 LIMIT = timedelta(seconds=120)
 
 Hook = Callable[[DistributedDataParallel], None]
@@ -55,12 +56,14 @@ def powersgd(model: DistributedDataParallel) -> None:
     model.register_comm_hook(state, powerSGD_hook)
 
 
-def contestant(hook: Hook) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]:
-    """DDP whose gradients travel as ``hook`` has them."""
+def contestant(
+    hook: Hook, bucket_mb: int | None = None
+) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]:
+    """DDP whose gradients travel as ``hook`` has them, in buckets of this size or torch's own."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         with group():
-            wrapped = DistributedDataParallel(model)
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
             hook(wrapped)
             yield Session(wrapped, optimizer)
 

@@ -12,7 +12,7 @@ from slipstream.bench.workloads.protocol import Goal, Workload
 from slipstream.bench.workloads.stepping import alexnet, conv, emulated, fc, vgg
 from slipstream.errors import ConfigError
 
-__all__ = ["WORKLOADS", "Goal", "Workload", "emulated", "workload"]
+__all__ = ["WORKLOADS", "Goal", "Workload", "emulated", "known", "workload"]
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "fc": fc,
@@ -27,16 +27,21 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 }
 
 
+def known(name: str) -> None:
+    """Refuse a name that is no workload's."""
+    if name not in WORKLOADS:
+        near = difflib.get_close_matches(name, WORKLOADS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no workload {name!r}: there are {', '.join(WORKLOADS)}{hint}")
+
+
 def workload(name: str, *, data: Path | None = None, scale: float | None = None) -> Workload:
     """Load or generate the data and put the workload together.
 
     ``data`` is the folder of a real set, for workloads that learn; ``scale`` is the share of its
     parameters that a large net keeps.
     """
-    if name not in WORKLOADS:
-        near = difflib.get_close_matches(name, WORKLOADS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"no workload {name!r}: there are {', '.join(WORKLOADS)}{hint}")
+    known(name)
     given = {"data": data, "scale": scale}
     arguments = {key: value for key, value in given.items() if value is not None}
     for key in arguments:

@@ -1,4 +1,4 @@
-"""How people write a link's rate."""
+"""How people write rates and amounts."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def bits_per_second(rate: str | float) -> float:
     if not rate > 0:
         raise ConfigError(f"a rate of {rate!r} moves nothing; give one above 0")
     return float(rate)
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1.5 MiB``; bytes below 1 KiB are whole."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -1,0 +1,95 @@
+"""``slipstream plan``: what every layer of a model would do, without training anything."""
+
+from __future__ import annotations
+
+import importlib
+import json as jsonlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.bench.tables import TABLES, table
+from slipstream.cli.options import prepare_file
+from slipstream.errors import ConfigError
+from slipstream.planning.costs import Form, Speeds
+from slipstream.planning.table import as_text, total
+from slipstream.systems import parse
+from slipstream.types import Cluster, Spec
+from slipstream.units import bits_per_second
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A layer table (vgg19, vgg19-22k, googlenet, inception-v3, resnet-152, alexnet, "
+            "or a .csv or .json file), or module:factory, which gives an nn.Module.",
+        ),
+    ],
+    workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 16,
+    servers: Annotated[
+        int, typer.Option(min=0, help="Dedicated servers; 0: none, or one beside each worker.")
+    ] = 0,
+    rate: Annotated[str, typer.Option(help="Of every link, such as 10gbit.")] = "10gbit",
+    batch: Annotated[int, typer.Option(min=1, help="Samples a step and worker.")] = 32,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows a sample gives a linear layer (tokens, say).")
+    ] = 1,
+    strategy: Annotated[str, typer.Option(help="The system, as in Python.")] = "poseidon",
+    gemm_gflops: Annotated[
+        float, typer.Option(min=0.001, help="A worker's speed at matrix products.")
+    ] = 5000.0,
+    server_gbytes: Annotated[
+        float, typer.Option(min=0.001, help="A server's speed at summing, in GB/s.")
+    ] = 5.0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+) -> None:
+    """Show what travels how, layer by layer, and the predicted gain over plain dense."""
+    if json is not None:
+        prepare_file("--json", json)
+    specs, forms = read_model(model)
+    chosen = parse(strategy)
+    cluster = Cluster(workers, servers or workers, dedicated=bool(servers))
+    planned = chosen.plan(specs, cluster)
+    speeds = Speeds(bits_per_second(rate), gemm_gflops * 1e9, server_gbytes * 1e9)
+    table_rows = planned.rows(planned.verdicts(batch * rows, speeds, forms), speeds, forms)
+    sums = total(table_rows)
+    print(f"{model}: {chosen.name} on {workers} workers, batch {batch} each, links of {rate}\n")
+    print(as_text(table_rows))
+    if json is not None:
+        report = {
+            "model": model,
+            "strategy": chosen.name,
+            "workers": workers,
+            "servers": servers,
+            "rate": rate,
+            "batch": batch,
+            "rows": [asdict(row) for row in table_rows],
+            "totals": asdict(sums) | {"speedup": sums.speedup},
+        }
+        json.write_text(jsonlib.dumps(report, indent=2) + "\n")
+
+
+def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
+    """The tensors of a layer table, or of the module that a factory makes."""
+    module, colon, factory = text.partition(":")
+    if not colon:
+        if text not in TABLES and Path(text).suffix not in (".csv", ".json"):
+            raise ConfigError(
+                f"no model {text!r}: name a layer table ({', '.join(TABLES)}), a .csv or .json "
+                "file with one, or module:factory"
+            )
+        return list(table(text).specs), {}
+    sys.path.insert(0, "")  # as `python -m` would find it
+    try:
+        made = getattr(importlib.import_module(module), factory)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot make the model {text!r}: {error}") from error
+    from slipstream.torch.compact_layers import named_forms
+    from slipstream.torch.inventory import Inventory
+
+    return list(Inventory.of(made).specs), {name: form for name, _, form, _ in named_forms(made)}

@@ -1,0 +1,161 @@
+"""A plan for people: every tensor's way, what it moves, how long that takes, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slipstream.planning.choosing import Verdict, Ways
+from slipstream.planning.costs import (
+    Form,
+    LayerShape,
+    Speeds,
+    dense_link_bytes,
+    dense_seconds,
+)
+from slipstream.types import ITEM_BYTES, Spec
+from slipstream.units import human_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One layer that was weighed as a whole, or one tensor that was not."""
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: str
+    link_bytes: float  # over a worker's busiest link, each way
+    seconds: float | None
+    dense_link_bytes: float
+    dense_seconds: float | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums of the rows, and what computing would have to hide behind."""
+
+    link_bytes: float
+    dense_link_bytes: float
+    seconds: float | None
+    dense_seconds: float | None
+
+    @property
+    def speedup(self) -> float | None:
+        """Of the exchange alone, against all dense."""
+        if not self.seconds or self.dense_seconds is None:
+            return None
+        return self.dense_seconds / self.seconds
+
+
+def shapes_of(
+    specs: Sequence[Spec], forms: Mapping[str, Form] | None = None
+) -> dict[str, LayerShape]:
+    """The layers that the specs name, each from its matrix and its bias."""
+    shapes: dict[str, LayerShape] = {}
+    for layer in dict.fromkeys(spec.layer for spec in specs if spec.layer):
+        parts = [spec for spec in specs if spec.layer == layer]
+        matrix = next(spec for spec in parts if len(spec.shape) == 2)
+        outputs, inputs = matrix.shape
+        form = (forms or {}).get(layer, "factors")
+        bias = any(len(spec.shape) == 1 for spec in parts)
+        shapes[layer] = LayerShape(layer, form, outputs, inputs, bias, ITEM_BYTES[matrix.dtype])
+    return shapes
+
+
+def tabulate(
+    specs: Sequence[Spec],
+    schemes: Sequence[str],
+    ways: Sequence[Ways],
+    verdicts: Mapping[str, Verdict],
+    shapes: Mapping[str, LayerShape],
+    speeds: Speeds | None,
+) -> list[Row]:
+    """``schemes[i]`` and ``ways[i]`` are those of tensor i where it travels dense."""
+    rows: list[Row] = []
+    done: set[str] = set()
+    for spec, scheme, way in zip(specs, schemes, ways, strict=True):
+        if spec.layer and spec.layer in verdicts:
+            if spec.layer not in done:
+                done.add(spec.layer)
+                rows.append(
+                    _layer_row(shapes[spec.layer], scheme, way, verdicts[spec.layer], speeds)
+                )
+            continue
+        moved = dense_link_bytes(spec.nbytes, way.workers, way.servers, dedicated=way.dedicated)
+        seconds = _dense_seconds(spec.nbytes, way, speeds)
+        why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
+        rows.append(Row(spec.name, spec.shape, scheme, moved, seconds, moved, seconds, why))
+    return rows
+
+
+def _layer_row(
+    shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
+) -> Row:
+    dense = dense_link_bytes(shape.dense_bytes, way.workers, way.servers, dedicated=way.dedicated)
+    dense_s = _dense_seconds(shape.dense_bytes, way, speeds)
+    return Row(
+        shape.name,
+        (shape.outputs, shape.inputs),
+        f"{shape.form}/{verdict.place}" if verdict.compact else scheme,
+        verdict.link_bytes if verdict.compact else dense,
+        verdict.seconds if verdict.compact else dense_s,
+        dense,
+        dense_s,
+        verdict.why,
+    )
+
+
+def _dense_seconds(nbytes: int, way: Ways, speeds: Speeds | None) -> float | None:
+    if speeds is None:
+        return None
+    return dense_seconds(nbytes, way.workers, way.servers, speeds, dedicated=way.dedicated)
+
+
+def total(rows: Sequence[Row]) -> Totals:
+    known = [row for row in rows if row.seconds is not None and row.dense_seconds is not None]
+    timed = bool(rows) and len(known) == len(rows)
+    return Totals(
+        sum(row.link_bytes for row in rows),
+        sum(row.dense_link_bytes for row in rows),
+        sum(row.seconds or 0.0 for row in rows) if timed else None,
+        sum(row.dense_seconds or 0.0 for row in rows) if timed else None,
+    )
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Columns for a terminal, and what they add up to."""
+    heads = ("layer", "shape", "scheme", "each way", "ms", "why")
+    cells = [heads, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+    lines = []
+    for line in cells:
+        padded = [
+            text.rjust(width) if head in ("each way", "ms") else text.ljust(width)
+            for text, width, head in zip(line, widths, heads, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join([*lines, "", _sums(total(rows))])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    shape = " x ".join(str(size) for size in row.shape)
+    moved = human_bytes(row.link_bytes)
+    return (row.name, shape, row.scheme, moved, _ms(row.seconds), row.why)
+
+
+def _sums(sums: Totals) -> str:
+    said = (
+        f"a step moves {human_bytes(sums.link_bytes)} over a worker's link each way; "
+        f"all dense: {human_bytes(sums.dense_link_bytes)}"
+    )
+    if sums.seconds is not None and sums.dense_seconds is not None and sums.speedup is not None:
+        said += (
+            f"\nexchange predicted at {_ms(sums.seconds)} ms; all dense: "
+            f"{_ms(sums.dense_seconds)} ms ({sums.speedup:.1f} times as long)"
+        )
+    return said
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.4g}"

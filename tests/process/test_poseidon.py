@@ -1,0 +1,148 @@
+"""Factors and rows instead of dense gradients: the same training, and the same on every worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, STEPS, distance, state_of, train_alone
+from nursery import Nursery
+from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
+from poseidon_cases import POSEIDON_CASES
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+WORKER = Path(__file__).with_name("poseidon_worker.py")
+FORGER = Path(__file__).with_name("compact_forger.py")
+LIMIT_S = 150.0
+BYTES, SLOW, MEASURED = "poseidon(choose='bytes')", "poseidon(rate='200mbit')", "poseidon()"
+EVERYTHING, TO_AND_FRO = "everything", "to-and-fro"
+# What they do has nothing to do with compact gradients, or takes long.
+LEFT_OUT = (
+    "plain", "groups", "scheduled_before", "many", "compiled_before", "norm", "absent_norm",
+    "own_buffer", "layouts", "frozen", "tied", "dtypes", "quasi_newton", "empty_batch",
+    "attention", "unoptimized", "accumulated", "checkpointed",
+)  # fmt: skip
+
+
+def trained_like_one_process() -> list[Asked]:
+    named = [name for name in CASES if name not in (*LEFT_OUT, "autocast")]
+    own = [name for name in POSEIDON_CASES if name not in CASES and name != "autocast"]
+    return [
+        *(Asked(2, "animals", system) for system in (BYTES, SLOW, MEASURED)),
+        *(Asked(3, "animals", system) for system in (BYTES, SLOW)),
+        *(Asked(5, "animals", system) for system in (BYTES, MEASURED)),
+        *(Asked(3, name, EVERYTHING, servers=2) for name in own),
+        *(Asked(2, name, EVERYTHING) for name in named),
+        *(Asked(2, name, "everything-collective") for name in ("together", "two_backwards")),
+        *(Asked(3, "animals", f"{TO_AND_FRO}{road}") for road in ("", "-collective")),
+        *(Asked(3, "animals_accumulated", f"{TO_AND_FRO}{road}") for road in ("", "-collective")),
+    ]
+
+
+def repetitions() -> list[Asked]:
+    return [
+        Asked(3, "animals", EVERYTHING, servers=2, look=False, attempt=2),
+        Asked(3, "animals", f"{TO_AND_FRO}-collective", look=False, attempt=2),
+        Asked(5, "animals", BYTES, look=False, attempt=2),
+    ]
+
+
+def in_short_formats() -> list[tuple[Asked, float]]:
+    return [
+        (Asked(2, "animals", "everything-bfloat16"), 0.02),
+        (Asked(2, "autocast", EVERYTHING), 0.02),
+    ]
+
+
+DENSE_AUTOCAST = Asked(2, "autocast", "push_pull")
+ALL = [
+    *trained_like_one_process(),
+    *repetitions(),
+    *(asked for asked, _ in in_short_formats()),
+    DENSE_AUTOCAST,
+]
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Asked], Outcome]:
+    @cache
+    def train(workers: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"poseidon-{workers}-workers")
+        plan = folder / "plan.json"
+        plan.write_text(json.dumps([asdict(asked) for asked in ALL if asked.workers == workers]))
+        run = nursery.run(WORKER, str(plan), str(folder), ranks=workers, limit_s=LIMIT_S)
+        assert set(run.codes.values()) == {0}, run.told()
+        assert run.remains.left() == []
+        return folder
+
+    def of(asked: Asked) -> Outcome:
+        number = [one for one in ALL if one.workers == asked.workers].index(asked)
+        return read_outcome(train(asked.workers), number, asked.workers)
+
+    return of
+
+
+@cache
+def reference(case: str, workers: int) -> dict[str, torch.Tensor]:
+    return state_of(train_alone(POSEIDON_CASES[case], "sgd", workers).model)
+
+
+def assert_trained_like(asked: Asked, got: Outcome, tolerance: float | None = None) -> None:
+    begun = state_of(POSEIDON_CASES[asked.case].model())
+    moved = 0.0
+    for name, wanted in reference(asked.case, asked.workers).items():
+        allowed = tolerance or (5e-2 if wanted.dtype == torch.bfloat16 else 1e-5)
+        assert distance(got.state[name], wanted) <= allowed, name
+        moved = max(moved, distance(wanted, begun[name]))
+    assert moved > 1e-3, "the reference learns nothing, so nothing was compared"
+
+
+@pytest.mark.parametrize("asked", trained_like_one_process(), ids=str)
+def test_workers_train_like_one_process(asked: Asked, outcome: Callable[[Asked], Outcome]) -> None:
+    got = outcome(asked)
+    assert_equal_throughout(got, STEPS + 1)
+    assert_trained_like(asked, got)
+
+
+@pytest.mark.parametrize("second", repetitions(), ids=str)
+def test_two_runs_agree_bit_for_bit(second: Asked, outcome: Callable[[Asked], Outcome]) -> None:
+    first = replace(second, look=True, attempt=0)
+    assert outcome(first).digests[0][-1] == outcome(second).digests[0][-1]
+
+
+@pytest.mark.parametrize(("asked", "tolerance"), in_short_formats(), ids=str)
+def test_short_formats(asked: Asked, tolerance: float, outcome: Callable[[Asked], Outcome]) -> None:
+    got = outcome(asked)
+    assert_equal_throughout(got, STEPS + 1)
+    assert_trained_like(asked, got, tolerance)
+
+
+def test_autocast_is_like_dense_training_under_it(outcome: Callable[[Asked], Outcome]) -> None:
+    compact, dense = outcome(Asked(2, "autocast", EVERYTHING)), outcome(DENSE_AUTOCAST)
+    for name, tensor in dense.state.items():
+        assert distance(compact.state[name], tensor) <= 0.02, name
+
+
+def test_gradient_is_none_exactly_where_no_worker_used_the_parameter(
+    outcome: Callable[[Asked], Outcome],
+) -> None:
+    wanted = train_alone(CASES["unused"], "sgd", 2).notes
+    assert outcome(Asked(2, "unused", EVERYTHING)).notes == [wanted, wanted]
+
+
+def test_compact_gradients_that_fit_nothing_are_refused(nursery: Nursery) -> None:
+    run = nursery.run(FORGER, ranks=2)
+    assert run.codes == {0: 0, 1: 0}, run.told()
+    undisturbed, disturbed = run.stdout(0).splitlines()
+    assert undisturbed.rpartition(" ")[2] == "0"
+    assert disturbed.rpartition(" ")[2] == run.stdout(1).strip()
+    assert undisturbed.rpartition(" ")[0] == disturbed.rpartition(" ")[0]
+    assert run.remains.left() == []

@@ -1,0 +1,215 @@
+"""Two workers' exchanges in one process; the test decides when messages arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
+from slipstream.systems import poseidon
+from slipstream.torch.compact_exchange import CompactExchange
+from slipstream.torch.compact_layers import CompactLayer, Ports, capture
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.replica import compact_layers
+from slipstream.transports.wire import Compact, Message, Rows
+from slipstream.types import Buffer, Cluster
+
+
+class Post:
+    """What takes the place of a member: keeps messages until they are delivered."""
+
+    def __init__(self, rank: int) -> None:
+        self.name = f"rank {rank}"
+        self.round = 0
+        self.changed = threading.Condition()
+        self.handlers: dict[type[Any], Callable[[Message], None]] = {}
+        self.sent: list[tuple[str, Message]] = []
+
+    def on(self, kind: type[Any], handler: Callable[[Message], None]) -> None:
+        self.handlers[kind] = handler
+
+    def send(self, peer: str, body: Any, frames: Any = (), *, priority: int = 0) -> None:
+        self.sent.append((peer, Message(self.name, body, frames)))
+
+    def take(self, message: Message) -> None:
+        self.handlers[type(message.body)](message)
+
+    def wait_until(self, holds: Callable[[], bool], **told: Any) -> None:
+        if not holds():
+            raise WaitLimit(told["what"], 0.0, told["missing"]())
+
+
+class Worker:
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        inventory = Inventory.of(self.model)
+        strategy = poseidon(choose="bytes")
+        plan = strategy.plan(inventory.specs, Cluster(2, 1))
+        assert plan.hybrid is not None
+        self.post = Post(rank)
+        self.dense: list[set[int]] = []
+        self.exchange = CompactExchange(
+            rank,
+            plan,
+            compact_layers(self.model, plan, inventory),
+            plan.hybrid,
+            None,
+            inventory.tensors,
+            [self],  # type: ignore[list-item]
+            self.post,  # type: ignore[arg-type]
+            limit_s=1,
+        )
+        ports = Ports(self.exchange.takes, self.exchange.captured, self._settled)
+        self.end = capture(self.exchange.layers, ports)
+
+    def excuse(self, tensors: set[int]) -> None:
+        self.dense.append(tensors)
+
+    def _settled(self, layer: CompactLayer) -> None:
+        if layer.settle():
+            self.exchange.settled(layer)
+
+    def backward(self, rows: int = 1) -> None:
+        data = torch.arange(8.0 * rows).view(rows, 8) / 50
+        self.model(data).sum().backward()
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def workers() -> list[Worker]:
+    return [Worker(0), Worker(1)]
+
+
+def deliver(workers: list[Worker]) -> None:
+    for worker in workers:
+        sent, worker.post.sent = worker.post.sent, []
+        for peer, message in sent:
+            workers[int(peer.removeprefix("rank "))].post.take(message)
+
+
+def step(workers: list[Worker], number: int, rows: int = 1) -> None:
+    for worker in workers:
+        worker.exchange.step = number
+        worker.model.zero_grad()
+        worker.backward(rows)
+        worker.exchange.flush()
+        deliver(workers)
+    for worker in workers:
+        worker.exchange.wait()
+
+
+def test_same_gradients_on_both(workers: list[Worker]) -> None:
+    for number in range(3):
+        step(workers, number)
+        first, second = (worker.gradients for worker in workers)
+        assert len(first) == 3
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_choice_follows_rank_0_one_step_later(workers: list[Worker]) -> None:
+    for number, (rows, compact) in enumerate([(1, True), (40, True), (1, False), (1, True)]):
+        step(workers, number, rows)
+        for worker in workers:
+            assert [verdict.compact for verdict in worker.exchange.verdicts] == [compact] * 2
+    assert workers[1].dense == [{0, 1, 2}, set(), {0, 1, 2}]
+
+
+@pytest.mark.parametrize("back_to", [0, 3, 4])
+def test_steps_may_go_back(workers: list[Worker], back_to: int) -> None:
+    for number in [*range(5), *range(back_to, 8)]:
+        step(workers, number)
+
+
+def test_nobody_decides_without_rank_0(workers: list[Worker]) -> None:
+    with pytest.raises(WaitLimit, match="rank 0"):
+        workers[1].exchange.takes(workers[1].exchange.layers[0])
+
+
+def test_rows_are_for_rank_0_to_say_and_once(workers: list[Worker]) -> None:
+    take = workers[1].post.take
+    for sender, rows in (("rank 1", [1, 1]), ("server 0", [1, 1]), ("rank 0", [1])):
+        with pytest.raises(FrameRefused, match="for rank 0 to say"):
+            take(Message(sender, Rows(0, rows)))
+    take(Message("rank 0", Rows(0, [1, 1])))
+    with pytest.raises(FrameRefused, match="out of turn"):
+        take(Message("rank 0", Rows(0, [2, 2])))
+    take(Message("rank 0", Rows(1, [1, 1])))
+    for number in range(2, 100):
+        with pytest.raises(FrameRefused, match="out of turn"):
+            take(Message("rank 0", Rows(number, [1, 1])))
+
+
+def test_contributions_that_are_refused_change_nothing(workers: list[Worker]) -> None:
+    step(workers, 0)
+    workers[0].exchange.step = 1
+    workers[0].backward()
+    (good,) = (m for _, m in workers[0].post.sent if isinstance(m.body, Compact) and m.body.layer)
+    body, frames = good.body, good.frames
+    assert isinstance(body, Compact)
+
+    def changed(**fields: Any) -> Compact:
+        values = {name: getattr(body, name) for name in body.__struct_fields__}
+        return Compact(**{**values, **fields})
+
+    wrong: list[tuple[str, str, Compact, Any]] = [
+        ("other workers", "rank 1", body, frames),
+        ("other workers", "rank 2", body, frames),
+        ("other workers", "server 0", body, frames),
+        ("no layer 9", "rank 0", changed(layer=9), frames),
+        ("round 0 while", "rank 0", changed(round=0), frames),
+        ("round 3 while", "rank 0", changed(round=3), frames),
+        ("bytes where", "rank 0", changed(rows=2), frames),
+        ("a matrix of", "rank 0", changed(dtypes=("float32", "uint8")), frames),
+        ("checksum", "rank 0", changed(crc=body.crc ^ 1), frames),
+        ("not used", "rank 0", changed(present=False), frames),
+    ]
+    for reason, sender, forged, content in wrong:
+        content_now: list[Buffer] = list(content)
+        with pytest.raises(FrameRefused, match=reason):
+            workers[1].post.take(Message(sender, forged, content_now))
+    workers[1].post.take(good)
+    with pytest.raises(FrameRefused, match="twice"):
+        workers[1].post.take(good)
+
+
+def test_workers_out_of_step_are_told(workers: list[Worker]) -> None:
+    first, second = workers
+    first.backward()
+    first.exchange.flush()
+    deliver(workers)
+    second.exchange.step = 1
+    second.post.take(Message("rank 0", Rows(1, [1, 1])))
+    second.backward()
+    second.exchange.flush()
+    deliver(workers)
+    with pytest.raises(RuntimeFault, match="rank 0 at step 0, rank 1 at step 1"):
+        first.exchange.wait()
+
+
+def test_a_weight_used_without_its_layer_is_told(workers: list[Worker]) -> None:
+    worker = workers[0]
+    weight = worker.exchange._layer_of[0].weight
+    worker.model(torch.ones(1, 8)).sum().backward()
+    assert worker.exchange.has(weight)
+    worker.exchange.flush()
+    deliver(workers)
+    worker.model[0].weight.pow(2).sum().backward()
+    with pytest.raises(RuntimeFault, match=r"name it in poseidon\(dense"):
+        worker.exchange.has(weight)
+
+
+def test_a_dense_gradient_that_comes_first_waits_for_the_choice(workers: list[Worker]) -> None:
+    """Otherwise it would leave on last step's terms."""
+    workers[0].model(torch.ones(1, 8))
+    not_a_layers_tensor = 99
+    assert not workers[0].exchange.has(not_a_layers_tensor)
+    assert workers[0].dense == [{0, 1, 2}]
