@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -53,7 +54,9 @@ def init(
     ``SLIPSTREAM_ENCRYPT``, ``SLIPSTREAM_INTERFACE``). Limits are in seconds: for all ranks to
     join, for any later wait, and for how long a member may be silent before it counts as lost.
     """
-    speak_for(spoken_rank(os.environ))
+    known: list[Environment] = []
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    speak_for(spoken_rank(os.environ), is_local=first_here, joined=lambda: bool(known))
     env = Environment.read(os.environ)
     env = replace(
         env,
@@ -62,6 +65,9 @@ def init(
         encrypt=env.encrypt if encrypt is None else encrypt,
         interface=interface or env.interface,
     )
+    if env.world_size > 1:
+        env.require_secret()
+    known.append(env)
     limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)
     return Job(env, join(env, limits) if env.world_size > 1 else None)
 
@@ -82,7 +88,7 @@ class Job:
         self._membership = membership
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._strategy: Strategy | None = None
+        self._label = ""
         self._plan: Plan | None = None
         self._replica: Replica | None = None
         self._watchers: list[Watcher] = []
@@ -91,6 +97,7 @@ class Job:
         self._samples = 0
         self._latest: dict[str, float] = {}
         self._saves = 0
+        self._shared = 0
 
     # ---- who and what
 
@@ -150,8 +157,13 @@ class Job:
             raise ConfigError(
                 "job.distribute was called twice: put several models into one nn.ModuleDict"
             )
-        chosen = strategy or self._env.strategy or DEFAULT_STRATEGY
-        chosen = parse(chosen) if isinstance(chosen, str) else chosen
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"job.distribute takes a model and an optimizer, in this order; it was given a "
+                f"{type(model).__name__} and a {type(optimizer).__name__}"
+            )
+        said = strategy or self._env.strategy or DEFAULT_STRATEGY
+        chosen = parse(said) if isinstance(said, str) else said
         if self._membership is None:
             inventory = prepare(model, optimizer, chosen)
             self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
@@ -159,7 +171,8 @@ class Job:
         else:
             self._replica = replicate(model, optimizer, chosen, self._membership)
             self._plan, optimizer = self._replica.plan, self._replica.optimizer
-        self._model, self._optimizer, self._strategy = model, optimizer, chosen
+        self._model, self._optimizer = model, optimizer
+        self._label = said if isinstance(said, str) else chosen.name
         self._watch()
         self._begun = time.monotonic()
         return model, optimizer
@@ -176,6 +189,31 @@ class Job:
         if self._replica is not None:
             self._replica.synchronizer.wait()
 
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; every rank must call it.
+
+        For what one rank finds out and all must act on: ``if job.share(accuracy > 0.99): break``.
+        The value is plain data: numbers, text, lists, dicts, None.
+        """
+        if self._membership is None:
+            return value
+        self._shared += 1
+        key = f"share/{self._shared}"
+        rendezvous = self._membership.rendezvous
+        with self._together("job.share"):
+            if self.rank == 0:
+                rendezvous.post(key, value)
+            # All of them: who goes on at once could be seen training by one still on its way.
+            rendezvous.gather(f"{key}/here", True, bool)
+            return rendezvous.read(key, 0, Any)
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        """Within, a wait for all ranks ends with an error when some went elsewhere."""
+        if self._membership is None:
+            return nullcontext()
+        watch = self._membership.member.watch_together(what)
+        return self._membership.rendezvous.watched(watch)
+
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -183,8 +221,12 @@ class Job:
         model, optimizer = self._distributed("save")
         self.wait()
         self._saves += 1
+        with self._together("job.save"):
+            self._save(Path(path), model, optimizer)
+
+    def _save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         save_job(
-            Path(path),
+            path,
             f"save/{self._saves}",
             model,
             optimizer,
@@ -202,9 +244,9 @@ class Job:
         model, optimizer = self._distributed("load")
         self.wait()
         self._saves += 1
-        step = load_job(
-            Path(path), f"load/{self._saves}", model, optimizer, self._replica, self._membership
-        )
+        occasion = f"load/{self._saves}"
+        with self._together("job.load"):
+            step = load_job(Path(path), occasion, model, optimizer, self._replica, self._membership)
         if self._replica is None:
             self._steps_alone = step
         else:
@@ -228,7 +270,7 @@ class Job:
         """Note figures of this step for the summary, the run log and whoever watches."""
         self._samples += samples
         given = {"loss": loss, "accuracy": accuracy, **figures}
-        now = {key: number(value) for key, value in given.items() if value is not None}
+        now = {key: number(key, value) for key, value in given.items() if value is not None}
         self._latest.update(now)
         if self._watchers:
             traffic = self._traffic()
@@ -263,7 +305,7 @@ class Job:
         )
 
     def _named(self) -> str:
-        return self._strategy.name if self._strategy else ""
+        return self._label
 
     def _wait_s(self) -> float:
         return self._replica.synchronizer.wait_s if self._replica else 0.0
@@ -328,6 +370,10 @@ class Job:
             self._close(error)
 
     def _finish(self) -> dict[str, Any] | None:
+        if self._model is None and self.world_size > 1 and self.rank == 0:
+            warnings.warn(
+                "job.distribute was never called: every worker trained on its own", stacklevel=3
+            )
         own = self._figures()
         if self._membership is None:
             summary = combine([own])
@@ -353,8 +399,11 @@ class Job:
                 self._replica.close()
 
 
-def number(value: float | torch.Tensor) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+def number(name: str, value: float | torch.Tensor) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"job.record({name}={value!r}): give one number") from error
 
 
 def describe_error(error: BaseException) -> str:

@@ -36,13 +36,13 @@ def draw(
         1,
         figsize=(8.5, 1.9 + 0.45 * len(shown) + 4.0 * (rows - 1)),
         squeeze=False,
+        layout="constrained",
         height_ratios=[1.2 + 0.45 * len(shown), 4.0][:rows],
     )
     _steps(axes[0][0], shown, bounds)
     if learns and goal is not None:
         _learning(axes[1][0], shown, goal, target)
     figure.suptitle("\n".join(title), fontsize=8.5, x=0.02, ha="left", color=INK)
-    figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)
 
@@ -67,7 +67,9 @@ def _steps(axis: Any, outcomes: Sequence[Outcome], bounds: Bounds) -> None:
         if seconds is not None:
             axis.axvline(seconds, color=INK, linestyle=style, linewidth=1, label=f"least: {label}")
     if any(seconds is not None for seconds, _, _ in limits):
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3)
+        axis.legend(
+            fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False
+        )
     axis.invert_yaxis()
     axis.set_xlim(right=1.18 * max(m + o for m, o in zip(medians, spread[1], strict=True)))
     axis.set_xlabel("seconds a step (median; whiskers: fastest and slowest run)", fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Setting
             f"{workers} workers and {servers} servers need a host each, and the lab has "
             f"{len(lab.hosts)}: take fewer, or a larger lab"
         )
-    on = [Placement(host.prefix, host.address) for host in lab.hosts]
+    # Hosts have no names, which torch's store would say once for every connection.
+    env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    on = [Placement(host.prefix, host.address, env) for host in lab.hosts]
     told = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
     return Places(on[:workers], on[workers : workers + servers], told)

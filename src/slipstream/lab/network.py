@@ -166,7 +166,9 @@ class Network:
     def set_core_rate(self, rate: Rate) -> None:
         """Change every rack's cable to the core."""
         if self.racks == 1:
-            raise LaunchError(f"lab {self.name} has one switch and no core; make it with racks")
+            raise LaunchError(
+                f"lab {self.name} has one switch and no core; make one with racks (--tiers)"
+            )
         for rack in range(self.racks):
             for command in planning.shape_uplink(self._plan, rack, rate):
                 _run(command)
@@ -333,7 +335,7 @@ def find(name: str | None = None) -> Network:
     if not names:
         raise LaunchError("there is no lab on this machine; `slipstream lab up` makes one")
     if name is None and len(names) > 1:
-        raise LaunchError(f"there are several labs, {', '.join(names)}: say which")
+        raise LaunchError(f"there are several labs, {', '.join(names)}: say which (--lab NAME)")
     name = name or names[0]
     if name not in names:
         raise LaunchError(f"there is no lab {name!r}; there is {', '.join(names)}")

@@ -22,6 +22,7 @@ def depart(membership: Membership, summary: bytes) -> list[bytes]:
             missing=lambda: [HUB],
         )
         return []
+    member.finished = True
     others = [f"rank {rank}" for rank in range(1, membership.env.world_size)]
     ahead = partial(member.roster.ahead, member.round)
     member.wait_until(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -13,10 +14,14 @@ from slipstream.runtime.supervision import EXIT_PEER_FAILED
 PACKAGE = str(Path(__file__).parents[1])
 
 
-def speak_for(rank: int) -> None:
+def speak_for(
+    rank: int, *, is_local: bool = False, joined: Callable[[], bool] = lambda: True
+) -> None:
     """From now on, uncaught slipstream errors of this process end in one line, or in none.
 
-    What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what is missing).
+    What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what is missing). What
+    keeps a process from joining is known to nobody else: the first of each host says it
+    (``is_local``).
     """
     before = sys.excepthook
 
@@ -24,7 +29,7 @@ def speak_for(rank: int) -> None:
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
-        if rank == speaker(error):
+        if rank == speaker(error) or (is_local and not joined()):
             print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed):
             raise SystemExit(EXIT_PEER_FAILED)

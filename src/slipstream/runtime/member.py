@@ -81,6 +81,8 @@ class Member:
         self.roster = Roster(silence_s)
         self.summaries: dict[str, bytes] = {}
         self.dismissed = False
+        self.finished = False  # rank 0 only: it waits for the others to finish too
+        self.told_done: Sequence[str] = ()
         self.fault: RuntimeFault | None = None
         self.refused = 0
         self.last_refusal = ""
@@ -148,6 +150,29 @@ class Member:
         """Give what is queued time to leave."""
         time.sleep(seconds)
 
+    def watch_together(self, what: str) -> Callable[[], None]:
+        """To be called while waiting for every rank in ``what``: raises if some are elsewhere.
+
+        Seen once, they may just have been let go; seen twice, they never came.
+        """
+        seen: list[str] = []
+
+        def look() -> None:
+            self.check()
+            done = {*self.roster.finished, *self.told_done}
+            finished = sorted(name for name in done if name.startswith("rank "))
+            ahead = [name for name in self.roster.ahead(self.round) if name.startswith("rank ")]
+            elsewhere = sorted({*finished, *ahead})
+            if elsewhere and elsewhere == seen:
+                doing = "has finished" if elsewhere[0] in finished else "trains on"
+                raise RuntimeFault(
+                    f"{self.name} is in {what}, but {elsewhere[0]} {doing}: every rank must call "
+                    f"{what} at the same place"
+                )
+            seen[:] = elsewhere
+
+        return look
+
     # ---- pumping
 
     def start(self) -> None:
@@ -191,8 +216,10 @@ class Member:
         self.idle()
         if self.is_hub:
             self.roster.rounds[self.name] = self.round
-            for name in self.roster.heard:
-                self.transport.send(name, Beat(self.roster.rounds), priority=CONTROL)
+            # Those who have finished wait to be dismissed, and listen.
+            done = [*self.roster.finished, *([HUB] if self.finished else [])]
+            for name in {*self.roster.heard, *self.roster.finished}:
+                self.transport.send(name, Beat(self.roster.rounds, done), priority=CONTROL)
             self._miss_the_finished()
         elif HUB in self.roster.heard:
             self.transport.send(HUB, Beat({self.name: self.round}), priority=CONTROL)
@@ -250,6 +277,7 @@ class Member:
                 self.changed.notify_all()
         elif message.sender == HUB:
             self.roster.rounds = dict(message.body.rounds)
+            self.told_done = message.body.done
 
     def _on_leave(self, message: Message) -> None:
         assert isinstance(message.body, Leave)

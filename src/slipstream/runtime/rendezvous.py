@@ -10,7 +10,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,6 +57,15 @@ class Rendezvous:
         """Call this while waiting; it raises when the job has failed."""
         self._watch = check
 
+    @contextmanager
+    def watched(self, check: Callable[[], None]) -> Iterator[None]:
+        """The same, within the block."""
+        before, self._watch = self._watch, check
+        try:
+            yield
+        finally:
+            self._watch = before
+
     def _wait(self, whom: Mapping[str, str]) -> None:
         """Until all keys are there; ``whom`` says who posts which."""
         deadline = time.monotonic() + self.limit_s
@@ -64,8 +74,7 @@ class Rendezvous:
             self._watch()
             if time.monotonic() > deadline:
                 missing = [name for key, name in whom.items() if not self._has([key])]
-                what = next(iter(whom)).partition("/")[0]
-                raise WaitLimit(f"all ranks to say their {what!r}", self.limit_s, missing)
+                raise WaitLimit(waiting_for(next(iter(whom))), self.limit_s, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -99,6 +108,16 @@ class Rendezvous:
         ranks = range(self._env.world_size)
         self._wait({f"{key}/{rank}": f"rank {rank}" for rank in ranks})
         return [self.read(f"{key}/{rank}", rank, kind) for rank in ranks]
+
+
+def waiting_for(key: str) -> str:
+    """What a wait for a key is a wait for, to people."""
+    if key in ("job", "token") or key.startswith("address/"):
+        return (
+            "all ranks to join (a job secret has to be set on all of them or on none, and "
+            "WORLD_SIZE workers have to be started)"
+        )
+    return f"all ranks to say their {key.partition('/')[0]!r}"
 
 
 def open_store(env: Environment, limit_s: float) -> Any:

@@ -46,6 +46,8 @@ class Shards:
         """Start this worker's share of the servers and link to all of them."""
         env, rendezvous = membership.env, membership.rendezvous
         count = plan.cluster.servers
+        if not count:
+            return  # dedicated ones, if there are any, are not needed by this strategy
         if env.server_addresses:
             self.addresses = env.server_addresses
         else:

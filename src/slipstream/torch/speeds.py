@@ -20,8 +20,8 @@ from slipstream.runtime.joining import Membership
 from slipstream.runtime.member import Member
 from slipstream.transports.wire import Echo, Message, Probe
 
-LONG_ENOUGH_S = 0.08
-FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 26
+LONG_ENOUGH_S = 0.05
+FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 24
 FRAME_BYTES = 1 << 20
 GEMM_SIDE, GEMM_ROWS = 1024, 64
 

@@ -91,9 +91,10 @@ class Echo(Body, tag="echo", frozen=True):
 
 
 class Beat(Body, tag="beat", frozen=True):
-    """I am alive; rounds begun, by member. Rank 0 tells everybody everybody's."""
+    """I am alive; rounds begun, by member. Rank 0 tells everybody everybody's, and who is done."""
 
     rounds: dict[Name, Count]
+    done: list[Name] = []
 
 
 class Leave(Body, tag="leave", frozen=True):

@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.bench.contestants import ddp, hivemind, ours, torchft
 from slipstream.bench.contestants.session import Session
+from slipstream.errors import UnknownStrategy
 from slipstream.systems import parse
 
 __all__ = ["PEERS", "Peer", "Session", "check", "training", "why_missing"]
@@ -51,7 +52,10 @@ PEERS: dict[str, Peer] = {
 def check(system: str) -> None:
     """Refuse a name that is neither a peer's nor a strategy of ours."""
     if system not in PEERS:
-        parse(system)
+        try:
+            parse(system)
+        except UnknownStrategy as error:
+            raise UnknownStrategy(f"{error}; and beside them {', '.join(PEERS)}") from error
 
 
 def why_missing(system: str) -> str | None:
