@@ -49,8 +49,11 @@ def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor
                 digests.append(digest(model))
         job.wait()
         digests.append(digest(model))
-    summary = job.summary["weights_sha256"] if job.summary else None
-    return {"digests": digests, "notes": loop.notes, "summary": summary}, state_of(model)
+    told = {"digests": digests, "notes": loop.notes}
+    if job.summary:
+        told["summary"] = job.summary["weights_sha256"]
+        told["nbytes"] = job.summary["bytes"]["by_scheme"]
+    return told, state_of(model)
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ class Outcome:
     digests: list[list[str]]
     notes: list[list[object]]
     summary: list[str]
+    nbytes: dict[str, int]  # that travelled, by scheme
     state: dict[str, torch.Tensor]
 
 
@@ -48,6 +49,7 @@ def read_outcome(folder: Path, number: int, workers: int) -> Outcome:
         [t["digests"] for t in told],
         [t["notes"] for t in told],
         told[0]["summary"],
+        told[0]["nbytes"],
         torch.load(folder / f"{number}.pt"),
     )
 

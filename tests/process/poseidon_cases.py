@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, Loop, Ranks, samples
+from cases import CASES, INPUTS, OUTPUTS, Case, Loop, Ranks, samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,7 @@ from slipstream.planning.hybrid import Hybrid
 from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
 
-WORDS, WIDTH = 60, 24
+WORDS, WIDTH, LENGTH = 60, 48, 3
 FULL, LAST, EPOCH = 6, 2, 5  # samples in a batch, in the last of an epoch, batches of an epoch
 
 
@@ -33,12 +33,13 @@ class Everything:
 
 @dataclass(frozen=True, slots=True)
 class ToAndFro:
-    """Another choice for every other batch size, and for every other layer."""
+    """Full batches of some layers, and the last ones of an epoch of the others."""
 
     def choose(
         self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
     ) -> Verdict:
-        return Verdict((rows // LAST + shape.outputs // 8) % 2 == 0, 0.0, None, "a test wants it")
+        full, wide = rows % (FULL * LENGTH) == 0, shape.outputs > WORDS
+        return Verdict(full == wide, 0.0, None, "a test wants it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Animals(Case):
         losses = []
         for rank in ranks:
             words = (samples(step, (rank,), size)[0].abs() * 40).long() % WORDS
+            words = words[:, : LENGTH + 1]
             out = model(words[:, :-1], step, rank)
             losses.append(F.cross_entropy(out.flatten(0, 1), words[:, 1:].flatten()))
         return torch.stack(losses).mean()
@@ -225,6 +227,20 @@ class LaterFrozen(Case):
         return []
 
 
+class NormLast(Case):
+    """A dense bucket is complete before any layer has said whether it travels compact."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(INPUTS, 96), nn.Tanh(), nn.Linear(96, OUTPUTS), nn.LayerNorm(OUTPUTS)
+        )
+
+    def loss(self, model: nn.Module, step: int, ranks: Ranks, world: int) -> torch.Tensor:
+        size = LENGTH * (LAST if step % EPOCH == EPOCH - 1 else FULL)
+        inputs, targets = samples(step, ranks, size)
+        return F.mse_loss(model(inputs), targets)
+
+
 class Autocast(Case):
     """Compared with dense training in the same precision, not with one process."""
 
@@ -259,6 +275,7 @@ POSEIDON_CASES: dict[str, Case] = {
     "two_graphs": TwoGraphs(),
     "probing": Probing(),
     "later_frozen": LaterFrozen(),
+    "norm_last": NormLast(),
     "autocast": Autocast(),
     "copied": Copied(),
 }

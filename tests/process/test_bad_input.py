@@ -93,7 +93,9 @@ def mistakes(nursery: Nursery) -> list[Mistake]:
         together = MISTAKES[first : first + AT_A_TIME]
         for mistake in together:
             arguments = (mistake.wrong, mistake.strategy)
-            mistake.run = nursery.start(WORKER, *arguments, ranks=mistake.ranks)
+            # On one host, so that what keeps all of them from joining is said once.
+            ranks = [{"LOCAL_RANK": str(i)} | env for i, env in enumerate(mistake.ranks)]
+            mistake.run = nursery.start(WORKER, *arguments, ranks=ranks)
         for mistake in together:
             mistake.run.wait()
     return MISTAKES
