@@ -42,7 +42,8 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
-	@$(BIN)/python -m pytest
+	@# Two at a time, a file each: most of them wait for other processes most of the time.
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: setup  ## dense training against DDP over shaped links (root; ten minutes)
 	@$(PIP) --editable '.[bench]'
