@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -25,8 +25,8 @@ EVERYTHING, TO_AND_FRO = "everything", "to-and-fro"
 # What they do has nothing to do with compact gradients, or takes long.
 LEFT_OUT = (
     "plain", "groups", "scheduled_before", "many", "compiled_before", "norm", "absent_norm",
-    "own_buffer", "layouts", "frozen", "tied", "dtypes", "quasi_newton", "empty_batch",
-    "attention", "unoptimized", "accumulated", "checkpointed",
+    "own_buffer", "layouts", "frozen", "tied", "quasi_newton", "unoptimized", "accumulated",
+    "checkpointed", "together",
 )  # fmt: skip
 
 
@@ -89,6 +89,15 @@ def outcome(
         return read_outcome(train(asked.workers), number, asked.workers)
 
     return of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of two, on cores that others use as well, each spins while it waits for the other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
