@@ -109,6 +109,12 @@ class Outcome:
         return statistics.median(self.step_s) if self.runs else None
 
     @property
+    def compute_s(self) -> float | None:
+        """Forward and backward, with whatever a system waits for in them."""
+        found = [timing.compute_s for run in self.runs for timing in run.timings]
+        return statistics.median(found) if found else None
+
+    @property
     def link_bytes(self) -> float | None:
         """The busiest link's bytes a step, sent or received."""
         moved = [
@@ -191,15 +197,23 @@ def compare(
     with ground(comparison) as where, Nursery() as nursery:
         for repetition in range(comparison.repetitions):
             for outcome in (alone, *outcomes):
-                said = _run_once(outcome, comparison, where, nursery, bounds)
+                said = _run_once(outcome, comparison, where, nursery, bounds, alone.compute_s)
                 note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {said}")
     return outcomes, Bounds(bounds.dense_s, bounds.exact_s, alone.median_s)
 
 
 def _run_once(
-    outcome: Outcome, comparison: Comparison, where: Ground, nursery: Nursery, bounds: Bounds
+    outcome: Outcome,
+    comparison: Comparison,
+    where: Ground,
+    nursery: Nursery,
+    bounds: Bounds,
+    base_s: float | None,
 ) -> str:
-    trial = msgspec.structs.replace(comparison.trial, system=outcome.system, steps=outcome.steps)
+    # Everybody's delays follow from computing alone: a backward that waits for others is longer.
+    trial = msgspec.structs.replace(
+        comparison.trial, system=outcome.system, steps=outcome.steps, base_s=base_s
+    )
     try:
         run = measure(trial, where, nursery, bounds)
     except TrialFailed as failure:

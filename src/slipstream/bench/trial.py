@@ -28,6 +28,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     scale: float | None = None
     device: str | None = None  # a table's name or file, or milliseconds a step
     straggle: str = ""
+    base_s: float | None = None  # what stragglers multiply; by default the step's own computing
     lr: float | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
     threads: int = 1

@@ -39,7 +39,7 @@ class Loop:
         self._stragglers: Stragglers = parse_stragglers(trial.straggle)
         self._stragglers.check(world)
         self._pace = emulate(trial, session)
-        self._base_s = device_step_s(trial, session.model)
+        self._base_s = device_step_s(trial, session.model) or trial.base_s
         self._step = 0
         self._weights: list[tuple[int, float, dict[str, Tensor]]] = []
         self.compute_s: list[float] = []

@@ -26,6 +26,10 @@ class Ways:
     servers: int = 0
     dedicated: bool = False
 
+    def dense_bytes(self, nbytes: float) -> float:
+        """The busiest link's, each way, for a dense tensor of this size."""
+        return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -73,9 +77,7 @@ class Always:
         self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
     ) -> Verdict:
         if shape.form != "factors" or shape.item_bytes != FP32_BYTES:
-            moved = dense_link_bytes(
-                shape.dense_bytes, ways.workers, ways.servers, dedicated=ways.dedicated
-            )
+            moved = ways.dense_bytes(shape.dense_bytes)
             return Verdict(False, moved, None, "not a fully connected layer in fp32")
         moved = shape.compact_bytes(rows, item_bytes) + shape.dense_bytes
         return Verdict(True, moved, None, "factors up, the matrix down", "sharded")
@@ -110,14 +112,10 @@ def _verdict(
     said: str,
 ) -> Verdict:
     if not rows:
-        dense = dense_link_bytes(
-            shape.dense_bytes, ways.workers, ways.servers, dedicated=ways.dedicated
-        )
+        dense = ways.dense_bytes(shape.dense_bytes)
         return Verdict(False, dense, seconds, "its forward gave no rows")
     if compact:
         moved = (ways.workers - 1) * shape.compact_bytes(rows, item_bytes)
     else:
-        moved = dense_link_bytes(
-            shape.dense_bytes, ways.workers, ways.servers, dedicated=ways.dedicated
-        )
+        moved = ways.dense_bytes(shape.dense_bytes)
     return Verdict(compact, moved, seconds, said)

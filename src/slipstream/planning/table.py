@@ -10,7 +10,6 @@ from slipstream.planning.costs import (
     Form,
     LayerShape,
     Speeds,
-    dense_link_bytes,
     dense_seconds,
 )
 from slipstream.types import ITEM_BYTES, Spec
@@ -82,7 +81,7 @@ def tabulate(
                     _layer_row(shapes[spec.layer], scheme, way, verdicts[spec.layer], speeds)
                 )
             continue
-        moved = dense_link_bytes(spec.nbytes, way.workers, way.servers, dedicated=way.dedicated)
+        moved = way.dense_bytes(spec.nbytes)
         seconds = _dense_seconds(spec.nbytes, way, speeds)
         why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
         rows.append(Row(spec.name, spec.shape, scheme, moved, seconds, moved, seconds, why))
@@ -92,7 +91,7 @@ def tabulate(
 def _layer_row(
     shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
 ) -> Row:
-    dense = dense_link_bytes(shape.dense_bytes, way.workers, way.servers, dedicated=way.dedicated)
+    dense = way.dense_bytes(shape.dense_bytes)
     dense_s = _dense_seconds(shape.dense_bytes, way, speeds)
     return Row(
         shape.name,
