@@ -12,7 +12,7 @@ from torch import nn
 
 import slipstream
 from slipstream.job import Job
-from slipstream.transports.wire import Compact, Rows, checksum
+from slipstream.transports.wire import Compact, Early, Rows, checksum
 from slipstream.types import Buffer
 
 STEPS, FORGED_STEP, ROWS = 12, 5, 3
@@ -42,12 +42,23 @@ def forge(member: Any) -> int:
     member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, True, ROWS, FLOATS, crc ^ 1), good)
     member.send("rank 0", Compact(LINEAR, FORGED_STEP + 9, 5, True, ROWS, FLOATS, crc), good)
     member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, False, 0, ("", ""), crc), good)
+    far = FORGED_STEP + 9  # beyond what rank 1 itself is about to say
+    inputs = checksum(good[:1])
+    for early in (
+        Early(LINEAR, far, ROWS, "float32", inputs),
+        Early(LINEAR, FORGED_STEP, 2**61, "float32", inputs),
+        Early(EMBEDDING, FORGED_STEP, ROWS, "float32", inputs),
+        Early(LINEAR, FORGED_STEP, ROWS, "float32", inputs ^ 1),
+    ):
+        member.send("rank 0", early, good[:1])
+    counting = Compact(EMBEDDING, FORGED_STEP, 5, True, ROWS, FLOATS, crc, early=True)
+    member.send("rank 0", counting, good)
     member.send("rank 0", Rows(FORGED_STEP, [1, 1]))
     member.name, own = "rank 2", member.name
     member.transport.name = "rank 2"
     member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, True, ROWS, FLOATS, crc), good)
     member.transport.name = member.name = own
-    return len(KINDS) + 5
+    return len(KINDS) + 10
 
 
 def train(forging: bool) -> tuple[Job, int]:

@@ -85,6 +85,15 @@ class CompactWire:
         if shape.form == "rows":
             self._examine_ids(shape, frames[: len(expected[0])])
 
+    def examine_first(self, shape: Shape, rows: int, dtype: str, frames: Sequence[Buffer]) -> None:
+        """Raise FrameRefused unless the frames are the inputs of a fully connected layer."""
+        if shape.form != "factors" or dtype not in ITEM_BYTES or not rows:
+            raise FrameRefused(f"{rows} rows of {dtype!r} as inputs of a layer")
+        actual = [memoryview(frame).nbytes for frame in frames]
+        told = rows * shape.inputs * ITEM_BYTES[dtype]
+        if sum(actual) != told or actual != self.sizes(told):
+            raise FrameRefused(f"{sum(actual)} bytes where {rows} rows of {dtype} inputs were told")
+
     @staticmethod
     def _row_bytes(shape: Shape, dtypes: tuple[str, str]) -> tuple[int, int]:
         """Of a row of each matrix."""

@@ -5,6 +5,9 @@ When all workers' rows are in, the dense mean gradient is made from them, in ran
 go, straight into the gradient's memory, which is reused from step to step: all workers do the same
 arithmetic on the same bytes. A layer that a worker did not use contributes nothing there.
 
+Half of a fully connected layer's rows, its inputs, are known in the forward pass. Where a layer was
+called just once in the step before, they leave at once; its backward then says whether they hold.
+
 Which layers travel so is decided anew for every step, from how many rows rank 0 had in the step
 before (in the first step: in this one). Everybody applies the same rule to the same numbers; the
 other layers, and these when the rule says so, go the plan's dense way.
@@ -30,10 +33,10 @@ from slipstream.planning.hybrid import Hybrid
 from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.member import HUB, Member
 from slipstream.strategy import Plan
-from slipstream.torch.compact_layers import CompactLayer
+from slipstream.torch.compact_layers import Captured, CompactLayer
 from slipstream.torch.inventory import dtype_name
 from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Compact, Message, Rows, checksum
+from slipstream.transports.wire import Compact, Early, Message, Rows, checksum
 from slipstream.types import Buffer
 
 
@@ -79,12 +82,17 @@ class CompactExchange:
         self._arrived: list[dict[int, dict[int, tuple[Compact, Sequence[Buffer]]]]] = [
             {} for _ in layers
         ]
+        self._early: list[dict[tuple[int, int], tuple[Early, Sequence[Buffer]]]] = [
+            {} for _ in layers
+        ]  # by round and rank
+        self._ahead_for = [-1] * len(layers)  # the round for which this worker's X left early
         self._rebuilders = [Rebuilder(layer, self._peers) for layer in layers]
         self._left: set[int] = set()  # layers whose contribution to this round has been made
         self._decided_for = -1
         self._rows: dict[int, list[int]] = {}
         self._last_rows: list[int] = []
         member.on(Compact, self._on_compact)
+        member.on(Early, self._on_early)
         member.on(Rows, self._on_rows)
 
     @property
@@ -126,8 +134,7 @@ class CompactExchange:
 
     def _choose(self, rows: Sequence[int]) -> None:
         """A layer that was not used keeps what was chosen before."""
-        known = self._last_rows or [0] * len(self._layers)
-        self._last_rows = [new or old for new, old in zip(rows, known, strict=True)]
+        self._last_rows = self._with_last(rows)
         self.verdicts = tuple(
             self._chooser.choose(
                 layer.shape,
@@ -146,7 +153,33 @@ class CompactExchange:
         for exchange in self._dense:
             exchange.excuse(excused)
 
+    def _with_last(self, rows: Sequence[int]) -> list[int]:
+        known = self._last_rows or [0] * len(self._layers)
+        return [new or old for new, old in zip(rows, known, strict=True)]
+
     # ---- the training thread
+
+    def entered(self, layer: CompactLayer, x: Tensor) -> int | None:
+        """A layer's forward has begun: send its inputs now, if its gradient will need them.
+
+        Returns the round for which they have left. Where the choice of layers may yet change, they
+        do not.
+        """
+        index = self._index[id(layer)]
+        rows = self._rows.get(self._decided_for)
+        if self._hybrid.to != "peers" or not layer.once or not len(x) or rows is None:
+            return None
+        settled = self._with_last(rows) == self._last_rows and self.verdicts[index].compact
+        if not settled or self._ahead_for[index] == self._round[index]:
+            return None
+        kept = self._rebuilders[index].hold_early(x, self._wire)
+        frames = in_frames(kept)
+        body = Early(index, self._round[index], len(x), dtype_name(kept), checksum(frames))
+        self._ahead_for[index] = body.round
+        self._tell_peers(layer, body, frames)
+        with self._member.changed:
+            self._early[index][body.round, self.rank] = (body, frames)
+        return body.round
 
     def captured(self, layer: CompactLayer) -> None:
         """One more use of a layer has had its backward."""
@@ -197,9 +230,10 @@ class CompactExchange:
         self._left.add(index)
         layer = self._layers[index]
         taken = layer.take()
-        rows = 0 if taken is None else len(taken[0])
-        kept = self._rebuilders[index].hold(taken, self._wire)
-        frames = [frame for matrix in kept for frame in in_frames(matrix)]
+        rows = 0 if taken is None else len(taken.first)
+        early = taken is not None and taken.ahead == self._round[index]
+        kept = self._rebuilders[index].hold(taken, self._wire, early=early)
+        frames = [frame for matrix in kept[early:] for frame in in_frames(matrix)]
         dtypes = (dtype_name(kept[0]), dtype_name(kept[1])) if kept else ("", "")
         body = Compact(
             index,
@@ -209,28 +243,36 @@ class CompactExchange:
             rows,
             dtypes,
             checksum(frames),
+            early,
         )
         self._round[index] += 1
         self._member.round = max(self._member.round, self.step + 1)
-        order = self.plan.specs[layer.weight].order
-        priority = self.plan.schedule.priority(
-            forward_order=order, backward_order=self.plan.last_order - order
-        )
         if self._hybrid.to == "server":
             # Its answer is a dense gradient like any other, and may come at once.
             self._written[index] = self._round[index]
             self._links.expect(layer.tensors)
+        self._tell_peers(layer, body, frames)
+        if self._hybrid.to == "peers":
+            self._park(self.rank, body, frames)
+
+    def _tell_peers(
+        self, layer: CompactLayer, body: Compact | Early, frames: Sequence[Buffer]
+    ) -> None:
+        order = self.plan.specs[layer.weight].order
+        priority = self.plan.schedule.priority(
+            forward_order=order, backward_order=self.plan.last_order - order
+        )
         for peer in self._targets(layer):
             self._member.send(peer, body, frames, priority=priority)
             if peer not in self._beside:
                 self.sent[self._scheme(layer)] += sum(memoryview(f).nbytes for f in frames)
-        if self._hybrid.to == "peers":
-            self._park(index, self.rank, body, frames)
 
     def _targets(self, layer: CompactLayer) -> list[str]:
         cluster = self.plan.cluster
         if self._hybrid.to == "peers":
-            return [cluster.name(node) for node in range(self._peers) if node != self.rank]
+            # Each begins with the next: no worker's link takes in everybody's rows at once.
+            away = range(1, self._peers)
+            return [cluster.name((self.rank + step) % self._peers) for step in away]
         chunk = next(c for c in self.plan.chunks if c.segments[0].tensor in layer.tensors)
         return [cluster.name(node) for node in self.plan.holders[chunk.index]]
 
@@ -280,6 +322,10 @@ class CompactExchange:
                 "backward() equally often a step (use job.accumulate() for passes that only add up)"
             )
         self._written[index] += 1
+        with self._member.changed:
+            over = [key for key in self._early[index] if key[0] < self._written[index]]
+            for key in over:  # also those that did not hold
+                del self._early[index][key]
         parts = [arrived[rank] for rank in range(self._peers)]
         self._rebuilders[index].rebuild(parts, self._parameters)
 
@@ -289,10 +335,37 @@ class CompactExchange:
         body, rank = message.body, rank_of(message.sender)
         assert isinstance(body, Compact)
         self._examine(rank, body, message.frames)
+        if rank in self._arrived[body.layer].get(body.round, {}):
+            raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
+        frames = [*self._early_frames(rank, body), *message.frames]
+        shape = self._layers[body.layer].shape
+        self._wire.examine(shape, body.present, body.rows, body.dtypes, frames)
         self.received[self._scheme(self._layers[body.layer])] += message.nbytes
-        self._park(body.layer, rank, body, message.frames)
+        self._park(rank, body, message.frames)
 
-    def _examine(self, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
+    def _on_early(self, message: Message) -> None:
+        body, rank = message.body, rank_of(message.sender)
+        assert isinstance(body, Early)
+        self._examine(rank, body, message.frames)
+        if (body.round, rank) in self._early[body.layer]:
+            raise FrameRefused(f"rank {rank} sent its inputs twice for round {body.round}")
+        shape = self._layers[body.layer].shape
+        self._wire.examine_first(shape, body.rows, body.dtype, message.frames)
+        self.received[self._scheme(self._layers[body.layer])] += message.nbytes
+        with self._member.changed:
+            self._early[body.layer][body.round, rank] = (body, message.frames)
+
+    def _early_frames(self, rank: int, body: Compact) -> Sequence[Buffer]:
+        """Those that a Compact counts on."""
+        if not body.early:
+            return ()
+        with self._member.changed:
+            known = self._early[body.layer].get((body.round, rank))
+        if known is None or (known[0].rows, known[0].dtype) != (body.rows, body.dtypes[0]):
+            raise FrameRefused(f"rank {rank} counts on inputs for layer {body.layer} it never sent")
+        return known[1]
+
+    def _examine(self, rank: int, body: Compact | Early, frames: Sequence[Buffer]) -> None:
         if not 0 <= rank < self._peers or rank == self.rank:
             raise FrameRefused("rows of a layer come from the other workers")
         if body.layer >= len(self._layers):
@@ -300,17 +373,13 @@ class CompactExchange:
         open_round = self._written[body.layer]
         if not open_round <= body.round <= open_round + 1:
             raise FrameRefused(f"round {body.round} while round {open_round} is open")
-        if rank in self._arrived[body.layer].get(body.round, {}):
-            raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
-        self._wire.examine(
-            self._layers[body.layer].shape, body.present, body.rows, body.dtypes, frames
-        )
         if checksum(frames) != body.crc:
             raise FrameRefused(f"checksum of layer {body.layer} does not match its bytes")
 
-    def _park(self, index: int, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
+    def _park(self, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
+        whole = (*self._early_frames(rank, body), *frames)
         with self._member.changed:
-            self._arrived[index].setdefault(body.round, {})[rank] = (body, frames)
+            self._arrived[body.layer].setdefault(body.round, {})[rank] = (body, whole)
             self._member.changed.notify_all()
 
     def _on_rows(self, message: Message) -> None:
@@ -337,22 +406,37 @@ class Rebuilder:
         self._dense: Tensor | None = None
         self._stacks: list[Tensor | None] = [None, None]
         self._own: list[list[Tensor]] = [[], []]
+        self._early: Tensor | None = None  # this round's first matrix, if it has left
 
-    def hold(self, taken: tuple[Tensor, Tensor] | None, wire: CompactWire) -> list[Tensor]:
-        """This worker's rows as they travel, in memory that stays untouched while they do."""
+    def hold_early(self, first: Tensor, wire: CompactWire) -> Tensor:
+        """The first matrix of the coming ``hold``."""
         self._own.reverse()
+        self._early = self._copied(first, wire, 0)
+        return self._early
+
+    def hold(self, taken: Captured | None, wire: CompactWire, *, early: bool) -> list[Tensor]:
+        """This worker's rows as they travel, in memory that stays untouched while they do.
+
+        ``early``: the first matrix is the one that has left.
+        """
+        ahead, self._early = self._early, None
+        if ahead is None:
+            self._own.reverse()
+        elif not early:
+            self._own[0] = []  # what has left is still on its way
         if taken is None:
             self._own[0] = []
             return []
-        kept = []
-        for place, matrix in enumerate(taken):
-            dtype = getattr(torch, wire.dtype(dtype_name(matrix)))
-            old = self._own[0][place] if len(self._own[0]) > place else None
-            fits = old is not None and old.shape == matrix.shape and old.dtype == dtype
-            memory = old if fits and old is not None else torch.empty(matrix.shape, dtype=dtype)
-            kept.append(memory.copy_(matrix))
-        self._own[0] = kept
-        return kept
+        first = ahead if early and ahead is not None else self._copied(taken.first, wire, 0)
+        self._own[0] = [first, self._copied(taken.second, wire, 1)]
+        return self._own[0]
+
+    def _copied(self, matrix: Tensor, wire: CompactWire, place: int) -> Tensor:
+        dtype = getattr(torch, wire.dtype(dtype_name(matrix)))
+        old = self._own[0][place] if len(self._own[0]) > place else None
+        if old is None or old.shape != matrix.shape or old.dtype != dtype:
+            old = torch.empty(matrix.shape, dtype=dtype)
+        return old.copy_(matrix)
 
     @torch.no_grad()
     def rebuild(
@@ -395,8 +479,10 @@ class Rebuilder:
             stacks.append(stack[:total])
         start = 0
         for body, frames in used:
-            for place, flat in enumerate(joined(body, columns, frames)):
-                stacks[place][start : start + body.rows].copy_(flat)
+            rest = list(frames)
+            for place, dtype_text in enumerate(body.dtypes):
+                out = stacks[place][start : start + body.rows].view(-1)
+                fill(out, getattr(torch, dtype_text), rest)
             start += body.rows
         return stacks[0], stacks[1]
 
@@ -454,17 +540,13 @@ def in_frames(matrix: Tensor) -> list[Any]:
     return [flat[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
 
 
-def joined(body: Compact, columns: tuple[int, int], frames: Sequence[Buffer]) -> list[Tensor]:
-    """The two matrices that ``in_frames`` cut."""
-    matrices = []
-    rest = list(frames)
-    for dtype_text, width in zip(body.dtypes, columns, strict=True):
-        dtype: torch.dtype = getattr(torch, dtype_text)
-        matrix = torch.empty(body.rows * width, dtype=dtype)
-        whole = matrix.view(torch.uint8).numpy()
-        start = 0
-        for size in CompactWire.sizes(len(whole)):
-            whole[start : start + size] = np.frombuffer(rest.pop(0), np.uint8)
-            start += size
-        matrices.append(matrix.view(body.rows, width))
-    return matrices
+def fill(out: Tensor, dtype: torch.dtype, frames: list[Buffer]) -> None:
+    """Take one matrix off the frames that ``in_frames`` cut, in this precision or another."""
+    landing = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
+    whole = landing.view(torch.uint8).numpy()
+    start = 0
+    for size in CompactWire.sizes(len(whole)):
+        whole[start : start + size] = np.frombuffer(frames.pop(0), np.uint8)
+        start += size
+    if landing is not out:
+        out.copy_(landing)

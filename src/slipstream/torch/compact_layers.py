@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,17 @@ from torch.nn.utils import parametrize
 
 from slipstream.planning.costs import Form, LayerShape
 
-Pair = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A layer's gradient: X and dY, or ids and values of rows.
+
+    ``ahead`` is the round for which X has already left, in the forward pass, if it has.
+    """
+
+    first: Tensor
+    second: Tensor
+    ahead: int | None = None
 
 
 @dataclass(slots=True)
@@ -37,10 +47,12 @@ class CompactLayer:
     module: Any
     weight: int
     bias: int | None
-    pending: list[Pair] = field(default_factory=list)
+    pending: list[Captured] = field(default_factory=list)
     rows: int = 0  # of the forward passes since the last exchange
+    calls: int = 0  # such passes
+    once: bool = False  # whether a single one gave all of the last exchange's gradient
     # Captured in passes that may yet break off, by pass: re-entrant checkpointing nests them.
-    _open: dict[int, list[Pair]] = field(default_factory=dict)
+    _open: dict[int, list[Captured]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -50,10 +62,11 @@ class CompactLayer:
     def parameters(self) -> tuple[Any, ...]:
         return (self.module.weight, getattr(self.module, "bias", None))
 
-    def keep(self, first: Tensor, second: Tensor) -> None:
+    def keep(self, first: Tensor, second: Tensor, ahead: int | None = None) -> None:
         """The compact gradient of one use, within a backward pass."""
         this_pass = torch._C._current_graph_task_id()
-        self._open.setdefault(this_pass, []).append((first.detach(), second.detach()))
+        captured = Captured(first.detach(), second.detach(), ahead)
+        self._open.setdefault(this_pass, []).append(captured)
 
     def settle(self) -> bool:
         """All uses in this pass have had their backward; whether there were any."""
@@ -63,37 +76,44 @@ class CompactLayer:
 
     def own(self) -> None:
         """Copy what is pending: whoever made the inputs may write to them before they leave."""
-        self.pending = [(first.clone(), second.clone()) for first, second in self.pending]
+        self.pending = [
+            replace(c, first=c.first.clone(), second=c.second.clone()) for c in self.pending
+        ]
 
     def reset(self) -> None:
         """The exchange of this step is over, or the gradient went another way."""
-        self.pending, self.rows = [], 0
+        self.pending, self.rows, self.calls = [], 0, 0
         self._open.clear()
 
-    def take(self) -> Pair | None:
+    def take(self) -> Captured | None:
         """All of it, and begin anew; None if the layer was not used."""
-        pending, self.pending, self.rows = self.pending, [], 0
+        pending, self.pending = self.pending, []
+        self.once = self.calls == 1 and len(pending) == 1
+        self.rows = self.calls = 0
         if not pending:
             return None
-        first, second = (
-            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pending, strict=True)
-        )
-        return self._distinct(first, second) if self.shape.form == "rows" else (first, second)
+        if len(pending) == 1:
+            whole = pending[0]
+        else:
+            firsts, seconds = zip(*((c.first, c.second) for c in pending), strict=True)
+            whole = Captured(torch.cat(firsts), torch.cat(seconds))
+        return self._distinct(whole.first, whole.second) if self.shape.form == "rows" else whole
 
-    def _distinct(self, ids: Tensor, values: Tensor) -> Pair:
+    def _distinct(self, ids: Tensor, values: Tensor) -> Captured:
         """Every touched row once."""
         if self.module.padding_idx is not None:
             kept = ids != self.module.padding_idx
             ids, values = ids[kept], values[kept]
         touched, where = torch.unique(ids, return_inverse=True)
         summed = values.new_zeros(len(touched), values.shape[1])
-        return touched, summed.index_add_(0, where, values)
+        return Captured(touched, summed.index_add_(0, where, values))
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
     """Where layers hand over what they capture."""
 
+    entered: Callable[[CompactLayer, Tensor], int | None]  # with X; the round for which it left
     takes: Callable[[CompactLayer], bool]  # whether it is wanted in this step
     captured: Callable[[CompactLayer], None]  # one use
     settled: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
@@ -107,6 +127,7 @@ class Use:
     ports: Ports
     first: Tensor | None = None
     second: Tensor | None = None
+    ahead: int | None = None
 
     def once(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient; under ``create_graph`` as one that cannot be differentiated again."""
@@ -146,7 +167,7 @@ class _Gradient(torch.autograd.Function):
         if first is None or second is None:
             return None, None, None
         if accumulates(ctx) and use.ports.takes(use.layer):
-            use.layer.keep(first, second)
+            use.layer.keep(first, second, use.ahead)
             use.ports.captured(use.layer)
             return None, None, None
         if use.layer.shape.form == "rows":
@@ -246,12 +267,15 @@ class Forward:
         if self.layer.shape.form == "rows":
             return embedding(input, weight.detach(), port, use)
         x, w, b = autocast(input, weight.detach(), bias)
+        if not recomputing():
+            use.ahead = self.ports.entered(self.layer, as_rows(x.detach()))
         return linear(x, w, None if b is None else b.detach(), port, use)
 
     def _count(self, inputs: Tensor) -> None:
         """Once, though checkpointing runs a forward twice: without gradients, or in backward."""
         wanted = self.layer.module.training or torch.is_grad_enabled()
-        if wanted and torch._C._current_graph_task_id() < 0:
+        if wanted and not recomputing():
+            self.layer.calls += 1
             ids = self.layer.shape.form == "rows"
             self.layer.rows += inputs.numel() if ids else math.prod(inputs.shape[:-1])
 
@@ -274,6 +298,11 @@ class Forward:
     def __reduce__(self) -> Any:
         """Looked up when the module is there but has nothing of its own yet: its class's."""
         return getattr, (self.layer.module, "forward")
+
+
+def recomputing() -> bool:
+    """Whether a forward runs within a backward pass, as checkpointing has it."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def autocast(x: Tensor, *parameters: Tensor | None) -> list[Any]:
@@ -330,6 +359,7 @@ def _settled(layer: CompactLayer, ports: Ports) -> Callable[[], None]:
 def _counts_rows(layer: CompactLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def entered(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
+            layer.calls += 1
             layer.rows += len(inputs[0])
 
     return entered

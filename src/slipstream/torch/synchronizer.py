@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.exchange import Exchange
@@ -57,6 +57,12 @@ class Synchronizer(ABC):
     def capture_compact(self, exchange: CompactExchange) -> None:
         """Let layers hand over compact gradients instead of dense ones, where these are wanted."""
 
+        def entered(layer: CompactLayer, x: Tensor) -> int | None:
+            if self.tap.paused or self.exchanged:
+                return None  # other passes add to this one; or this step's exchange is over
+            with self._lock:
+                return exchange.entered(layer, x)
+
         def takes(layer: CompactLayer) -> bool:
             with self._lock:
                 return exchange.takes(layer)
@@ -73,7 +79,7 @@ class Synchronizer(ABC):
                     layer.own() if self.tap.paused else exchange.settled(layer)
 
         self._has_compact = exchange.has
-        self._end_capture = capture(exchange.layers, Ports(takes, captured, settled))
+        self._end_capture = capture(exchange.layers, Ports(entered, takes, captured, settled))
 
     @property
     def wait_s(self) -> float:

@@ -58,7 +58,8 @@ class Compact(Body, tag="compact", frozen=True):
     """A worker's gradient of one layer in compact form: two matrices of ``rows`` rows each.
 
     ``present`` is False where the worker did not use the layer. Each matrix comes in ``dtypes``'
-    precision, as one frame or several, each as large as may be; an empty one as none.
+    precision, as one frame or several, each as large as may be; an empty one as none. Where
+    ``early`` is True the first matrix has come before, in an Early.
     """
 
     layer: Count
@@ -67,6 +68,17 @@ class Compact(Body, tag="compact", frozen=True):
     present: bool
     rows: Count
     dtypes: tuple[Name, Name]
+    crc: Checksum
+    early: bool = False
+
+
+class Early(Body, tag="early", frozen=True):
+    """A layer's first matrix, known since its forward; the Compact says whether it holds."""
+
+    layer: Count
+    round: Count
+    rows: Count
+    dtype: Name
     crc: Checksum
 
 
@@ -161,6 +173,7 @@ AnyBody = (
     Push
     | Publish
     | Compact
+    | Early
     | Rows
     | Probe
     | Echo

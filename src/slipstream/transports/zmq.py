@@ -124,6 +124,7 @@ class ZmqTransport:
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._alive: set[str] = set()
         self._blocked: set[Lane] = set()
+        self._waking = False
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -207,8 +208,9 @@ class ZmqTransport:
 
     def wake(self) -> None:
         """Make a ``receive`` under way on another thread look around."""
-        # A full pipe wakes the reader as well as one more byte would.
-        with contextlib.suppress(BlockingIOError):
+        # One byte is enough for all that is posted before the reader has taken it.
+        if not self._waking:
+            self._waking = True
             self._wake.send(b"\0")
 
     def receive(self, timeout_s: float) -> Message | None:
@@ -235,8 +237,8 @@ class ZmqTransport:
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
-                pass
+            self._woken.recv(4096)
+        self._waking = False  # only now: whoever posts from here on writes a byte of their own
 
     def _dispatch_posted(self) -> None:
         touched = []

@@ -16,7 +16,7 @@ from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.replica import compact_layers
-from slipstream.transports.wire import Compact, Message, Rows
+from slipstream.transports.wire import Compact, Early, Message, Rows
 from slipstream.types import Buffer, Cluster
 
 
@@ -65,7 +65,9 @@ class Worker:
             self.post,  # type: ignore[arg-type]
             limit_s=1,
         )
-        ports = Ports(self.exchange.takes, self.exchange.captured, self._settled)
+        ports = Ports(
+            self.exchange.entered, self.exchange.takes, self.exchange.captured, self._settled
+        )
         self.end = capture(self.exchange.layers, ports)
 
     def excuse(self, tensors: set[int]) -> None:
@@ -149,6 +151,8 @@ def test_rows_are_for_rank_0_to_say_and_once(workers: list[Worker]) -> None:
 
 
 def test_contributions_that_are_refused_change_nothing(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.exchange.layers[1].calls = 1  # its X does not leave early in the next step
     step(workers, 0)
     workers[0].exchange.step = 1
     workers[0].backward()
@@ -213,3 +217,149 @@ def test_a_dense_gradient_that_comes_first_waits_for_the_choice(workers: list[Wo
     not_a_layers_tensor = 99
     assert not workers[0].exchange.has(not_a_layers_tensor)
     assert workers[0].dense == [{0, 1, 2}]
+
+
+# ---- inputs that leave in the forward pass
+
+
+def sent_early(worker: Worker) -> list[tuple[int, int]]:
+    """Layer and round of what waits to be delivered."""
+    bodies = [message.body for _, message in worker.post.sent]
+    return [(body.layer, body.round) for body in bodies if isinstance(body, Early)]
+
+
+def contributions(worker: Worker) -> dict[int, Message]:
+    messages = [message for _, message in worker.post.sent]
+    return {m.body.layer: m for m in messages if isinstance(m.body, Compact)}
+
+
+def plain_gradients(worker: Worker, *batches: torch.Tensor) -> list[torch.Tensor]:
+    """Of the mean over two workers who had these batches."""
+    alone = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    alone.load_state_dict(worker.model.state_dict())
+    for batch in batches:
+        (alone(batch).sum() / 2).backward()
+    return [p.grad for p in alone.parameters() if p.grad is not None]
+
+
+def begin(workers: list[Worker], number: int) -> None:
+    for worker in workers:
+        worker.exchange.step = number
+        worker.model.zero_grad()
+
+
+def finish(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.exchange.flush()
+        deliver(workers)
+    for worker in workers:
+        worker.exchange.wait()
+        assert not any(worker.exchange._early), "what has served, or did not hold, is forgotten"
+
+
+def assert_gradients(workers: list[Worker], *batches: torch.Tensor) -> None:
+    for worker in workers:
+        for got, wanted in zip(worker.gradients, plain_gradients(worker, *batches), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_inputs_leave_in_the_forward_pass_from_the_second_step_on(workers: list[Worker]) -> None:
+    data = [torch.randn(2, 8), torch.randn(3, 8)]
+    for number in range(3):
+        begin(workers, number)
+        outputs = [w.model(batch) for w, batch in zip(workers, data, strict=True)]
+        wanted = [(0, number), (1, number)] if number else []
+        assert [sent_early(worker) for worker in workers] == [wanted, wanted]
+        deliver(workers)
+        for worker, output in zip(workers, outputs, strict=True):
+            output.sum().backward()
+            for message in contributions(worker).values():
+                assert isinstance(message.body, Compact)
+                assert message.body.early == bool(number)
+                assert len(message.frames) == (1 if number else 2)
+            deliver(workers)
+        finish(workers)
+        assert_gradients(workers, *data)
+
+
+def test_inputs_of_a_pass_that_was_thrown_away_do_not_count(workers: list[Worker]) -> None:
+    data = [torch.randn(2, 8), torch.randn(2, 8)]
+    for number in range(6):
+        begin(workers, number)
+        for worker, batch in zip(workers, data, strict=True):
+            if number == 2:
+                worker.model(torch.randn(2, 8))
+            output = worker.model(batch)
+            early = [(0, number), (1, number)]
+            # One a round; none after a step with two passes, nor when rows were fewer again.
+            assert sent_early(worker) == ([] if number in (0, 3, 4) else early)
+            output.sum().backward()
+            said = [message.body for message in contributions(worker).values()]
+            assert [b.early for b in said if isinstance(b, Compact)] == [number in (1, 5)] * 2
+            deliver(workers)
+        finish(workers)
+        assert_gradients(workers, *data)
+
+
+def test_inputs_of_a_graph_that_is_kept_hold_for_its_own_round_only(workers: list[Worker]) -> None:
+    step(workers, 0)
+    step(workers, 1)
+    data = torch.randn(1, 8)
+    begin(workers, 2)
+    kept = [worker.model(data).sum() for worker in workers]
+    for number, expected in ((2, True), (3, False)):
+        for worker, loss in zip(workers, kept, strict=True):
+            worker.exchange.step = number
+            worker.model.zero_grad()
+            loss.backward(retain_graph=True)
+            said = [message.body for message in contributions(worker).values()]
+            assert [b.early for b in said if isinstance(b, Compact)] == [expected] * 2
+            deliver(workers)
+        finish(workers)
+        assert_gradients(workers, data, data)
+
+
+def test_inputs_stay_while_the_choice_may_change(workers: list[Worker]) -> None:
+    step(workers, 0, rows=1)
+    step(workers, 1, rows=40)  # chosen for 1 row: compact; for the next step it will be dense
+    begin(workers, 2)
+    for worker in workers:
+        worker.model(torch.randn(1, 8))
+        assert sent_early(worker) == []
+
+
+def test_early_inputs_that_are_refused_change_nothing(workers: list[Worker]) -> None:
+    step(workers, 0)
+    begin(workers, 1)
+    output = workers[0].model(torch.randn(2, 8))
+    good = next(message for _, message in workers[0].post.sent)
+    body = good.body
+    assert isinstance(body, Early)
+
+    def changed(**fields: Any) -> Early:
+        values = {name: getattr(body, name) for name in body.__struct_fields__}
+        return Early(**{**values, **fields})
+
+    wrong: list[tuple[str, str, Early, Any]] = [
+        ("other workers", "rank 1", body, good.frames),
+        ("other workers", "server 0", body, good.frames),
+        ("no layer 9", "rank 0", changed(layer=9), good.frames),
+        ("round 0 while", "rank 0", changed(round=0), good.frames),
+        ("round 3 while", "rank 0", changed(round=3), good.frames),
+        ("bytes where", "rank 0", changed(rows=3), good.frames),
+        ("bytes where", "rank 0", changed(rows=2**61), good.frames),
+        ("as inputs", "rank 0", changed(rows=0), good.frames),
+        ("as inputs", "rank 0", changed(dtype="int64"), good.frames),
+        ("checksum", "rank 0", changed(crc=body.crc ^ 1), good.frames),
+    ]
+    for reason, sender, forged, frames in wrong:
+        with pytest.raises(FrameRefused, match=reason):
+            workers[1].post.take(Message(sender, forged, frames))
+    output.sum().backward()
+    for said in contributions(workers[0]).values():
+        with pytest.raises(FrameRefused, match="never sent"):
+            workers[1].post.take(said)
+    workers[1].post.take(good)
+    with pytest.raises(FrameRefused, match="twice"):
+        workers[1].post.take(good)
+    workers[1].post.take(contributions(workers[0])[body.layer])

@@ -44,9 +44,16 @@ class Captured:
         self.layer = CompactLayer(shape_of("layer", module, form), module, 0, bias)
         self.takes = takes
         self.events: list[str] = []
-        self.end = capture([self.layer], Ports(self._takes, self._captured, self._settled))
+        self.entered: list[Tensor] = []
+        self.end = capture(
+            [self.layer], Ports(self._entered, self._takes, self._captured, self._settled)
+        )
         self.parameters = list(module.parameters())
         self.rebuilder = Rebuilder(self.layer, 1)
+
+    def _entered(self, _: CompactLayer, x: Tensor) -> int | None:
+        self.entered.append(x)
+        return None
 
     def _takes(self, _: CompactLayer) -> bool:
         return self.takes
@@ -67,7 +74,7 @@ class Captured:
 
     def message(self, wire: CompactWire = OWN, rebuilder: Rebuilder | None = None) -> Any:
         taken = self.layer.take()
-        kept = (rebuilder or self.rebuilder).hold(taken, wire)
+        kept = (rebuilder or self.rebuilder).hold(taken, wire, early=False)
         frames = [frame for matrix in kept for frame in in_frames(matrix)]
         dtypes = (dtype_name(kept[0]), dtype_name(kept[1])) if kept else ("", "")
         body = Compact(0, 0, 0, bool(kept), len(kept[0]) if kept else 0, dtypes, 0)
