@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.consistency import Asynchronous
+from slipstream.consistency.leases import Batch
+from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Form
 from slipstream.planning.table import as_text
-from slipstream.runtime.departure import depart
+from slipstream.runtime.accounts import together
+from slipstream.runtime.departure import depart, settle
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.joining import Limits, Membership, join
 from slipstream.runtime.last_words import speak_for
@@ -29,9 +33,12 @@ from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watcher
 from slipstream.strategy import Plan, Strategy
 from slipstream.systems import parse
+from slipstream.torch.averages import Averages, lent
 from slipstream.torch.inventory import whole_state
-from slipstream.torch.replica import Replica, prepare, replicate
-from slipstream.torch.saving import load_job, save_job
+from slipstream.torch.replica import Replica, copy_state, prepare, replicate
+from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.saving import load_job, save_job, save_servers, take_weights
+from slipstream.torch.shard_optimizer import AVERAGE
 from slipstream.torch.staging import Staging
 from slipstream.types import Cluster
 
@@ -72,6 +79,12 @@ def init(
     return Job(env, join(env, limits) if env.world_size > 1 else None)
 
 
+def in_turn(rank: int, workers: int) -> Callable[[int], Batch]:
+    """Batches where every gradient counts: each worker takes every n-th."""
+    turns = itertools.count(rank, workers)
+    return lambda batches: Batch(*divmod(next(turns), batches))
+
+
 def spoken_rank(env: Mapping[str, str]) -> int:
     """RANK; 0 where that makes no sense, so that the complaint about it is heard."""
     rank, world = env.get("RANK", "0"), env.get("WORLD_SIZE", "1")
@@ -98,6 +111,9 @@ class Job:
         self._latest: dict[str, float] = {}
         self._saves = 0
         self._shared = 0
+        self._resumed_at = 0
+        self._sampled = False
+        self._own_averages: Averages | None = None
 
     # ---- who and what
 
@@ -115,8 +131,73 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Steps completed."""
-        return self._replica.synchronizer.step if self._replica else self._steps_alone
+        """Steps completed; rounds committed, where a worker may miss some."""
+        if self._replica is None:
+            return self._steps_alone
+        if self._misses_rounds:
+            return self._resumed_at + self._replica.round
+        return self._replica.synchronizer.step
+
+    @property
+    def _misses_rounds(self) -> bool:
+        """Whether rounds are counted by the servers: this worker may not make all of them."""
+        if self._replica is None:
+            return False
+        consistency = self._replica.plan.consistency
+        return consistency.agreed or isinstance(consistency, Asynchronous)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps until ``total`` are completed, by number: ``for step in job.steps(1000):``.
+
+        Where rounds do not need every worker, these are the ones that this worker takes part in,
+        and it ends for all of them when ``total`` are committed. Learning rates that follow
+        ``step`` are then right for whoever missed some.
+        """
+        while (step := self._next_step()) < total:
+            yield step
+            if not self._misses_rounds and self.step == step:
+                raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
+
+    def _next_step(self) -> int:
+        if self._replica is None or not self._misses_rounds:
+            return self.step
+        return self._resumed_at + self._replica.open_round()
+
+    def sampler(
+        self, dataset: Sized, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0
+    ) -> LeasedBatches:
+        """Batches of which every one counts once an epoch, for
+        ``DataLoader(dataset, batch_sampler=job.sampler(dataset, 32))``.
+
+        Where gradients may be dropped, batches are leased from the whole set and dealt again if
+        theirs was. One batch a step; every rank must ask for the same.
+        """
+        lease = in_turn(self.rank, self.world_size)
+        if self._replica is not None and not self._replica.plan.consistency.lockstep:
+            assert self._replica.service is not None
+            lease = self._replica.service.lease
+        self._sampled = True
+        return LeasedBatches(
+            dataset, batch_size, lease, workers=self.world_size, shuffle=shuffle, seed=seed
+        )
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Within, the model has the averaged weights (of a strategy with ``averaged=``)."""
+        model, _ = self._distributed("averaged_weights")
+        if self.plan.averaged is None:
+            raise ConfigError("nothing is averaged: give the strategy averaged=0.9999, or the like")
+        self.wait()
+        with lent(model, self._averages()):
+            yield
+
+    def _averages(self) -> dict[str, torch.Tensor]:
+        """By parameter's name; alone there is no server that keeps them."""
+        if self._replica is None or self._replica.server_state is None:
+            return self._own_averages.weights if self._own_averages is not None else {}
+        fetched = self._replica.server_state.fetch()
+        specs = self._replica.plan.specs
+        return {specs[i].name: e[AVERAGE] for i, e in fetched.items() if AVERAGE in e}
 
     @property
     def plan(self) -> Plan:
@@ -167,6 +248,8 @@ class Job:
         if self._membership is None:
             inventory = prepare(model, optimizer, chosen)
             self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
+            if self._plan.averaged is not None:
+                self._own_averages = Averages(model, self._plan.averaged)
             optimizer.register_step_post_hook(self._count_step)
         else:
             self._replica = replicate(model, optimizer, chosen, self._membership)
@@ -179,6 +262,8 @@ class Job:
 
     def _count_step(self, *_: Any) -> None:
         self._steps_alone += 1
+        if self._own_averages is not None:
+            self._own_averages.follow()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes within only add up locally; the next one outside exchanges the sum."""
@@ -217,8 +302,18 @@ class Job:
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint; every rank must call it, rank 0 writes the file."""
+        """Write a checkpoint; every rank must call it, rank 0 writes the file.
+
+        Where workers may miss rounds, what rank 0 writes is all at the servers, and the others'
+        calls do nothing.
+        """
         model, optimizer = self._distributed("save")
+        if self._replica is not None and not self._replica.plan.consistency.lockstep:
+            if self.rank == 0:
+                self.wait()
+                step = self._resumed_at if self._replica.plan.consistency.agreed else self.step
+                save_servers(Path(path), model, optimizer, self._replica, self._facts(step))
+            return
         self.wait()
         self._saves += 1
         with self._together("job.save"):
@@ -232,8 +327,12 @@ class Job:
             optimizer,
             self._replica,
             self._membership,
-            facts={"step": self.step, "strategy": self._named(), "workers": self.world_size},
+            facts=self._facts(self.step),
+            averages=self._averages() if self.plan.averaged is not None else {},
         )
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        return {"step": step, "strategy": self._named(), "workers": self.world_size}
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint; every rank must call it, rank 0 reads the file.
@@ -242,14 +341,25 @@ class Job:
         ranks that the writing job had too.
         """
         model, optimizer = self._distributed("load")
+        if self._misses_rounds and self.step > self._resumed_at:
+            raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.wait()
         self._saves += 1
         occasion = f"load/{self._saves}"
         with self._together("job.load"):
-            step = load_job(Path(path), occasion, model, optimizer, self._replica, self._membership)
+            step = load_job(
+                Path(path),
+                occasion,
+                model,
+                optimizer,
+                self._replica,
+                self._membership,
+                self._own_averages,
+            )
         if self._replica is None:
             self._steps_alone = step
         else:
+            self._resumed_at = step
             self._replica.synchronizer.resume(step)
 
     def _distributed(self, doing: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -285,7 +395,13 @@ class Job:
 
     def stats(self) -> dict[str, Any]:
         """This worker's figures so far; the summary at the end holds all workers'."""
-        return combine([self._figures()])
+        return combine([self._figures()]) | self._accounts()
+
+    def _accounts(self) -> dict[str, Any]:
+        """What servers can tell of rounds and of gradients' age."""
+        if self._replica is None or self._replica.service is None:
+            return {}
+        return together(self._replica.service.accounts())
 
     def _figures(self) -> WorkerFigures:
         self.wait()  # the fingerprint is of weights that are up to date
@@ -374,17 +490,37 @@ class Job:
             warnings.warn(
                 "job.distribute was never called: every worker trained on its own", stacklevel=3
             )
+        self._end_together()
         own = self._figures()
         if self._membership is None:
             summary = combine([own])
         else:
+            accounts = self._accounts() if self.rank == 0 else {}
             others = depart(self._membership, own.encode())
             if self.rank != 0:
                 return None
             summary = combine([own, *(WorkerFigures.decode(content) for content in others)])
+            summary |= accounts
+            if "rounds" in accounts:
+                for watcher in self._watchers:
+                    watcher.tell("rounds", accounts["rounds"])
         if self._env.json is not None:
             write_json(self._env.json, summary)
         return summary
+
+    def _end_together(self) -> None:
+        """Where workers end at different times, all take the last weights."""
+        if self._replica is None or self._membership is None or self._model is None:
+            return
+        replica, membership, model = self._replica, self._membership, self._model
+        if replica.plan.consistency.lockstep:
+            return
+        replica.shards.retire(self.rank, membership.member)
+        with replica.chain.opened():
+            if settle(membership):
+                if self.rank == 0:
+                    take_weights(model, replica)
+                copy_state(replica.chain, model)
 
     def _close(self, error: BaseException | None) -> None:
         for watcher in self._watchers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from slipstream.codecs import Codec, Dense, OneBit
-from slipstream.consistency import Consistency, Rounds
+from slipstream.consistency import Asynchronous, BoundedStaleness, Consistency, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import Verdict, Ways
 from slipstream.planning.costs import Form, Speeds
@@ -71,6 +71,8 @@ class Plan:
     holders: tuple[tuple[Node, ...], ...]
     last_order: int  # of the tensor that the forward pass needs last
     hybrid: Hybrid | None = None
+    averaged: float | None = None
+    clip_norm: float | None = None
 
     @classmethod
     def make(
@@ -85,6 +87,8 @@ class Plan:
         update: Update,
         chunk_bytes: int = CHUNK_BYTES,
         hybrid: Hybrid | None = None,
+        averaged: float | None = None,
+        clip_norm: float | None = None,
     ) -> Plan:
         groups = [
             Group(
@@ -125,6 +129,8 @@ class Plan:
             tuple(holders),
             max((spec.order for spec in specs), default=0),
             hybrid,
+            averaged,
+            clip_norm,
         )
 
     @property
@@ -191,6 +197,8 @@ class Strategy:
     update: Update = "worker"
     chunk_bytes: int = CHUNK_BYTES
     hybrid: Hybrid | None = None  # compact gradients where they are cheaper than the route
+    averaged: float | None = None  # how much of the averaged weights stays at every update
+    clip_norm: float | None = None  # what a worker's whole gradient is cut to before it leaves
 
     def __post_init__(self) -> None:
         if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -198,6 +206,19 @@ class Strategy:
                 f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 1 or more, at most "
                 f"{LARGEST_CHUNK_BYTES}"
             )
+        if not self.consistency.lockstep and self.update != "server":
+            raise ConfigError(
+                f"{self.name}: workers that do not make every round together take the weights from "
+                "the servers; use update='server'"
+            )
+        if self.averaged is not None and not 0 < self.averaged < 1:
+            raise ConfigError(f"averaged={self.averaged}: choose between 0 and 1, such as 0.9999")
+        if self.averaged is not None and self.update != "server":
+            raise ConfigError(f"{self.name}: servers average weights only where they update them")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm}: give a norm above 0")
+        if self.clip_norm is not None and self.schedule.leaves_during_backward:
+            raise ConfigError("a gradient that is to be clipped leaves after backward: no overlap")
         if self.hybrid is not None and self.update == "server":
             raise ConfigError(
                 f"{self.name}: gradients in compact form never reach a server that could update "
@@ -228,11 +249,13 @@ class Strategy:
             specs=specs,
             routes=routes,
             route_of=route_of,
-            consistency=self.consistency,
+            consistency=self.consistency.among(cluster.workers),
             schedule=self.schedule,
             update=self.update,
             chunk_bytes=self.chunk_bytes,
             hybrid=self.hybrid,
+            averaged=self.averaged,
+            clip_norm=self.clip_norm,
         )
 
     def portrait(self, specs: Sequence[Spec], workers: int) -> list[str]:
@@ -242,6 +265,7 @@ class Strategy:
         return [
             f"strategy {self.name}, update at the {self.update}, chunks of {self.chunk_bytes}",
             f"{self.consistency}, {self.schedule}, {self.hybrid}",
+            f"averaged {self.averaged}, clip_norm {self.clip_norm}",
             *sorted(routes),
         ]
 
@@ -251,7 +275,18 @@ class Strategy:
 
 PARTS: dict[str, type[Any]] = {
     part.__name__: part
-    for part in (AfterBackward, Dense, Mesh, OneBit, Priority, Rounds, Sharded, WaitFree)
+    for part in (
+        AfterBackward,
+        Asynchronous,
+        BoundedStaleness,
+        Dense,
+        Mesh,
+        OneBit,
+        Priority,
+        Rounds,
+        Sharded,
+        WaitFree,
+    )
 }
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import make_plan, spec_lists, vector
 
 from slipstream.codecs import Dense, OneBit
-from slipstream.consistency import Rounds
+from slipstream.consistency import Asynchronous, BoundedStaleness, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute, TooManyServers
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.strategy import PARTS, Plan, Route, Strategy, Update, describe, rebuild
@@ -156,11 +156,13 @@ def test_plans_are_values() -> None:
 
 EXAMPLES = {
     "AfterBackward": AfterBackward(),
+    "Asynchronous": Asynchronous(by_staleness=True, ramp_up=10),
+    "BoundedStaleness": BoundedStaleness(3),
     "Dense": Dense("float16"),
     "Mesh": Mesh(),
     "OneBit": OneBit(),
     "Priority": Priority(),
-    "Rounds": Rounds(),
+    "Rounds": Rounds(first=3, close_after_s=0.5),
     "Sharded": Sharded(),
     "WaitFree": WaitFree(),
 }

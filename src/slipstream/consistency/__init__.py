@@ -1,6 +1,15 @@
 """When a worker may go on, and which contributions count. Pure."""
 
-from slipstream.consistency.protocol import Consistency, Progress
+from slipstream.consistency.protocol import Book, Closed, Consistency, Progress
 from slipstream.consistency.rounds import Rounds
+from slipstream.consistency.staleness import Asynchronous, BoundedStaleness
 
-__all__ = ["Consistency", "Progress", "Rounds"]
+__all__ = [
+    "Asynchronous",
+    "Book",
+    "BoundedStaleness",
+    "Closed",
+    "Consistency",
+    "Progress",
+    "Rounds",
+]

@@ -37,6 +37,7 @@ class Configuration(msgspec.Struct, frozen=True):
     chunk_bytes: int
     silence_s: float
     optimizer: OptimizerRecipe | None = None
+    averaged: float | None = None
 
     @classmethod
     def of(
@@ -62,6 +63,7 @@ class Configuration(msgspec.Struct, frozen=True):
             chunk_bytes=plan.chunk_bytes,
             silence_s=silence_s,
             optimizer=optimizer,
+            averaged=plan.averaged,
         )
 
     def plan(self) -> Plan:
@@ -90,6 +92,7 @@ class Configuration(msgspec.Struct, frozen=True):
             schedule=rebuild(self.schedule),
             update=update,
             chunk_bytes=self.chunk_bytes,
+            averaged=self.averaged,
         )
 
     def encode(self) -> bytes:

@@ -64,6 +64,10 @@ class Exchange(Protocol):
         """Until the results of these tensors (default all) are in their sinks."""
         ...
 
+    def refresh(self) -> None:
+        """Between steps: take what has come unasked."""
+        ...
+
 
 class LinkExchange:
     """All chunks of a plan that travel over links; implements ``Exchange``."""
@@ -105,7 +109,9 @@ class LinkExchange:
         self._unready = self._fresh_counts()
         self._fired: set[int] = set()
         self._excused: Collection[int] = ()
-        self._unwritten = Counter[int]()
+        self._unwritten: dict[int, set[int]] = {}  # by tensor: chunks
+        self._made_round = 0  # this worker's contributions were to the rounds before
+        self._told_round = 0  # results have come of the rounds before
         self._sinks: dict[int, Values] = {}
         self._holder = Holder(rank, plan, PublishMean())
         member.on(Publish, self._on_publish)
@@ -165,8 +171,10 @@ class LinkExchange:
             bytes(present),
             checksum(frames),
             self.settings(),
+            self._committed[chunk.index],
         )
         self._rounds[chunk.index] += 1
+        self._made_round = max(self._made_round, self._rounds[chunk.index])
         # A chunk that went another way for a while has had fewer rounds than others.
         self._member.round = max(self._member.round, self._rounds[chunk.index])
         self._send(chunk, body, frames)
@@ -202,16 +210,40 @@ class LinkExchange:
         begun = time.monotonic()
         while pending:
             self._member.wait_until(
-                lambda: bool(self._arrived),
+                lambda: bool(self._awaited()),
                 what=f"the results of round {max(self._rounds[i] for i in pending)}",
                 limit_s=self._limit_s,
             )
-            while self._arrived:
-                index, (body, frames) = self._arrived.popitem()
-                self._let_go(index)
-                self._write(self._chunks[index], body, frames)
-                pending.discard(index)
+            self._write_arrived(self._awaited())
+            pending = {index for index in pending if not self._may_start(index)}
         self.wait_s += time.monotonic() - begun
+
+    def refresh(self) -> None:
+        """Between steps: take what has come unasked. Within one, a layer must not change."""
+        self._write_arrived(list(self._arrived))
+
+    def _awaited(self) -> list[int]:
+        return [index for index in list(self._arrived) if not self._may_start(index)]
+
+    def _write_arrived(self, chunks: Iterable[int]) -> None:
+        for index in chunks:
+            body, frames = self._arrived.pop(index)
+            self._let_go(index)
+            self._write(self._chunks[index], body, frames)
+
+    @property
+    def told_round(self) -> int:
+        """The round that is open, as far as this worker has been told."""
+        return self._told_round
+
+    def open_round(self) -> int:
+        """The round that this worker is to make next; waits for word of it."""
+        self._member.wait_until(
+            lambda: self._told_round >= self._made_round,
+            what=f"word of what comes after round {self._made_round - 1}",
+            limit_s=self._limit_s,
+        )
+        return self._told_round
 
     def _let_go(self, index: int) -> None:
         """Until this worker's contribution has left: the result overwrites its memory.
@@ -230,17 +262,20 @@ class LinkExchange:
         route = self.plan.route(chunk)
         groups = split_frames(chunk, body.present, frames, route.publish.frames)
         self._committed[chunk.index] = body.round + 1
+        # Who was late goes on with the round that is open.
+        self._rounds[chunk.index] = max(self._rounds[chunk.index], body.round + 1)
         for segment, group in zip(chunk.segments, groups, strict=True):
             if group is None:
                 continue
             tensor = segment.tensor
             if tensor not in self._sinks:
                 self._sinks[tensor] = self._slots.sink(tensor)
-                self._unwritten[tensor] = self.plan.specs[tensor].numel
+                self._unwritten[tensor] = set(self._of_tensor[tensor])
             out = self._sinks[tensor].part(segment.start, segment.stop)
             route.publish.decode_into(group, out)
-            self._unwritten[tensor] -= segment.numel
-            if not self._unwritten[tensor]:
+            self._unwritten[tensor].discard(chunk.index)
+            # Out of lockstep, pieces of a tensor are of different rounds, and none is waited for.
+            if not self._unwritten[tensor] or not self.plan.consistency.lockstep:
                 del self._sinks[tensor], self._unwritten[tensor]
                 self._slots.settle(tensor)
 
@@ -250,8 +285,9 @@ class LinkExchange:
         body = message.body
         assert isinstance(body, Publish)
         self._admit(message.sender, body, message.frames)
-        self._seen[body.chunk] += 1
+        self._seen[body.chunk] = body.round + 1
         with self._member.changed:
+            self._told_round = max(self._told_round, body.round + 1)
             self._arrived[body.chunk] = (body, message.frames)
             self._member.changed.notify_all()
 
@@ -261,7 +297,9 @@ class LinkExchange:
             raise FrameRefused(f"a result for chunk {body.chunk}, which does not travel links")
         if sender not in {self.plan.cluster.name(n) for n in self.plan.holders[chunk.index]}:
             raise FrameRefused(f"{sender} does not hold chunk {chunk.index}")
-        if body.round != self._seen[chunk.index] or body.round >= self._rounds[chunk.index]:
+        if not self.plan.consistency.follows(
+            seen=self._seen[chunk.index], begun=self._rounds[chunk.index], result=body.round
+        ):
             raise FrameRefused(f"a result for round {body.round} of chunk {chunk.index}")
         codec = self.plan.route(chunk).publish
         groups = split_frames(chunk, body.present, frames, codec.frames)

@@ -6,14 +6,19 @@ same code.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slipstream.consistency import Book, Closed
+from slipstream.consistency.rounds import AgreedRounds
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.strategy import Plan
 from slipstream.transports.wire import Publish, Push, Settings, checksum
 from slipstream.types import Buffer, Chunk, Node, Rank, Values
+
+KEPT_ROUNDS = 1 << 16
 
 
 class Updater(Protocol):
@@ -24,8 +29,19 @@ class Updater(Protocol):
         ...
 
     def apply(
-        self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
-    ) -> Sequence[Values | None]: ...
+        self,
+        chunk: Chunk,
+        mean: Sequence[Values | None],
+        settings: Settings | None,
+        *,
+        rate: float = 1.0,
+    ) -> Sequence[Values | None]:
+        """What is published of segments that have a mean; ``rate`` multiplies learning rates."""
+        ...
+
+    def current(self, chunk: Chunk) -> Sequence[Values | None]:
+        """All of the chunk as it is now."""
+        ...
 
 
 class PublishMean:
@@ -36,9 +52,17 @@ class PublishMean:
             raise FrameRefused("optimizer settings, but workers update")
 
     def apply(
-        self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
+        self,
+        chunk: Chunk,
+        mean: Sequence[Values | None],
+        settings: Settings | None,
+        *,
+        rate: float = 1.0,
     ) -> Sequence[Values | None]:
         return mean
+
+    def current(self, chunk: Chunk) -> Sequence[Values | None]:
+        raise FrameRefused("weights live at the workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +70,27 @@ class Contribution:
     """One worker's frames for one chunk, segment by segment; None where it had no gradient."""
 
     step: int
+    read: int
     segments: tuple[Sequence[Buffer] | None, ...]
     settings: Settings | None
 
 
 @dataclass(slots=True)
-class Progressing:
-    """A chunk's open round, and what has arrived for it and for later ones."""
+class Held:
+    """A chunk's book, and what has arrived for its open round and for later ones."""
 
-    round: int = 0
-    arrived: dict[int, dict[Rank, Contribution]] = field(default_factory=dict)
+    book: Book
+    arrived: dict[tuple[int, Rank], Contribution] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a closed round sends out."""
+    """What a closed round sends out, and to whom; None: to everybody."""
 
     body: Publish
     frames: tuple[Buffer, ...]
+    audience: tuple[Rank, ...] | None = None
 
 
 class Holder:
@@ -72,35 +99,91 @@ class Holder:
     def __init__(self, node: Node, plan: Plan, updater: Updater) -> None:
         self.plan = plan
         self.updater = updater
-        self._open = {chunk.index: Progressing() for chunk in plan.held_by(node)}
+        # Who made the last rounds; a round that chunks were made of by others stands twice.
+        self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}
+        workers = plan.cluster.workers
+        self._held = {c.index: Held(plan.consistency.book(workers)) for c in plan.held_by(node)}
         self._memories = {
             chunk.index: [
                 plan.route(chunk).publish.init(s.numel, chunk.dtype) for s in chunk.segments
             ]
             for chunk in plan.held_by(node)
         }
+        self._parts: Counter[tuple[int, Rank]] = Counter()  # by round: chunks that have come
+        self._whole: list[tuple[int, Rank]] = []
 
     def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[Result]:
         """Take a contribution; the results of the rounds it closes."""
-        state = self._open.get(body.chunk)
-        if state is None:
+        held = self._held.get(body.chunk)
+        if held is None:
             raise FrameRefused(f"chunk {body.chunk} is not held here")
         if not 0 <= rank < self.plan.cluster.workers:
             raise FrameRefused(f"node {rank} is no worker")
         chunk = self.plan.chunks[body.chunk]
         segments = self._examine(chunk, body, frames)
-        if not self.plan.consistency.admits(open_round=state.round, arrived=body.round):
-            raise FrameRefused(f"round {body.round} while round {state.round} is open")
         self.updater.examine(chunk, body.settings)
-        contributors = state.arrived.setdefault(body.round, {})
-        if rank in contributors:
-            raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
-        contributors[rank] = Contribution(body.step, segments, body.settings)
-        quorum = self.plan.consistency.quorum(self.plan.cluster.workers)
+        if body.read > body.round:
+            raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
+        if held.book.arrive(rank, body.round):
+            contribution = Contribution(body.step, body.read, segments, body.settings)
+            held.arrived[body.round, rank] = contribution
+        self._count_part(body.round, rank)
+        return self._close(chunk, held)
+
+    def _count_part(self, round_: int, rank: Rank) -> None:
+        if not self.plan.consistency.agreed:
+            return
+        self._parts[round_, rank] += 1
+        if self._parts[round_, rank] == len(self._held):
+            del self._parts[round_, rank]
+            self._whole.append((round_, rank))
+
+    def retire(self, rank: Rank) -> list[Result]:
+        """A worker has left; the results of the rounds that were waiting for it."""
         results = []
-        while len(state.arrived.get(state.round, ())) >= quorum:
-            results.append(self._close(chunk, state))
+        for index, held in self._held.items():
+            held.book.retire(rank)
+            results += self._close(self.plan.chunks[index], held)
         return results
+
+    def whole(self) -> list[tuple[int, Rank]]:
+        """Rounds and workers whose contributions have all come since this was last asked."""
+        whole, self._whole = self._whole, []
+        return whole
+
+    def commit(self, round_: int, ranks: Sequence[Rank]) -> list[Result]:
+        """It has been decided who makes the open round."""
+        results = []
+        for index, held in self._held.items():
+            if not isinstance(held.book, AgreedRounds) or held.book.round != round_:
+                raise FrameRefused(f"a decision on round {round_}")
+            held.book.decide(tuple(ranks))
+            results += self._close(self.plan.chunks[index], held)
+        return results
+
+    def serve(self, round_: int, rank: Rank) -> list[Result]:
+        """Everything as it is, for one worker."""
+        results = []
+        for index, held in self._held.items():
+            if held.book.round != round_ or not round_:
+                raise FrameRefused(f"round {round_} is not open")
+            chunk = self.plan.chunks[index]
+            results.append(self._result(chunk, round_ - 1, self.updater.current(chunk), (rank,)))
+        return results
+
+    def round(self, chunk: Chunk) -> int:
+        """How many rounds of a chunk have closed."""
+        return self._held[chunk.index].book.round
+
+    def staleness(self) -> dict[str, Counter[int]]:
+        """By tensor: how many updates old gradients were when they were applied."""
+        by_name: dict[str, Counter[int]] = {}
+        for index, held in self._held.items():
+            for segment in self.plan.chunks[index].segments:
+                spec = self.plan.specs[segment.tensor]
+                if spec.role == "parameter":
+                    by_name.setdefault(spec.name, Counter()).update(held.staleness)
+        return by_name
 
     def _examine(
         self, chunk: Chunk, body: Push, frames: Sequence[Buffer]
@@ -114,24 +197,60 @@ class Holder:
             raise FrameRefused(f"checksum of chunk {chunk.index} does not match its bytes")
         return groups
 
-    def _close(self, chunk: Chunk, state: Progressing) -> Result:
-        arrived = state.arrived.pop(state.round)
-        agree_on_step(self.plan, arrived)
-        contributions = [arrived[rank] for rank in sorted(arrived)]
-        means = self._combine(chunk, contributions)
-        results = self.updater.apply(chunk, means, contributions[0].settings)
+    def _close(self, chunk: Chunk, held: Held) -> list[Result]:
+        results = []
+        while (closed := held.book.close()) is not None:
+            made = [held.arrived.pop(key) for key in closed.contributions]
+            results.append(self._make(chunk, held, closed, made))
+            if self.plan.consistency.agreed:
+                held.arrived.clear()  # what came and did not make it
+        return results
+
+    def _make(
+        self, chunk: Chunk, held: Held, closed: Closed, made: Sequence[Contribution]
+    ) -> Result:
+        """The result of the round that has just closed."""
+        consistency = self.plan.consistency
+        round_ = held.book.round - 1
+        if consistency.lockstep:
+            ranks = [rank for _, rank in closed.contributions]
+            agree_on_step(self.plan, dict(zip(ranks, made, strict=True)))
+        else:
+            self._note(chunk, round_, closed)
+        ages = [max(0, round_ - contribution.read) for contribution in made]
+        held.staleness.update(ages)
+        means = self._combine(chunk, made, closed.divisor)
+        rate = min((consistency.rate(age) for age in ages), default=1.0)
+        settings = made[0].settings if made else None
+        results = self.updater.apply(chunk, means, settings, rate=rate)
+        if not consistency.lockstep:
+            results = self.updater.current(chunk)
+        return self._result(chunk, round_, results, closed.audience)
+
+    def _note(self, chunk: Chunk, round_: int, closed: Closed) -> None:
+        ranks = tuple(rank for _, rank in closed.contributions)
+        self.makers[round_, ranks] = None
+        if len(self.makers) > KEPT_ROUNDS:
+            del self.makers[next(iter(self.makers))]
+
+    def _result(
+        self,
+        chunk: Chunk,
+        round_: int,
+        values: Sequence[Values | None],
+        audience: tuple[Rank, ...] | None,
+    ) -> Result:
         codec = self.plan.route(chunk).publish
         frames: list[Buffer] = []
-        for values, memory in zip(results, self._memories[chunk.index], strict=True):
-            if values is not None:
-                frames.extend(codec.encode(values, memory))
-        present = bytes(values is not None for values in results)
-        body = Publish(chunk.index, state.round, present, checksum(frames))
-        state.round += 1
-        return Result(body, tuple(frames))
+        for each, memory in zip(values, self._memories[chunk.index], strict=True):
+            if each is not None:
+                frames.extend(codec.encode(each, memory))
+        present = bytes(each is not None for each in values)
+        body = Publish(chunk.index, round_, present, checksum(frames))
+        return Result(body, tuple(frames), audience)
 
     def _combine(
-        self, chunk: Chunk, contributions: Sequence[Contribution]
+        self, chunk: Chunk, contributions: Sequence[Contribution], divisor: int
     ) -> tuple[Values | None, ...]:
         codec = self.plan.route(chunk).push
         flat = Values.empty(chunk.numel, chunk.dtype)
@@ -145,8 +264,7 @@ class Holder:
                 # Workers without a gradient count as zero; a buffer is averaged over those
                 # on which it changed.
                 role = self.plan.specs[segment.tensor].role
-                divisor = len(contributions) if role == "parameter" else len(given)
-                codec.combine(given, out, divisor=divisor)
+                codec.combine(given, out, divisor=divisor if role == "parameter" else len(given))
             means.append(out if given else None)
         return tuple(means)
 

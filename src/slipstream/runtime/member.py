@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, WaitLimit
 from slipstream.transports.protocol import CONTROL, Ticket, Transport
-from slipstream.transports.wire import AnyBody, Beat, Fault, Leave, Message
+from slipstream.transports.wire import AnyBody, Beat, Fault, Final, Leave, Message, Retire
 from slipstream.types import Buffer
 
 HUB = "rank 0"
@@ -30,6 +30,7 @@ class Roster:
 
     def __init__(self, silence_s: float) -> None:
         self.silence_s = silence_s
+        self.worker_silence_s: float | None = None  # where nobody waits for a particular worker
         self.heard: dict[str, float] = {}
         self.rounds: dict[str, int] = {}
         self.left: set[str] = set()
@@ -51,7 +52,12 @@ class Roster:
     def silent(self, now: float) -> list[tuple[str, float]]:
         """Members not heard for longer than allowed, and for how long."""
         ages = ((name, now - at) for name, at in self.heard.items())
-        return [(name, age) for name, age in ages if age > self.silence_s]
+        return [(name, age) for name, age in ages if age > self._allowed_s(name)]
+
+    def _allowed_s(self, name: str) -> float:
+        if self.worker_silence_s is None or not name.startswith("rank "):
+            return self.silence_s
+        return self.worker_silence_s
 
     def ahead(self, round_: int) -> list[str]:
         """Workers that have begun a later round."""
@@ -81,6 +87,11 @@ class Member:
         self.roster = Roster(silence_s)
         self.summaries: dict[str, bytes] = {}
         self.dismissed = False
+        self.lockstep = True  # every worker makes every round, and all end together
+        self.lost: list[str] = []  # workers that the others go on without
+        self.retired: set[str] = set()  # rank 0 only: workers that have made their last round
+        self.final: bool | None = None  # rank 0's word that nobody trains any more
+        self.on_lost: Callable[[str], None] = lambda name: None
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
         self.fault: RuntimeFault | None = None
@@ -96,6 +107,12 @@ class Member:
         self.on(Beat, self._on_beat)
         self.on(Leave, self._on_leave)
         self.on(Fault, self._on_fault)
+        self.on(Retire, self._on_retire)
+        self.on(Final, self._on_final)
+
+    @property
+    def now(self) -> float:
+        return self._clock()
 
     @property
     def is_hub(self) -> bool:
@@ -228,11 +245,22 @@ class Member:
         for name, age in self.roster.silent(now):
             # Python may be busy with one long call; then the link still answers.
             if not self.transport.link_alive(name) or age > PATIENCE * self.roster.silence_s:
-                self._announce(Fault(name, None, age))
+                self._miss(name, age)
+
+    def _miss(self, name: str, age: float) -> None:
+        """A member is silent: the others go on without it, or the job has failed."""
+        if self.lockstep or not self.is_hub or not name.startswith("rank "):
+            self._announce(Fault(name, None, age))
+            return
+        with self.changed:
+            self.roster.leave(name)
+            self.lost.append(name)
+            self.changed.notify_all()
+        self.on_lost(name)
 
     def _miss_the_finished(self) -> None:
         early = [name for name, at in self.roster.finished.items() if at < self.round]
-        if early and self.fault is None:
+        if early and self.fault is None and self.lockstep:
             reason = "it has finished, but rank 0 still trains: every worker must run the same "
             self.transport.send(early[0], Leave(reason + "number of steps", told=True))
             self.report(early[0], reason + "number of steps")
@@ -291,6 +319,19 @@ class Member:
             self.roster.leave(message.sender)
             self.roster.finished[message.sender] = message.body.round
             self.dismissed = self.dismissed or message.sender == HUB
+            self.changed.notify_all()
+
+    def _on_retire(self, message: Message) -> None:
+        with self.changed:
+            self.retired.add(message.sender)
+            self.changed.notify_all()
+
+    def _on_final(self, message: Message) -> None:
+        assert isinstance(message.body, Final)
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not end the training")
+        with self.changed:
+            self.final = message.body.copied
             self.changed.notify_all()
 
     def _on_fault(self, message: Message) -> None:

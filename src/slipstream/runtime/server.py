@@ -12,10 +12,16 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
+from slipstream.consistency import Rounds
+from slipstream.consistency.agreement import Agreement, Decision, Late
+from slipstream.consistency.leases import Leases
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
+from slipstream.runtime.accounts import figures_of
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.factor_holder import FactorHolder
@@ -25,18 +31,31 @@ from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
+    Account,
+    Arrived,
+    Commit,
     Compact,
     Configure,
+    Dump,
     Fetch,
+    Inquire,
+    Lease,
+    Leased,
     Leave,
     Load,
     Message,
     Push,
     Ready,
+    Retire,
+    Serve,
+    Snapshot,
     State,
 )
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
 from slipstream.types import Node
+
+DECIDING = "server 0"
+IDLE_S = 0.25
 
 
 class Server:
@@ -47,9 +66,18 @@ class Server:
         self.member = member
         self._holder: Holder | None = None
         self._factors: FactorHolder | None = None
+        self._agreement: Agreement | None = None
+        self._leases: Leases | None = None
         member.on(Configure, self._on_configure)
         member.on(Push, self._on_push)
         member.on(Compact, self._on_compact)
+        member.on(Arrived, self._on_arrived)
+        member.on(Commit, self._on_commit)
+        member.on(Serve, self._on_serve)
+        member.on(Retire, self._on_retire)
+        member.on(Inquire, self._on_inquire)
+        member.on(Snapshot, self._on_snapshot)
+        member.on(Lease, self._on_lease)
 
     @property
     def done(self) -> bool:
@@ -67,6 +95,9 @@ class Server:
             node = plan.cluster.server_nodes[self.index]
             self._holder = Holder(node, plan, self._updater(configuration, plan, node))
             self._factors = FactorHolder(node, plan)
+            if plan.consistency.agreed and self._decides:
+                self._agreement = agreement_for(plan)
+                self._agreement.begin(self.member.now)
             self.member.send(HUB, Ready())
         except Exception as error:  # whatever it is, rank 0 should not wait for it in vain
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
@@ -83,11 +114,46 @@ class Server:
         shard = ShardOptimizer(plan, node, configuration.optimizer)
         self.member.on(Load, from_hub(shard.load))
         self.member.on(State, from_hub(shard.load_state))
-        self.member.on(Fetch, from_hub(lambda message: self._answer(*shard.fetch(message))))
+        self.member.on(Fetch, lambda message: self._answer(message, *shard.fetch(message)))
+        self.member.on(Dump, lambda message: self._dump(message, shard))
         return shard
 
-    def _answer(self, body: State, frames: list[bytes]) -> None:
-        self.member.send(HUB, body, frames)
+    @property
+    def _decides(self) -> bool:
+        return self.index == 0
+
+    def _answer(self, message: Message, body: State, frames: list[bytes]) -> None:
+        if rank_of(message.sender) < 0:
+            raise FrameRefused(f"{message.sender} asks for state")
+        self.member.send(message.sender, body, frames)
+
+    def _dump(self, message: Message, shard: Any) -> None:
+        assert isinstance(message.body, Dump)
+        holder, rank = self._told(message), message.body.rank
+        for chunk in holder.plan.held_by(holder.plan.cluster.server_nodes[self.index]):
+            body, frames = shard.state(chunk.index)
+            told = msgspec.structs.replace(body, round=holder.round(chunk))
+            self.member.send(holder.plan.cluster.name(rank), told, frames)
+
+    def _on_snapshot(self, message: Message) -> None:
+        agreement, rank = self._deciding(), rank_of(message.sender)
+        if not 0 <= rank < agreement.workers:
+            raise FrameRefused(f"{message.sender} asks for state")
+        self._tell_servers(Dump(rank))
+
+    def _on_lease(self, message: Message) -> None:
+        assert isinstance(message.body, Lease)
+        rank = rank_of(message.sender)
+        if self._holder is None or not 0 <= rank < self._holder.plan.cluster.workers:
+            raise FrameRefused(f"{message.sender} leases no batches")
+        if self._leases is None:
+            self._leases = Leases(message.body.batches)
+        if self._leases.batches != message.body.batches:
+            raise FrameRefused(f"{message.body.batches} batches; others have another number")
+        batch = self._leases.lease(rank)
+        self.member.send(message.sender, Leased(batch.epoch, batch.number))
+        if self._agreement is None:
+            self._leases.settle(rank, counts=True)  # every gradient does
 
     def _on_push(self, message: Message) -> None:
         if self._holder is None:
@@ -95,6 +161,99 @@ class Server:
         assert isinstance(message.body, Push)
         body, frames = message.body, message.frames
         self._publish(self._holder.plan, self._holder.push, rank_of(message.sender), body, frames)
+        for round_, rank in self._holder.whole():
+            self.member.send(DECIDING, Arrived(rank, round_))
+
+    # ---- rounds that servers agree on
+
+    def _on_arrived(self, message: Message) -> None:
+        assert isinstance(message.body, Arrived)
+        agreement, server = self._deciding(), server_of(message.sender)
+        if not 0 <= server < agreement.holders:
+            raise FrameRefused(f"{message.sender} is no server")
+        body = message.body
+        self._tell(agreement.arrived(server, body.rank, body.round, self.member.now))
+
+    def _on_retire(self, message: Message) -> None:
+        assert isinstance(message.body, Retire)
+        rank, sender = message.body.rank, rank_of(message.sender)
+        if self._holder is None or rank >= self._holder.plan.cluster.workers:
+            raise FrameRefused(f"a farewell of rank {rank}")
+        if sender != rank and message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not speak for rank {rank}")
+        self._send_out(self._holder.plan, self._holder.retire(rank))
+        if self._agreement is not None:
+            now, lost = self.member.now, sender != rank
+            if self._leases is not None:
+                self._leases.forfeit(rank)
+            self._tell(self._agreement.retire(rank, now, lost=lost))
+
+    def look(self) -> None:
+        """Close what is due because of the time."""
+        if self._agreement is not None:
+            self._tell(self._agreement.look(self.member.now))
+
+    @property
+    def looks_every_s(self) -> float:
+        """How often that is worth while."""
+        rule = self._agreement.rule if self._agreement is not None else Rounds()
+        return IDLE_S if rule.close_after_s is None else min(IDLE_S, rule.close_after_s / 20)
+
+    def _deciding(self) -> Agreement:
+        if self._agreement is None:
+            raise FrameRefused(f"{self.member.name} does not decide on rounds")
+        return self._agreement
+
+    def _tell(self, decisions: Iterable[Decision]) -> None:
+        """All servers hear all decisions in the same order: all as urgent as each other."""
+        for decision in decisions:
+            body: Commit | Serve
+            if isinstance(decision, Late):
+                body = Serve(decision.round, decision.rank)
+            else:
+                body = Commit(decision.round, list(decision.ranks))
+            self._tell_servers(body)
+            self._settle(decision)
+
+    def _tell_servers(self, body: Commit | Serve | Dump) -> None:
+        assert self._holder is not None
+        cluster = self._holder.plan.cluster
+        for node in cluster.server_nodes:
+            self.member.send(cluster.name(node), body)
+
+    def _settle(self, decision: Decision) -> None:
+        if self._leases is None:
+            return
+        if isinstance(decision, Late):
+            self._leases.settle(decision.rank, counts=False)
+        else:
+            for rank in decision.ranks:
+                self._leases.settle(rank, counts=True)
+
+    def _on_commit(self, message: Message) -> None:
+        assert isinstance(message.body, Commit)
+        holder, body = self._told(message), message.body
+        self._send_out(holder.plan, holder.commit(body.round, body.ranks))
+
+    def _on_serve(self, message: Message) -> None:
+        assert isinstance(message.body, Serve)
+        holder, body = self._told(message), message.body
+        if body.rank >= holder.plan.cluster.workers:
+            raise FrameRefused(f"there is no rank {body.rank}")
+        self._send_out(holder.plan, holder.serve(body.round, body.rank))
+
+    def _told(self, message: Message) -> Holder:
+        if message.sender != DECIDING or self._holder is None:
+            raise FrameRefused(f"a decision from {message.sender}")
+        return self._holder
+
+    def _on_inquire(self, message: Message) -> None:
+        if rank_of(message.sender) < 0 or self._holder is None:
+            raise FrameRefused(f"{message.sender} inquires")
+        figures = figures_of(self._holder, self._agreement)
+        self.member.send(message.sender, Account(), [msgspec.json.encode(figures)])
+
+    # ---- factors
 
     def _on_compact(self, message: Message) -> None:
         if self._holder is None or self._factors is None:
@@ -114,13 +273,30 @@ class Server:
         except RuntimeFault as fault:
             self.member.send(HUB, Leave(str(fault)), priority=CONTROL)
             raise
+        self._send_out(plan, results)
+
+    def _send_out(self, plan: Plan, results: Iterable[Result]) -> None:
         node = plan.cluster.server_nodes[self.index]
         for result in results:
             chunk = plan.chunks[result.body.chunk]
             urgency = plan.priority(chunk)
-            for target in plan.route(chunk).topology.fanout(node, plan.cluster):
+            everybody = plan.route(chunk).topology.fanout(node, plan.cluster)
+            for target in everybody if result.audience is None else result.audience:
                 name = plan.cluster.name(target)
                 self.member.send(name, result.body, result.frames, priority=urgency)
+
+
+def agreement_for(plan: Plan) -> Agreement:
+    rule, cluster = plan.consistency, plan.cluster
+    assert isinstance(rule, Rounds)
+    holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
+    return Agreement(rule, cluster.workers, holding)
+
+
+def server_of(name: str) -> int:
+    """2 for ``server 2``; -1 for anything else."""
+    kind, _, number = name.partition(" ")
+    return int(number) if kind == "server" and number.isdecimal() and len(number) < 10 else -1
 
 
 def from_hub(handler: Handler) -> Handler:
@@ -152,7 +328,8 @@ def serve(env: Mapping[str, str]) -> int:
     os.dup2(2, 1)  # nothing else may follow the address
     while not server.done and not abandoned():
         try:
-            member.pump_once(0.25)
+            member.pump_once(server.looks_every_s)
+            server.look()
         except RuntimeFault as fault:
             member.fail(fault)
     member.stop()

@@ -11,8 +11,10 @@ from slipstream.runtime.member import HUB, Member
 from slipstream.runtime.processes import ServerProcess, start_server
 from slipstream.runtime.supervision import signal_name
 from slipstream.strategy import Plan, Strategy
-from slipstream.transports.wire import Configure, Message, Ready
+from slipstream.transports.wire import Configure, Message, Ready, Retire
 from slipstream.types import Cluster, Spec
+
+LAST = 1 << 30  # less urgent than any chunk
 
 
 def choose_cluster(strategy: Strategy, specs: tuple[Spec, ...], membership: Membership) -> Cluster:
@@ -112,8 +114,10 @@ class Shards:
                 member.changed.notify_all()
 
         member.on(Ready, on_ready)
-        workers = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
-        content = Configuration.of(plan, workers, membership.limits.silence_s, optimizer).encode()
+        everybody = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
+        everybody |= dict(zip(names, self.addresses, strict=True))
+        silence_s = member.roster.worker_silence_s or membership.limits.silence_s
+        content = Configuration.of(plan, everybody, silence_s, optimizer).encode()
         for name in names:
             member.send(name, Configure(), [content])
         member.wait_until(
@@ -125,6 +129,11 @@ class Shards:
         for name, reason in answers.items():
             if reason is not None:
                 raise ConfigError(f"{name} refused the plan: {reason}")
+
+    def retire(self, rank: int, member: Member) -> None:
+        """Tell servers that a worker makes no more rounds; after all that it has pushed."""
+        for k in range(len(self.addresses)):
+            member.send(f"server {k}", Retire(rank), priority=LAST)
 
     def close(self) -> None:
         for server in self.own:

@@ -18,6 +18,10 @@ class Watcher(Protocol):
 
     def note(self, step: int, figures: Figures) -> None: ...
 
+    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+        """Something that is no step's figures; whoever shows only these leaves it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -40,6 +44,9 @@ class RunLog:
     def note(self, step: int, figures: Figures) -> None:
         self._write({"event": "step", "step": step, **figures})
 
+    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+        self._write({"event": event, **content})
+
     def close(self) -> None:
         self._write({"event": "end"})
         self._file.close()
@@ -61,6 +68,9 @@ class TensorBoard:
     def note(self, step: int, figures: Figures) -> None:
         for name, value in figures.items():
             self._writer.add_scalar(f"slipstream/{name}", value, step)
+
+    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+        pass
 
     def close(self) -> None:
         self._writer.close()
@@ -96,6 +106,9 @@ class Prometheus:
                     f"slipstream_{name}", f"slipstream {name}", registry=self._registry
                 )
             self._gauges[name].set(value)
+
+    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+        pass
 
     def close(self) -> None:
         self._server.shutdown()

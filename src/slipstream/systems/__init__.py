@@ -12,6 +12,9 @@ from slipstream.strategy import Strategy
 from slipstream.systems.adam_factors import adam_factors
 from slipstream.systems.all_to_all import all_to_all
 from slipstream.systems.allreduce import allreduce
+from slipstream.systems.async_sgd import async_sgd
+from slipstream.systems.backup_workers import backup_workers
+from slipstream.systems.bounded_staleness import bounded_staleness
 from slipstream.systems.one_bit import one_bit
 from slipstream.systems.poseidon import poseidon
 from slipstream.systems.push_pull import push_pull
@@ -21,6 +24,9 @@ __all__ = [
     "adam_factors",
     "all_to_all",
     "allreduce",
+    "async_sgd",
+    "backup_workers",
+    "bounded_staleness",
     "one_bit",
     "parse",
     "poseidon",
@@ -31,6 +37,9 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
     "adam_factors": adam_factors,
     "all_to_all": all_to_all,
     "allreduce": allreduce,
+    "async_sgd": async_sgd,
+    "backup_workers": backup_workers,
+    "bounded_staleness": bounded_staleness,
     "one_bit": one_bit,
     "poseidon": poseidon,
     "push_pull": push_pull,

@@ -279,6 +279,9 @@ class CompactExchange:
     def _scheme(self, layer: CompactLayer) -> str:
         return f"{layer.shape.form}/{'mesh' if self._hybrid.to == 'peers' else 'sharded'}"
 
+    def refresh(self) -> None:
+        """Nothing comes unasked."""
+
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         chosen = None if tensors is None else set(tensors)
         pending = {

@@ -23,8 +23,10 @@ class ForwardGate:
         model: nn.Module,
         index_of: Mapping[int, int],
         wait: Callable[[Sequence[int] | None], None],
+        begin: Callable[[], None],
     ) -> None:
         self._wait = wait
+        self._begin = begin
         self._all = frozenset(index_of.values())
         self._awaited_at_call: set[int] = set()
         self._depth = 0
@@ -51,6 +53,7 @@ class ForwardGate:
     def _entering(self, own: tuple[int, ...]) -> Callable[..., None]:
         def entering(_module: nn.Module, _inputs: Any) -> None:
             if self._depth == 0:
+                self._begin()
                 self._wait(sorted(self._all - self._awaited_at_call))
             self._depth += 1
             if own:

@@ -11,8 +11,10 @@ from torch import nn
 
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
 from slipstream.runtime.configuration import OptimizerRecipe
-from slipstream.runtime.exchange import Exchange, LinkExchange
+from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.joining import Membership
+from slipstream.runtime.member import PATIENCE
+from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
 from slipstream.strategy import Plan, Strategy
@@ -45,10 +47,20 @@ class Replica:
     gate: ForwardGate | None
     collectives: Collectives | None
     compact: CompactExchange | None = None
+    service: ShardService | None = None
 
     @property
-    def link_exchanges(self) -> tuple[Exchange, ...]:
+    def link_exchanges(self) -> tuple[LinkExchange, ...]:
         return tuple(e for e in self.exchanges if isinstance(e, LinkExchange))
+
+    @property
+    def round(self) -> int:
+        """The round that is open, as far as this worker knows, where rounds can be missed."""
+        return max(exchange.told_round for exchange in self.link_exchanges)
+
+    def open_round(self) -> int:
+        """The round that this worker makes next; waits for word of it."""
+        return max(exchange.open_round() for exchange in self.link_exchanges)
 
     def bytes(self) -> tuple[Counter[str], Counter[str]]:
         """Payload sent and received, by scheme."""
@@ -151,12 +163,22 @@ def replicate(
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
+    if not plan.consistency.lockstep:
+        go_on_without_the_lost(membership, shards)
     try:
         shards.start(plan, membership)
         return _wire(model, optimizer, plan, inventory, shards, membership)
     except BaseException:
         shards.close()
         raise
+
+
+def go_on_without_the_lost(membership: Membership, shards: Shards) -> None:
+    """Where rounds do not need every worker, one that is stopped for a while is not an error."""
+    member = membership.member
+    member.lockstep = False
+    member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
+    member.on_lost = lambda name: shards.retire(rank_of(name), member)
 
 
 def _wire(
@@ -190,7 +212,7 @@ def _wire(
         for exchange in exchanges:
             exchange.settings = synchronizer.settings
         index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
-        gate = ForwardGate(model, index_of, synchronizer.wait)
+        gate = ForwardGate(model, index_of, synchronizer.wait, synchronizer.begin_forward)
         if env.rank == 0:
             server_state.send_weights()
         optimizer = remote
@@ -212,7 +234,15 @@ def _wire(
         gate,
         collectives,
         compact,
+        make_service(plan, membership),
     )
+
+
+def make_service(plan: Plan, membership: Membership) -> ShardService | None:
+    """Where servers update, they also deal batches and keep accounts."""
+    if plan.update != "server":
+        return None
+    return ShardService(plan.cluster.servers, membership.member, membership.limits.wait_s)
 
 
 def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:

@@ -11,6 +11,7 @@ from torch import nn
 
 from slipstream.errors import CheckpointError
 from slipstream.runtime.joining import Membership
+from slipstream.torch.averages import Averages
 from slipstream.torch.checkpoint import (
     FORMAT,
     Checkpoint,
@@ -22,7 +23,9 @@ from slipstream.torch.checkpoint import (
     restore_random_state,
     unpack,
 )
+from slipstream.torch.inventory import whole_state
 from slipstream.torch.replica import Replica, copy_state
+from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS
 from slipstream.torch.staging import Staging
 
 Optimizer = torch.optim.Optimizer
@@ -36,6 +39,7 @@ def save_job(
     replica: Replica | None,
     membership: Membership | None,
     facts: Mapping[str, Any],
+    averages: Mapping[str, torch.Tensor],
 ) -> None:
     """Rank 0 writes everything; all ranks leave together, with the same error if there is one."""
     generators = [random_state()]
@@ -44,22 +48,57 @@ def save_job(
     problem = ""
     if membership is None or membership.env.rank == 0:
         try:
-            checkpoint = Checkpoint(model_tensors(model))
-            checkpoint.facts = {
-                "format": FORMAT,
-                **facts,
-                "random": generators,
-                "optimizer": pack(
-                    optimizer_state(model, optimizer, replica), "optimizer", checkpoint.tensors
-                ),
-            }
-            checkpoint.write(path)
+            state = optimizer_state(model, optimizer, replica)
+            write(path, model_tensors(model), state, averages, {**facts, "random": generators})
         except CheckpointError as error:
             if membership is None:
                 raise
             problem = str(error)
     if membership is not None:
         share_outcome(membership, occasion, problem)
+
+
+def save_servers(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    replica: Replica,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write what the servers have, all of one round where they agree on rounds."""
+    assert replica.server_state is not None
+    fetched = by_name(replica)
+    tensors = model_tensors(model)
+    averages = {}
+    for name, entries in fetched.items():
+        tensors[f"model/{name}"] = entries.pop(WEIGHTS)
+        if AVERAGE in entries:
+            averages[name] = entries.pop(AVERAGE)
+    state = described(optimizer, fetched)
+    if replica.plan.consistency.agreed:
+        facts = {**facts, "step": facts["step"] + replica.server_state.round}
+    write(path, tensors, state, averages, {**facts, "random": [random_state()]})
+
+
+def take_weights(model: nn.Module, replica: Replica) -> None:
+    """The servers' weights become the model's."""
+    own = dict(whole_state(model))
+    with torch.no_grad():
+        for name, entries in by_name(replica).items():
+            own[name].data.copy_(entries[WEIGHTS])
+
+
+def write(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    optimizer: dict[str, Any],
+    averages: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+) -> None:
+    checkpoint = Checkpoint({**tensors, **{f"averaged/{n}": t for n, t in averages.items()}})
+    packed = pack(optimizer, "optimizer", checkpoint.tensors)
+    checkpoint.facts = {"format": FORMAT, **facts, "optimizer": packed}
+    checkpoint.write(path)
 
 
 def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
@@ -75,18 +114,31 @@ def optimizer_state(
     model: nn.Module, optimizer: Optimizer, replica: Replica | None
 ) -> dict[str, Any]:
     """State by parameter name, wherever it lives, and the groups' settings."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     if replica is not None and replica.server_state is not None:
-        fetched = replica.server_state.fetch()
-        specs = replica.plan.specs
-        state: dict[str, Any] = {specs[i].name: entries for i, entries in fetched.items()}
+        state: dict[str, Any] = by_name(replica)
+        for entries in state.values():
+            entries.pop(WEIGHTS)
+            entries.pop(AVERAGE, None)
     else:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         state = {names[id(p)]: dict(entries) for p, entries in optimizer.state.items()}
+    return described(optimizer, state)
+
+
+def by_name(replica: Replica) -> dict[str, dict[str, Any]]:
+    """What servers know of every tensor."""
+    assert replica.server_state is not None
+    specs = replica.plan.specs
+    return {specs[i].name: dict(entries) for i, entries in replica.server_state.fetch().items()}
+
+
+def described(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"kind": kind_of(optimizer), "state": state, "groups": groups}
+    kept = {name: entries for name, entries in state.items() if entries}
+    return {"kind": kind_of(optimizer), "state": kept, "groups": groups}
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -100,6 +152,7 @@ def load_job(
     optimizer: Optimizer,
     replica: Replica | None,
     membership: Membership | None,
+    averages: Averages | None,
 ) -> int:
     """Rank 0 reads and checks; everybody ends with the same state. Returns the step."""
     checkpoint, problem = Checkpoint(), ""
@@ -121,6 +174,8 @@ def load_job(
             copy_state(replica.chain, model)
             checkpoint = spread(checkpoint, occasion, replica, membership)
     restore_optimizer(model, optimizer, checkpoint, replica, membership)
+    if averages is not None:
+        averages.load(averages_of(checkpoint))
     if membership is not None:
         # Rank 0's weights travel from their own memory: nobody trains before all have them.
         membership.rendezvous.gather(f"{occasion}/done", True, bool)
@@ -173,9 +228,10 @@ def restore_optimizer(
         if membership is not None and membership.env.rank == 0:
             index = {spec.name: i for i, spec in enumerate(replica.plan.specs)}
             replica.server_state.send_weights()
-            replica.server_state.restore(
-                {index[name]: entries for name, entries in saved["state"].items()}
-            )
+            state = {index[name]: dict(entries) for name, entries in saved["state"].items()}
+            for name, average in averages_of(checkpoint).items():
+                state.setdefault(index[name], {})[AVERAGE] = average
+            replica.server_state.restore(state)
         return
     by_name = dict(model.named_parameters())
     optimizer.state.clear()
@@ -184,6 +240,12 @@ def restore_optimizer(
         optimizer.state[parameter] = {
             key: placed(value, parameter) for key, value in entries.items()
         }
+
+
+def averages_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The averaged weights in a checkpoint, by parameter's name; none if none were kept."""
+    head = "averaged/"
+    return {n.removeprefix(head): t for n, t in checkpoint.tensors.items() if n.startswith(head)}
 
 
 def placed(value: Any, parameter: torch.Tensor) -> Any:

@@ -8,11 +8,12 @@ import torch
 
 from slipstream.errors import FrameRefused
 from slipstream.runtime.member import Member
+from slipstream.runtime.server import DECIDING
 from slipstream.strategy import Plan
 from slipstream.torch.inventory import Inventory
-from slipstream.torch.shard_optimizer import bytes_of, is_scalar, tensor_of
+from slipstream.torch.shard_optimizer import WEIGHTS, bytes_of, is_scalar, tensor_of
 from slipstream.torch.staging import as_real
-from slipstream.transports.wire import Fetch, Load, Message, State, checksum
+from slipstream.transports.wire import Fetch, Load, Message, Snapshot, State, checksum
 from slipstream.types import Chunk
 
 StateByTensor = dict[int, dict[str, torch.Tensor]]
@@ -27,6 +28,7 @@ class ServerState:
         self._member = member
         self._limit_s = limit_s
         self._answers: dict[int, Message] = {}
+        self.round = 0  # of what was fetched last
         member.on(State, self._on_state)
 
     def _server(self, chunk: Chunk) -> str:
@@ -41,10 +43,16 @@ class ServerState:
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
     def fetch(self) -> StateByTensor:
-        """The optimizer state of every tensor, put together from all servers."""
+        """Everything that servers know of every tensor, put together.
+
+        Where servers agree on rounds, all of it is of the same one.
+        """
         self._answers.clear()
-        for chunk in self._plan.chunks:
-            self._member.send(self._server(chunk), Fetch(chunk.index))
+        if self._plan.consistency.agreed:
+            self._member.send(DECIDING, Snapshot())
+        else:
+            for chunk in self._plan.chunks:
+                self._member.send(self._server(chunk), Fetch(chunk.index))
         everything = len(self._plan.chunks)
         self._member.wait_until(
             lambda: len(self._answers) == everything,
@@ -54,10 +62,12 @@ class ServerState:
                 {self._server(c) for c in self._plan.chunks if c.index not in self._answers}
             ),
         )
+        self.round = max((state_of(m).round for m in self._answers.values()), default=0)
         pieces: dict[int, dict[str, list[tuple[int, torch.Tensor]]]] = {}
         for index, message in self._answers.items():
-            assert isinstance(message.body, State)
-            for (s, name, dtype), frame in zip(message.body.entries, message.frames, strict=True):
+            for (s, name, dtype), frame in zip(
+                state_of(message).entries, message.frames, strict=True
+            ):
                 segment = self._plan.chunks[index].segments[s]
                 value = tensor_of(frame, getattr(torch, dtype)).clone()
                 pieces.setdefault(segment.tensor, {}).setdefault(name, []).append(
@@ -82,6 +92,8 @@ class ServerState:
             for s, segment in enumerate(chunk.segments):
                 for name, value in state.get(segment.tensor, {}).items():
                     part = value
+                    if name == WEIGHTS:
+                        continue  # they have been sent
                     if not is_scalar(name):
                         part = as_real(value).reshape(-1)[segment.start : segment.stop]
                     entries.append((s, name, str(part.dtype).removeprefix("torch.")))
@@ -103,3 +115,8 @@ class ServerState:
         with self._member.changed:
             self._answers[index] = message
             self._member.changed.notify_all()
+
+
+def state_of(message: Message) -> State:
+    assert isinstance(message.body, State)
+    return message.body

@@ -24,6 +24,7 @@ class ServerUpdates(Synchronizer):
     def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         self._optimizer = optimizer
         self._sent: Settings | None = None
+        self._refreshed_for = -1
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         super().__init__(*args)
         self.resume(0)
@@ -34,6 +35,13 @@ class ServerUpdates(Synchronizer):
             (p, p._version) for group in self._optimizer.param_groups for p in group["params"]
         ]
         super().resume(step)
+
+    def begin_forward(self) -> None:
+        """Take what has come unasked; once a step, so that no layer changes under a pass."""
+        if self._refreshed_for != self.step:
+            self._refreshed_for = self.step
+            for exchange in self._exchanges:
+                exchange.refresh()
 
     def settings(self) -> Settings:
         """The optimizer's settings, the same for all of a round."""
@@ -73,6 +81,9 @@ class ServerUpdates(Synchronizer):
                 "update='server' they are not the averaged ones: use update='worker' to see and "
                 "change those"
             )
+        if self.plan.clip_norm is not None:
+            trained = [p for p, _ in self._weights if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(trained, self.plan.clip_norm)
         super().before_step()
         if self._sent is not None and settings_of(self._optimizer) != self._sent:
             raise RuntimeFault(

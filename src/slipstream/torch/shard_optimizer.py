@@ -90,9 +90,17 @@ class ShardOptimizer:
                 raise FrameRefused("optimizer settings of other names or kinds")
 
     def apply(
-        self, chunk: Chunk, mean: Sequence[Values | None], settings: Settings | None
+        self,
+        chunk: Chunk,
+        mean: Sequence[Values | None],
+        settings: Settings | None,
+        *,
+        rate: float = 1.0,
     ) -> Sequence[Values | None]:
-        return self._chunk(chunk.index).apply(mean, settings)
+        return self._chunk(chunk.index).apply(mean, settings, rate)
+
+    def current(self, chunk: Chunk) -> Sequence[Values | None]:
+        return self._chunk(chunk.index).current()
 
     def load(self, message: Message) -> None:
         assert isinstance(message.body, Load)
@@ -106,8 +114,11 @@ class ShardOptimizer:
 
     def fetch(self, message: Message) -> tuple[State, list[bytes]]:
         assert isinstance(message.body, Fetch)
-        entries, frames = self._chunk(message.body.chunk).state()
-        return State(message.body.chunk, entries, checksum(frames)), frames
+        return self.state(message.body.chunk)
+
+    def state(self, chunk: int) -> tuple[State, list[bytes]]:
+        entries, frames = self._chunk(chunk).state()
+        return State(chunk, entries, checksum(frames)), frames
 
 
 def warm_up(recipe: OptimizerRecipe) -> None:
@@ -141,22 +152,49 @@ class ChunkOptimizer:
                 settings = {key: restored(v) for key, v in recipe.settings[group].items()}
                 groups.setdefault(group, {**settings, "params": []})["params"].append(parameter)
         self._groups = list(groups)
+        self._decay = plan.averaged
+        self._averages: list[torch.Tensor] = []
         kind = getattr(torch.optim, recipe.name)
         self._optimizer = kind(list(groups.values()), **groups_defaults(groups)) if groups else None
 
     def apply(
-        self, mean: Sequence[Values | None], settings: Settings | None
+        self, mean: Sequence[Values | None], settings: Settings | None, rate: float
     ) -> Sequence[Values | None]:
         if self._optimizer is None:
+            self._replace(mean)
             return mean
         self._set(settings)
         for parameter, values in zip(self._parameters, mean, strict=True):
             parameter.grad = None if values is None else tensor_of(values.data, self._dtype)
+        lrs = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] *= rate
         self._optimizer.step()
+        for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        self._follow()
         return [
             None if values is None else values_of(parameter, values.dtype)
             for parameter, values in zip(self._parameters, mean, strict=True)
         ]
+
+    def current(self) -> Sequence[Values | None]:
+        dtype = self._chunk.dtype
+        return [values_of(parameter, dtype) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def _replace(self, values: Sequence[Values | None]) -> None:
+        for parameter, each in zip(self._parameters, values, strict=True):
+            if each is not None:
+                parameter.copy_(tensor_of(each.data, self._dtype))
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """The averaged weights move towards the new ones."""
+        if self._decay is None:
+            return
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            average.lerp_(parameter, 1.0 - self._decay)
 
     def _set(self, settings: Settings | None) -> None:
         if settings is None or self._optimizer is None:
@@ -171,10 +209,17 @@ class ChunkOptimizer:
         with torch.no_grad():
             for parameter, frame in zip(self._parameters, frames, strict=True):
                 parameter.copy_(tensor_of(frame, self._dtype))
+        if self._decay is not None and self._optimizer is not None:
+            self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
     def state(self) -> tuple[list[tuple[int, str, str]], list[bytes]]:
-        """Every tensor of the optimizer's state, by segment and name."""
-        entries, frames = [], []
+        """Weights, averages and every tensor of the optimizer's state, by segment and name."""
+        entries: list[tuple[int, str, str]] = []
+        frames: list[bytes] = []
+        for name, tensors in ((WEIGHTS, self._parameters), (AVERAGE, self._averages)):
+            for index, tensor in enumerate(tensors):
+                entries.append((index, name, str(tensor.dtype).removeprefix("torch.")))
+                frames.append(bytes_of(tensor))
         for index, parameter in enumerate(self._parameters):
             state = self._optimizer.state.get(parameter, {}) if self._optimizer else {}
             for name, value in state.items():
@@ -194,7 +239,10 @@ class ChunkOptimizer:
         values = [self._entry(*entry, frame) for entry, frame in zip(entries, frames, strict=True)]
         self._optimizer.state.clear()
         for (index, name, _), value in zip(entries, values, strict=True):
-            self._optimizer.state[self._parameters[index]][name] = value
+            if name == AVERAGE and self._decay is not None:
+                self._averages[index] = value
+            elif name not in (AVERAGE, WEIGHTS):
+                self._optimizer.state[self._parameters[index]][name] = value
 
     def _entry(self, index: int, name: str, dtype: str, frame: Any) -> torch.Tensor:
         """One entry of a segment's state: a number, or one for each element."""
@@ -213,6 +261,7 @@ class ChunkOptimizer:
         raise FrameRefused(f"state entry {name} of segment {index} does not fit")
 
 
+WEIGHTS, AVERAGE = "weights", "averaged weights"  # as entries of a state
 SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 

@@ -34,7 +34,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Push(Body, tag="push", frozen=True):
     """A worker's contribution to one chunk; ``present`` marks the segments that have a payload.
 
-    ``settings`` are the optimizer's hyperparameters by group, where servers update.
+    ``read`` is how many results of the chunk were in the weights it was computed from. ``settings``
+    are the optimizer's hyperparameters by group, where servers update.
     """
 
     chunk: Count
@@ -43,6 +44,7 @@ class Push(Body, tag="push", frozen=True):
     present: bytes
     crc: Checksum
     settings: Settings | None = None
+    read: Count = 0
 
 
 class Publish(Body, tag="publish", frozen=True):
@@ -87,6 +89,70 @@ class Rows(Body, tag="rows", frozen=True):
 
     step: Count
     rows: list[Count]
+
+
+class Arrived(Body, tag="arrived", frozen=True):
+    """A server to the one that decides: all I get of this worker's gradient is here."""
+
+    rank: Count
+    round: Count
+
+
+class Commit(Body, tag="commit", frozen=True):
+    """The server that decides to all: this round is made by these workers."""
+
+    round: Count
+    ranks: list[Count]
+
+
+class Serve(Body, tag="serve", frozen=True):
+    """The server that decides to all: send this worker what is open now, which is this round."""
+
+    round: Count
+    rank: Count
+
+
+class Retire(Body, tag="retire", frozen=True):
+    """To servers, from a worker that leaves or from rank 0 who has lost it: do not wait for it."""
+
+    rank: Count
+
+
+class Lease(Body, tag="lease", frozen=True):
+    """A worker to the server that decides: which batch, of so many an epoch, is mine?"""
+
+    batches: Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class Leased(Body, tag="leased", frozen=True):
+    """This one."""
+
+    epoch: Count
+    number: Count
+
+
+class Snapshot(Body, tag="snapshot", frozen=True):
+    """A worker to the server that decides: have all servers send me the state of their chunks."""
+
+
+class Dump(Body, tag="dump", frozen=True):
+    """The server that decides to all: send this worker the state of your chunks, as it is now."""
+
+    rank: Count
+
+
+class Final(Body, tag="final", frozen=True):
+    """Rank 0 to all: everybody is done; take my weights, or keep yours."""
+
+    copied: bool
+
+
+class Inquire(Body, tag="inquire", frozen=True):
+    """A worker to a server: tell me your figures."""
+
+
+class Account(Body, tag="account", frozen=True):
+    """A server's figures, as JSON in the payload."""
 
 
 class Probe(Body, tag="probe", frozen=True):
@@ -156,17 +222,21 @@ class Load(Body, tag="load", frozen=True):
 
 
 class Fetch(Body, tag="fetch", frozen=True):
-    """Ask a server for the optimizer state of a chunk."""
+    """Ask a server for the state of a chunk: its weights, the optimizer's entries, averages."""
 
     chunk: Count
 
 
 class State(Body, tag="state", frozen=True):
-    """Optimizer state of a chunk, either way: a frame for each (segment, entry, dtype)."""
+    """State of a chunk, either way: a frame for each (segment, entry, dtype).
+
+    ``round`` is how many updates it has had.
+    """
 
     chunk: Count
     entries: list[tuple[Count, Name, Name]]
     crc: Checksum
+    round: Count = 0
 
 
 AnyBody = (
@@ -175,6 +245,17 @@ AnyBody = (
     | Compact
     | Early
     | Rows
+    | Arrived
+    | Commit
+    | Serve
+    | Retire
+    | Lease
+    | Leased
+    | Snapshot
+    | Dump
+    | Final
+    | Inquire
+    | Account
     | Probe
     | Echo
     | Beat

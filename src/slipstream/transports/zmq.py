@@ -165,7 +165,7 @@ class ZmqTransport:
         self._posted.append((peer, address))
         self.wake()
 
-    def _open(self, peer: str) -> Outbound:
+    def _open(self, peer: str, *, watched: bool) -> Outbound:
         address = self._addresses[peer]
         link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
@@ -173,9 +173,12 @@ class ZmqTransport:
             link.sndbuf = self._send_buffer_bytes
         link.ipv6 = "[" in address
         self._credentials.present(link)
-        # Answered by ZeroMQ's own thread, so also while Python is busy with something else.
-        link.heartbeat_ivl = round(PING_S * 1000)
-        link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
+        if watched:
+            # Answered by ZeroMQ's own thread, so also while Python is busy with something else. Not
+            # on other links: where no answer comes they would be cut, and lose what is under way to
+            # a peer that was only stopped for a while.
+            link.heartbeat_ivl = round(PING_S * 1000)
+            link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
         link.connect(address)
         return Outbound(link)
 
@@ -249,8 +252,8 @@ class ZmqTransport:
                 continue
             lane = (peer, posted.priority <= CONTROL)
             if lane not in self._outbound:
-                self._outbound[lane] = self._open(peer)
-                if posted.priority <= CONTROL:
+                self._outbound[lane] = self._open(peer, watched=lane[1])
+                if lane[1]:
                     self._watch(peer, self._outbound[lane].link)
             heapq.heappush(self._outbound[lane].waiting, posted)
             touched.append(lane)

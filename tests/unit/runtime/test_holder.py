@@ -249,11 +249,19 @@ def test_an_updater_sees_the_mean_and_the_settings_and_its_word_is_published() -
                 raise FrameRefused("no settings")
 
         def apply(
-            self, chunk: Chunk, mean: Sequence[Values | None], settings: object
+            self,
+            chunk: Chunk,
+            mean: Sequence[Values | None],
+            settings: object,
+            *,
+            rate: float = 1.0,
         ) -> Sequence[Values | None]:
             self.heard = settings
             assert mean[0] is not None
             return [values(2 * mean[0].data.view(np.float32)), mean[1]]
+
+        def current(self, chunk: Chunk) -> Sequence[Values | None]:
+            raise AssertionError("in lockstep only what has changed is published")
 
     updater = Doubler()
     node = Holder(PLAN.cluster.server_nodes[0], PLAN, updater)

@@ -143,22 +143,28 @@ def test_a_server_that_updates_publishes_weights(bench: Bench) -> None:
     assert new_weights(bench) == [8, 16, 24]
 
 
-def test_rank_0_may_ask_for_state(bench: Bench) -> None:
+@pytest.mark.parametrize("sender", [HUB, "rank 1"])
+def test_workers_may_ask_for_state(bench: Bench, sender: str) -> None:
     updating(bench)
-    bench.tell(HUB, Fetch(0))
-    assert isinstance(bench.heard(HUB)[-1].body, State)
+    bench.tell(sender, Fetch(0))
+    assert isinstance(bench.heard(sender)[-1].body, State)
+
+
+def test_strangers_get_no_state(bench: Bench) -> None:
+    """An answer to a stranger could not even be sent: there is no link to one."""
+    updating(bench)
+    bench.tell("stranger", Fetch(0))
+    assert bench.member.refused == 1
 
 
 @pytest.mark.parametrize("sender", ["rank 1", "stranger"])
-def test_nobody_else_touches_weights_or_state(bench: Bench, sender: str) -> None:
-    """An answer to a stranger could not even be sent: there is no link to one."""
+def test_only_rank_0_touches_weights_or_state(bench: Bench, sender: str) -> None:
     plan = updating(bench)
     weights = [np.float32([0, 0, 0])]
     entries = [(0, "momentum_buffer", "float32")]
-    bench.tell(sender, Fetch(0))
     bench.tell(sender, Load(0, checksum(weights)), *weights)
     bench.tell(sender, State(0, entries, checksum(weights)), *weights)
-    assert bench.member.refused == 3
+    assert bench.member.refused == 2
     body, frames = push(plan.chunks[0], [floats(1, 2, 3)])
     for rank in range(2):
         bench.tell(f"rank {rank}", told(body, [{"lr": 1.0}]), *frames)

@@ -16,8 +16,13 @@ class Gate:
         self.model = model
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.waits: list[list[str]] = []
+        self.begun = 0
         self.order = list(self.names)
-        ForwardGate(model, {key: i for i, key in enumerate(self.order)}, self._wait)
+        places = {key: i for i, key in enumerate(self.order)}
+        ForwardGate(model, places, self._wait, self._begin)
+
+    def _begin(self) -> None:
+        self.begun += 1
 
     def _wait(self, tensors: Sequence[int] | None) -> None:
         chosen = range(len(self.order)) if tensors is None else tensors
@@ -100,3 +105,10 @@ def test_a_submodule_may_be_called_on_its_own() -> None:
     gate.waits = []
     model[1](torch.ones(1, 2))
     assert ["1.weight"] in gate.waits
+
+
+def test_only_the_outermost_forward_begins_one() -> None:
+    gate = Gate(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
+    gate.run(torch.ones(1, 2))
+    gate.run(torch.ones(1, 2))
+    assert gate.begun == 2

@@ -14,6 +14,7 @@ from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.strategy import Plan
 from slipstream.torch.shard_optimizer import (
     ELEMENTWISE,
+    WEIGHTS,
     ShardOptimizer,
     bytes_of,
     check_elementwise,
@@ -197,6 +198,8 @@ def test_state_moves_into_other_cuts_and_training_goes_on_to_the_same_bits(name:
         before.step(*whole.step(nth))
     state: dict[int, dict[str, torch.Tensor]] = {}
     for (tensor, entry), pieces in before.state().items():
+        if entry == WEIGHTS:
+            continue
         expected = torch.as_tensor(whole.optimizer.state[whole.weights[tensor]][entry])
         values = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
         joined = values[0].reshape(()) if expected.dim() == 0 else torch.cat(values)

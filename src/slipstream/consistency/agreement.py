@@ -1,0 +1,113 @@
+"""Who makes a round, decided in one place for all holders. Pure: time is passed in.
+
+A worker is in when its whole gradient has arrived, at every holder. When enough are in, the round
+is theirs, and every holder is told so. Whoever comes for a round that is over is served what is
+open now. Holders hear decisions in the order in which they were made, so that what they serve is of
+one version everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.consistency.arrivals import Arrivals
+from slipstream.consistency.rounds import Rounds
+from slipstream.errors import FrameRefused
+from slipstream.types import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """This round is made by these workers."""
+
+    round: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """This worker came too late: it gets what is open now, which is this round."""
+
+    round: int
+    rank: Rank
+
+
+Decision = Made | Late
+
+
+@dataclass(slots=True)
+class Agreement:
+    """The state of it, at the holder that decides."""
+
+    rule: Rounds
+    workers: int
+    holders: int
+    round: int = 0
+    members: set[Rank] = field(default_factory=set)
+    left: set[Rank] = field(default_factory=set)  # for good
+    made: Counter[Rank] = field(default_factory=Counter)  # rounds, by worker
+    dropped: Counter[Rank] = field(default_factory=Counter)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    # Asked after every round for the rule of the next.
+    reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
+    _reports: dict[tuple[int, Rank], set[int]] = field(default_factory=dict)
+    _in: set[Rank] = field(default_factory=set)
+    _opened_at: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Everybody has the first weights."""
+        self.members = set(range(self.workers))
+        self._open(now)
+        for rank in self.members:
+            self.arrivals.served(rank, now)
+
+    def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
+        """All that a holder gets of a worker's gradient for a round is there."""
+        if rank in self.left:
+            return []  # it came after its farewell
+        self.members.add(rank)  # it may have been given up for lost
+        if round_ > self.round:
+            raise FrameRefused(f"rank {rank} is in round {round_}, but {self.round} is open")
+        reports = self._reports.setdefault((round_, rank), set())
+        reports.add(holder)
+        if len(reports) < self.holders:
+            return []
+        del self._reports[round_, rank]
+        self.arrivals.arrived(rank, round_, now)
+        if round_ == self.round:
+            self._in.add(rank)
+            return self.look(now)
+        self.dropped[rank] += 1
+        self.arrivals.served(rank, now)
+        return [Late(self.round, rank)]
+
+    def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
+        """A worker has left, or is given up for lost; rounds close without it."""
+        self.members.discard(rank)
+        if not lost:
+            self.left.add(rank)
+        for key in [key for key in self._reports if key[1] == rank]:
+            del self._reports[key]
+        return self.look(now)
+
+    def look(self, now: float) -> list[Decision]:
+        """Close the open round if it can be, as things stand or because of the time."""
+        members = len(self.members | self._in)
+        open_s = now - self._opened_at
+        if not self._in or not self.rule.closes(came=len(self._in), members=members, open_s=open_s):
+            return []
+        made = Made(self.round, tuple(sorted(self._in)))
+        self.made.update(self._in)
+        for rank in self._in:
+            self.arrivals.served(rank, now)
+        self._in.clear()
+        self.round += 1
+        self._open(now)
+        self.rule = self.reconsider(self)
+        return [made]
+
+    def _open(self, now: float) -> None:
+        self._opened_at = now
+        self.arrivals.opened(self.round, now)

@@ -1,0 +1,73 @@
+"""When gradients arrive: the k-th of a round, and how long each worker's steps take. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from slipstream.types import Rank
+
+KEPT_STEPS = 4096  # of every worker, the last ones
+KEPT_ROUNDS = 1024  # for gradients that come long after their round was over
+FINEST_S = 1e-4
+PER_DOUBLING = 4
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Durations, counted in steps of a fourth of a doubling."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, seconds: float) -> None:
+        place = math.ceil(PER_DOUBLING * math.log2(max(seconds, FINEST_S) / FINEST_S))
+        self.counts[place] += 1
+
+    def quantile(self, share: float) -> float:
+        """The duration that this share of all does not exceed, as fine as the steps are."""
+        wanted = share * self.counts.total()
+        seen = 0
+        for place in sorted(self.counts):
+            seen += self.counts[place]
+            if seen >= wanted:
+                return self._upper_s(place)
+        return math.nan
+
+    @staticmethod
+    def _upper_s(place: int) -> float:
+        return float(FINEST_S * 2 ** (place / PER_DOUBLING))
+
+    def as_pairs(self) -> list[tuple[float, int]]:
+        """Upper ends in seconds, and counts."""
+        return [(round(self._upper_s(place), 6), n) for place, n in sorted(self.counts.items())]
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Noted where rounds are decided."""
+
+    opened_at: dict[int, float] = field(default_factory=dict)  # by round
+    served_at: dict[Rank, float] = field(default_factory=dict)
+    came: Counter[int] = field(default_factory=Counter)  # by round
+    kth: dict[int, Histogram] = field(default_factory=dict)  # by k, from 1
+    durations: dict[Rank, deque[float]] = field(default_factory=dict)
+
+    def opened(self, round_: int, now: float) -> None:
+        self.opened_at[round_] = now
+        for old in [r for r in self.opened_at if r <= round_ - KEPT_ROUNDS]:
+            del self.opened_at[old]
+            self.came.pop(old, None)
+
+    def served(self, rank: Rank, now: float) -> None:
+        """A worker has what it needs to begin a step."""
+        self.served_at[rank] = now
+
+    def arrived(self, rank: Rank, round_: int, now: float) -> None:
+        """Its gradient is there."""
+        if (begun := self.served_at.pop(rank, None)) is not None:
+            steps = self.durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
+            steps.append(now - begun)
+        if (opened := self.opened_at.get(round_)) is not None:
+            self.came[round_] += 1
+            self.kth.setdefault(self.came[round_], Histogram()).add(now - opened)

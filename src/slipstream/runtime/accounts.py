@@ -1,0 +1,85 @@
+"""What servers can tell of rounds and of gradients' age, and all servers' accounts as one."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from slipstream.consistency.agreement import Agreement
+from slipstream.runtime.holder import Holder
+
+
+class ServerFigures(msgspec.Struct, frozen=True):
+    """One server's account."""
+
+    staleness: dict[str, dict[int, int]]  # by tensor: how many gradients were how old
+    makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it was made of
+    made: dict[int, int] = {}  # by worker: rounds it made
+    dropped: dict[int, int] = {}
+    durations_s: dict[int, list[float]] = {}  # by worker: its last steps
+    arrivals: dict[int, list[tuple[float, int]]] = {}  # of the k-th gradient: histogram
+
+
+def figures_of(holder: Holder, agreement: Agreement | None) -> ServerFigures:
+    staleness = {name: dict(ages) for name, ages in holder.staleness().items()}
+    makers = [(round_, list(ranks)) for round_, ranks in holder.makers]
+    if agreement is None:
+        return ServerFigures(staleness, makers)
+    arrivals = agreement.arrivals
+    return ServerFigures(
+        staleness,
+        makers,
+        dict(agreement.made),
+        dict(agreement.dropped),
+        {rank: [round(s, 6) for s in steps] for rank, steps in arrivals.durations.items()},
+        {k: histogram.as_pairs() for k, histogram in sorted(arrivals.kth.items())},
+    )
+
+
+def together(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
+    """All servers' figures as one, in plain data; empty where there is nothing to tell."""
+    ages: dict[str, Counter[int]] = {}
+    for account in accounts:
+        for name, counts in account.staleness.items():
+            ages.setdefault(name, Counter()).update(counts)
+    told: dict[str, Any] = {"staleness": {name: summarized(c) for name, c in ages.items() if c}}
+    for account in accounts:
+        if account.arrivals:
+            told["rounds"] = {
+                "made": account.made,
+                "dropped": account.dropped,
+                "arrivals_s": account.arrivals,
+                "durations_s": account.durations_s,
+            }
+    return told
+
+
+def summarized(ages: Mapping[int, int]) -> dict[str, float]:
+    """As in the first table of the paper on backup workers."""
+    values = sorted(ages.items())
+    count = sum(number for _, number in values)
+    mean = sum(age * number for age, number in values) / count
+    spread = sum(number * (age - mean) ** 2 for age, number in values) / count
+    return {
+        "min": values[0][0],
+        "mean": mean,
+        "median": median(values, count),
+        "max": values[-1][0],
+        "std": spread**0.5,
+        "count": count,
+    }
+
+
+def median(values: Iterable[tuple[int, int]], count: int) -> float:
+    """Of counted values in ascending order."""
+    wanted = ((count - 1) // 2, count // 2)
+    found: list[int] = []
+    seen = 0
+    for value, number in values:
+        found += [value for place in wanted if seen <= place < seen + number]
+        seen += number
+    return statistics.fmean(found)

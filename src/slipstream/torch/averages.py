@@ -1,0 +1,42 @@
+"""Averaged weights: kept beside a model that is trained alone, and lent to a model to be tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class Averages:
+    """θ̄ ← α θ̄ + (1 − α) θ after every update."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.weights = {name: p.detach().clone() for name, p in self._trained.items()}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for name, parameter in self._trained.items():
+            self.weights[name].lerp_(parameter, 1.0 - self._decay)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, value in weights.items():
+            self.weights[name].copy_(value)
+
+
+@contextmanager
+def lent(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model with these weights, until the end of the block."""
+    own = {name: parameter.data for name, parameter in model.named_parameters() if name in weights}
+    try:
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                parameter.data = weights[name].to(parameter)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            if name in own:
+                parameter.data = own[name]
