@@ -24,7 +24,7 @@ from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Form
 from slipstream.planning.table import as_text
-from slipstream.runtime.accounts import together
+from slipstream.runtime.accounts import staleness_text, together
 from slipstream.runtime.departure import depart, settle
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.joining import Limits, Membership, join
@@ -146,15 +146,19 @@ class Job:
         consistency = self._replica.plan.consistency
         return consistency.agreed or isinstance(consistency, Asynchronous)
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, scheduler: Any = None) -> Iterator[int]:
         """The steps until ``total`` are completed, by number: ``for step in job.steps(1000):``.
 
         Where rounds do not need every worker, these are the ones that this worker takes part in,
-        and it ends for all of them when ``total`` are committed. Learning rates that follow
-        ``step`` are then right for whoever missed some.
+        and it ends for all of them when ``total`` are committed. A ``scheduler`` that the loop
+        steps once a step is stepped for the rounds in between as well.
         """
+        expected = self.step
         while (step := self._next_step()) < total:
+            for _ in range(step - expected if scheduler is not None else 0):
+                scheduler.step()
             yield step
+            expected = step + 1
             if not self._misses_rounds and self.step == step:
                 raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
 
@@ -254,11 +258,22 @@ class Job:
         else:
             self._replica = replicate(model, optimizer, chosen, self._membership)
             self._plan, optimizer = self._replica.plan, self._replica.optimizer
+            self._warn_of_momentum(chosen, optimizer)
         self._model, self._optimizer = model, optimizer
         self._label = said if isinstance(said, str) else chosen.name
         self._watch()
         self._begun = time.monotonic()
         return model, optimizer
+
+    def _warn_of_momentum(self, chosen: Strategy, optimizer: torch.optim.Optimizer) -> None:
+        momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
+        if self.rank == 0 and isinstance(chosen.consistency, Asynchronous) and momentum > 0.5:
+            warnings.warn(
+                f"{chosen.name} with momentum {momentum}: every one of {self.world_size} workers' "
+                "gradients is applied by itself, on top of each other's momentum. Divide the "
+                "learning rate by the number of workers and take momentum near 0",
+                stacklevel=3,
+            )
 
     def _count_step(self, *_: Any) -> None:
         self._steps_alone += 1
@@ -397,6 +412,10 @@ class Job:
         """This worker's figures so far; the summary at the end holds all workers'."""
         return combine([self._figures()]) | self._accounts()
 
+    def staleness_table(self) -> str:
+        """How many updates old gradients were when they were applied, layer by layer."""
+        return staleness_text(self._accounts().get("staleness", {}))
+
     def _accounts(self) -> dict[str, Any]:
         """What servers can tell of rounds and of gradients' age."""
         if self._replica is None or self._replica.service is None:
@@ -496,17 +515,34 @@ class Job:
             summary = combine([own])
         else:
             accounts = self._accounts() if self.rank == 0 else {}
+            self._warn_of_dropped(accounts)
             others = depart(self._membership, own.encode())
             if self.rank != 0:
                 return None
             summary = combine([own, *(WorkerFigures.decode(content) for content in others)])
             summary |= accounts
-            if "rounds" in accounts:
-                for watcher in self._watchers:
-                    watcher.tell("rounds", accounts["rounds"])
+            for watcher in self._watchers:
+                for event in ("rounds", "staleness"):
+                    if event in accounts:
+                        watcher.tell(event, accounts[event])
         if self._env.json is not None:
             write_json(self._env.json, summary)
         return summary
+
+    def _warn_of_dropped(self, accounts: Mapping[str, Any]) -> None:
+        rounds = accounts.get("rounds")
+        if rounds is None or self._sampled:
+            return
+        made, dropped = rounds["made"], rounds["dropped"]
+        for rank, number in sorted(dropped.items()):
+            if number > made.get(rank, 0):
+                warnings.warn(
+                    f"{number} of rank {rank}'s {number + made.get(rank, 0)} gradients came too "
+                    "late to count: if data are dealt by rank (DistributedSampler), most of its "
+                    "samples were never learnt from; job.sampler(dataset) deals them to whoever "
+                    "is in time",
+                    stacklevel=4,
+                )
 
     def _end_together(self) -> None:
         """Where workers end at different times, all take the last weights."""

@@ -224,7 +224,11 @@ def _run_once(
 
 
 def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Run:
-    """One trial: warmed up, then timed from a standing start to the last arrival."""
+    """One trial: warmed up, then timed from a standing start until all rounds are done.
+
+    The median worker says when that was: one that rounds do not need may still be busy with a
+    gradient that will not count.
+    """
     step_limit_s = 20.0 + 10.0 * (bounds.dense_s or 0.0)
     env = {
         "SLIPSTREAM_SECRET": secrets.token_hex(16),
@@ -247,7 +251,7 @@ def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Ru
         crew.end()
     timings = tuple(msgspec.convert(each, Timing) for each in timed)
     return Run(
-        step_s=max(timing.elapsed_s for timing in timings) / trial.steps,
+        step_s=statistics.median(timing.elapsed_s for timing in timings) / trial.steps,
         timings=timings,
         judgements=tuple(msgspec.convert(each, Judgement) for each in judged),
         links=tuple(b - a for a, b in zip(before, after, strict=True)),

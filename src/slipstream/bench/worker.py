@@ -48,20 +48,23 @@ class Loop:
         """Take steps; returns how long each took."""
         begun = time.perf_counter()
         times = []
-        for done in range(1, steps + 1):
+        kept = 0
+        for done in self._session.steps(steps):
             at = time.perf_counter()
             self._one()
             times.append(time.perf_counter() - at)
-            if keep_weights and self._rank == 0 and self._wants_weights(done, steps):
+            if keep_weights and self._rank == 0 and self._wants_weights(done, kept, steps):
+                kept = done
                 self._session.finish()
                 state = bare(self._session.model).state_dict()
                 weights = {name: value.clone() for name, value in state.items()}
                 self._weights.append((done, time.perf_counter() - begun, weights))
         return times
 
-    def _wants_weights(self, done: int, steps: int) -> bool:
+    def _wants_weights(self, done: int, kept: int, steps: int) -> bool:
+        """Every so many rounds, or as soon after as this worker takes part in one."""
         every = self._trial.evaluate_every
-        return bool(every) and (done % every == 0 or done == steps)
+        return bool(every) and (done // every > kept // every or done == steps)
 
     def _one(self) -> None:
         session = self._session

@@ -58,6 +58,25 @@ def together(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
     return told
 
 
+def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
+    """A table, a row a tensor, for people."""
+    head = ("tensor", "min", "mean", "median", "max", "std", "count")
+    rows = [
+        (
+            name,
+            *(f"{told[key]:.4g}" for key in head[1:-1]),
+            str(int(told["count"])),
+        )
+        for name, told in ages.items()
+    ]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in (head, *rows))
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def summarized(ages: Mapping[int, int]) -> dict[str, float]:
     """As in the first table of the paper on backup workers."""
     values = sorted(ages.items())

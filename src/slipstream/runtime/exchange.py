@@ -238,11 +238,13 @@ class LinkExchange:
 
     def open_round(self) -> int:
         """The round that this worker is to make next; waits for word of it."""
+        begun = time.monotonic()
         self._member.wait_until(
             lambda: self._told_round >= self._made_round,
             what=f"word of what comes after round {self._made_round - 1}",
             limit_s=self._limit_s,
         )
+        self.wait_s += time.monotonic() - begun
         return self._told_round
 
     def _let_go(self, index: int) -> None:

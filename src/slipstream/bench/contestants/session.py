@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,19 @@ def nothing() -> None:
     """For contestants that have nothing to wait for."""
 
 
+def one_by_one(steps: int) -> range:
+    """For contestants in which every worker makes every round."""
+    return range(1, steps + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """A model and an optimizer that train together with the other workers'.
 
-    ``finish`` returns when every weight is up to date; ``stats`` is what the contestant itself
-    counted. ``inner`` is the user's own optimizer, where ``optimizer`` is one around it that waits
-    for others.
+    ``steps(n)`` gives the numbers, from 1, of the rounds until n are done that this worker takes
+    part in. ``finish`` returns when every weight is up to date; ``stats`` is what the contestant
+    itself counted. ``inner`` is the user's own optimizer, where ``optimizer`` is one around it that
+    waits for others.
     """
 
     model: nn.Module
@@ -28,3 +34,4 @@ class Session:
     finish: Callable[[], None] = nothing
     stats: Callable[[], dict[str, Any]] = dict
     inner: torch.optim.Optimizer | None = None
+    steps: Callable[[int], Iterable[int]] = one_by_one
