@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
     from slipstream.job import Job, init
     from slipstream.strategy import Plan, Route, Strategy
-    from slipstream.systems import all_to_all, allreduce, one_bit, poseidon, push_pull
+    from slipstream.systems import (
+        adam_factors,
+        all_to_all,
+        allreduce,
+        async_sgd,
+        backup_workers,
+        bounded_staleness,
+        one_bit,
+        poseidon,
+        push_pull,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,6 +37,9 @@ __all__ = [
     "adam_factors",
     "all_to_all",
     "allreduce",
+    "async_sgd",
+    "backup_workers",
+    "bounded_staleness",
     "init",
     "one_bit",
     "poseidon",
@@ -45,6 +58,9 @@ _HOMES = {
     "adam_factors": "systems",
     "all_to_all": "systems",
     "allreduce": "systems",
+    "async_sgd": "systems",
+    "backup_workers": "systems",
+    "bounded_staleness": "systems",
     "init": "job",
     "one_bit": "systems",
     "poseidon": "systems",

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.consistency import Asynchronous
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.planning.choosing import Verdict
@@ -144,7 +143,7 @@ class Job:
         if self._replica is None:
             return False
         consistency = self._replica.plan.consistency
-        return consistency.agreed or isinstance(consistency, Asynchronous)
+        return consistency.agreed or consistency.alone
 
     def steps(self, total: int, *, scheduler: Any = None) -> Iterator[int]:
         """The steps until ``total`` are completed, by number: ``for step in job.steps(1000):``.
@@ -267,7 +266,7 @@ class Job:
 
     def _warn_of_momentum(self, chosen: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
-        if self.rank == 0 and isinstance(chosen.consistency, Asynchronous) and momentum > 0.5:
+        if self.rank == 0 and chosen.consistency.alone and momentum > 0.5:
             warnings.warn(
                 f"{chosen.name} with momentum {momentum}: every one of {self.world_size} workers' "
                 "gradients is applied by itself, on top of each other's momentum. Divide the "

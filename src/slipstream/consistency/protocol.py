@@ -60,6 +60,11 @@ class Consistency(Protocol):
         ...
 
     @property
+    def alone(self) -> bool:
+        """Whether every gradient is an update of its own."""
+        ...
+
+    @property
     def agreed(self) -> bool:
         """Whether holders must agree on who made a round before any of them closes it."""
         ...

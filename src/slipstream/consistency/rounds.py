@@ -44,6 +44,10 @@ class Rounds:
         return self.first is None and self.backup is None and not self.adapts
 
     @property
+    def alone(self) -> bool:
+        return False
+
+    @property
     def agreed(self) -> bool:
         return not self.lockstep
 

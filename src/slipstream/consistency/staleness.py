@@ -30,6 +30,10 @@ class BoundedStaleness:
         return False
 
     @property
+    def alone(self) -> bool:
+        return False
+
+    @property
     def agreed(self) -> bool:
         return False
 
@@ -98,6 +102,10 @@ class Asynchronous:
     @property
     def lockstep(self) -> bool:
         return False
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     @property
     def agreed(self) -> bool:

@@ -1,12 +1,14 @@
 """A short calibration at the start of a job: links, GEMM, and the summing that servers do.
 
-Links are measured under the load they will have: every worker sends to the next one at the same
-time, more and more until it takes long enough to tell. All workers take the same result, the
-slowest of everybody's.
+What belongs to a machine is measured once and kept; see ``speed_cache``. Links are measured at
+every start, under the load they will have: every worker sends to the next one at the same time,
+more and more until it takes long enough to tell. All workers take the same result, the slowest of
+everybody's.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -18,6 +20,7 @@ from slipstream.errors import FrameRefused
 from slipstream.planning.costs import Speeds
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.member import Member
+from slipstream.torch.speed_cache import OwnSpeeds, cache_file, cached, this_machine
 from slipstream.transports.wire import Echo, Message, Probe
 
 LONG_ENOUGH_S = 0.05
@@ -28,9 +31,14 @@ GEMM_SIDE, GEMM_ROWS = 1024, 64
 
 def measure_speeds(membership: Membership) -> Speeds:
     """The slowest link, GEMM and summing of all workers."""
-    own = [measure_link(membership), measure_gemm(), measure_summing()]
+    here = cached(cache_file(os.environ), this_machine(), measure_machine)
+    own = [measure_link(membership), here.gemm_flops, here.summing_bytes]
     said = membership.rendezvous.gather("speeds", own, list[float])
     return Speeds(*(min(column) for column in zip(*said, strict=True)))
+
+
+def measure_machine() -> OwnSpeeds:
+    return OwnSpeeds(measure_gemm(), measure_summing())
 
 
 def measure_gemm() -> float:

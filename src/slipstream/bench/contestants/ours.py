@@ -10,8 +10,6 @@ from torch import nn
 
 import slipstream
 from slipstream.bench.contestants.session import Session
-from slipstream.consistency import Asynchronous
-from slipstream.job import Job
 
 
 def train(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
@@ -20,10 +18,9 @@ def train(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         yield Session(model, optimizer, job.wait, job.stats, steps=partial(rounds, job))
 
 
-def rounds(job: Job, steps: int) -> Iterator[int]:
+def rounds(job: slipstream.Job, steps: int) -> Iterator[int]:
     """Where each gradient is an update of its own, n of them are as much as one round."""
-    asynchronous = isinstance(job.plan.consistency, Asynchronous)
-    updates = job.world_size if asynchronous else 1
+    updates = job.world_size if job.plan.consistency.alone else 1
     begun = job.step
     for step in job.steps(begun + steps * updates):
         yield (step - begun) // updates + 1
