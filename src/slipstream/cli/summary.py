@@ -24,5 +24,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("samples/s", f"{summary['samples_per_s']:,.0f}")
     for scheme, nbytes in sorted(traffic["by_scheme"].items()):
         table.add_row(f"bytes {scheme}", human_bytes(nbytes))
+    if "rounds" in summary:
+        made, dropped = (sum(summary["rounds"][key].values()) for key in ("made", "dropped"))
+        table.add_row("gradients dropped", f"{dropped} of {made + dropped}")
+    ages = [told["mean"] for told in summary.get("staleness", {}).values()]
+    if any(ages):
+        table.add_row("gradients' age, mean", f"{sum(ages) / len(ages):.1f} updates")
     table.add_row("time waited", f"{summary['wait_s']:.1f} of {summary['wall_s']:.1f} s")
     return table

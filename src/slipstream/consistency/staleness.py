@@ -63,12 +63,14 @@ class Folding:
     _waiting: list[tuple[int, Rank]] = field(default_factory=list)
 
     def arrive(self, rank: Rank, clock: int) -> bool:
-        at = self.clocks.get(rank)
-        if clock != at or clock > self.round + self.bound:
+        at = self.clocks.get(rank, clock)  # who was given up for lost may come back
+        if not at <= clock <= self.round + self.bound:
             raise FrameRefused(
                 f"clock {clock} of rank {rank}, who is at {at}; {self.round} is open"
             )
-        self.clocks[rank] += 1
+        self.clocks[rank] = clock + 1
+        if clock < self.round:
+            return False
         self._waiting.append((clock, rank))
         return True
 

@@ -24,13 +24,13 @@ def depart(membership: Membership, summary: bytes) -> list[bytes]:
         )
         return []
     member.finished = True
-    ranks = [f"rank {rank}" for rank in range(1, membership.env.world_size)]
-    others = [name for name in ranks if name not in member.lost]
+    others = [f"rank {rank}" for rank in range(1, membership.env.world_size)]
     ahead = partial(member.roster.ahead, member.round)
     wait_for_others(
         membership,
         lambda: (
-            all(name in member.summaries for name in others) or (member.lockstep and bool(ahead()))
+            all(name in member.summaries or name in member.lost for name in others)
+            or (member.lockstep and bool(ahead()))
         ),
         what="all ranks to finish",
         missing=lambda: [name for name in others if name not in member.summaries],
@@ -42,7 +42,7 @@ def depart(membership: Membership, summary: bytes) -> list[bytes]:
         )
     for name in [*others, *member.roster.heard]:
         member.send(name, Leave())
-    return [member.summaries[name] for name in others]
+    return [member.summaries[name] for name in others if name in member.summaries]
 
 
 def settle(membership: Membership) -> bool:
