@@ -67,7 +67,7 @@ class Arrivals:
         """Its gradient is there."""
         if (begun := self.served_at.pop(rank, None)) is not None:
             steps = self.durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
-            steps.append(now - begun)
+            steps.append(max(now - begun, FINEST_S))
         if (opened := self.opened_at.get(round_)) is not None:
             self.came[round_] += 1
             self.kth.setdefault(self.came[round_], Histogram()).add(now - opened)

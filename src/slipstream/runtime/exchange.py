@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.consistency import Progress
 from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
@@ -116,6 +116,10 @@ class LinkExchange:
         self._holder = Holder(rank, plan, PublishMean())
         member.on(Publish, self._on_publish)
         member.on(Push, self._on_push)
+
+    def memories(self, chunk: Chunk) -> Sequence[Any]:
+        """What the codec remembers of a chunk's segments on this link; None for nothing."""
+        return self._memories.get(chunk.index, [None] * len(chunk.segments))
 
     def _fresh_counts(self) -> dict[int, int]:
         return {i: len({s.tensor for s in c.segments}) for i, c in self._chunks.items()}

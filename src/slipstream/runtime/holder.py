@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.consistency import Book, Closed
 from slipstream.consistency.rounds import AgreedRounds
@@ -170,6 +170,12 @@ class Holder:
             chunk = self.plan.chunks[index]
             results.append(self._result(chunk, round_ - 1, self.updater.current(chunk), (rank,)))
         return results
+
+    def memories(self, index: int) -> Sequence[Any]:
+        """What the codec remembers of a chunk's segments, for all who get its results."""
+        if index not in self._memories:
+            raise FrameRefused(f"chunk {index} is not held here")
+        return self._memories[index]
 
     def round(self, chunk: Chunk) -> int:
         """How many rounds of a chunk have closed."""

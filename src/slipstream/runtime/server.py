@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from slipstream.consistency import Rounds
 from slipstream.consistency.agreement import Agreement, Decision, Late
@@ -50,6 +51,7 @@ from slipstream.transports.wire import (
     Serve,
     Snapshot,
     State,
+    checksum,
 )
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
 from slipstream.types import Node
@@ -94,6 +96,9 @@ class Server:
             plan = configuration.plan()
             node = plan.cluster.server_nodes[self.index]
             self._holder = Holder(node, plan, self._updater(configuration, plan, node))
+            if configuration.optimizer is None:
+                self.member.on(Fetch, self._on_fetch_memories)
+                self.member.on(State, from_hub(self._on_memories))
             self._factors = FactorHolder(node, plan)
             if plan.consistency.agreed and self._decides:
                 self._agreement = agreement_for(plan)
@@ -163,6 +168,31 @@ class Server:
         self._publish(self._holder.plan, self._holder.push, rank_of(message.sender), body, frames)
         for round_, rank in self._holder.whole():
             self.member.send(DECIDING, Arrived(rank, round_))
+
+    # ---- what codecs remember, for checkpoints
+
+    def _on_fetch_memories(self, message: Message) -> None:
+        assert isinstance(message.body, Fetch)
+        assert self._holder is not None
+        if rank_of(message.sender) < 0:
+            raise FrameRefused(f"{message.sender} asks for state")
+        memories = [m for m in self._holder.memories(message.body.chunk) if m is not None]
+        entries = [(segment, "residual", "float32") for segment in range(len(memories))]
+        frames = [memory.tobytes() for memory in memories]
+        body = State(message.body.chunk, entries, checksum(frames))
+        self.member.send(message.sender, body, frames)
+
+    def _on_memories(self, message: Message) -> None:
+        assert isinstance(message.body, State)
+        assert self._holder is not None
+        memories = [m for m in self._holder.memories(message.body.chunk) if m is not None]
+        sizes = [memory.nbytes for memory in memories]
+        if [memoryview(frame).nbytes for frame in message.frames] != sizes:
+            raise FrameRefused(f"residuals of chunk {message.body.chunk} have other sizes")
+        if checksum(message.frames) != message.body.crc:
+            raise FrameRefused(f"checksum of chunk {message.body.chunk}'s residuals does not match")
+        for memory, frame in zip(memories, message.frames, strict=True):
+            memory.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
 
     # ---- rounds that servers agree on
 

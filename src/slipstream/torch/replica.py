@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.inventory import Inventory, check_optimizer, portrait, whole_state
+from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import check_elementwise, settings_of
@@ -48,6 +50,7 @@ class Replica:
     collectives: Collectives | None
     compact: CompactExchange | None = None
     service: ShardService | None = None
+    residuals: Residuals | None = None
 
     @property
     def link_exchanges(self) -> tuple[LinkExchange, ...]:
@@ -235,6 +238,7 @@ def _wire(
         collectives,
         compact,
         make_service(plan, membership),
+        make_residuals(plan, exchanges, membership),
     )
 
 
@@ -243,6 +247,16 @@ def make_service(plan: Plan, membership: Membership) -> ShardService | None:
     if plan.update != "server":
         return None
     return ShardService(plan.cluster.servers, membership.member, membership.limits.wait_s)
+
+
+def make_residuals(
+    plan: Plan, exchanges: Sequence[Exchange], membership: Membership
+) -> Residuals | None:
+    """What brings codecs' memories into checkpoints, where gradients travel over links."""
+    links = [exchange for exchange in exchanges if isinstance(exchange, LinkExchange)]
+    if plan.update == "server" or not links:
+        return None
+    return Residuals(plan, links[0], membership.member, membership.limits.wait_s)
 
 
 def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:

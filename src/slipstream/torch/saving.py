@@ -46,10 +46,17 @@ def save_job(
     if membership is not None:
         generators = membership.rendezvous.gather(f"{occasion}/random", generators[0], dict)
     problem = ""
+    owed = replica.residuals.gather() if replica is not None and replica.residuals else {}
     if membership is None or membership.env.rank == 0:
         try:
             state = optimizer_state(model, optimizer, replica)
-            write(path, model_tensors(model), state, averages, {**facts, "random": generators})
+            write(
+                path,
+                {**model_tensors(model), **owed},
+                state,
+                averages,
+                {**facts, "random": generators},
+            )
         except CheckpointError as error:
             if membership is None:
                 raise
@@ -173,6 +180,8 @@ def load_job(
             share_outcome(membership, occasion, problem)
             copy_state(replica.chain, model)
             checkpoint = spread(checkpoint, occasion, replica, membership)
+            if replica.residuals is not None:
+                replica.residuals.restore(checkpoint.tensors)
     restore_optimizer(model, optimizer, checkpoint, replica, membership)
     if averages is not None:
         averages.load(averages_of(checkpoint))

@@ -1,0 +1,136 @@
+"""What codecs still owe, in checkpoints: every worker's towards the servers, and every server's.
+
+A worker's residual counts with its share of the mean, 1/n. Loaded into another number of workers it
+is dealt out anew so that the sum over workers, with their share, stays what it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from slipstream.errors import FrameRefused
+from slipstream.runtime.exchange import LinkExchange, rank_of
+from slipstream.runtime.member import HUB, Member
+from slipstream.strategy import Plan
+from slipstream.transports.wire import Fetch, Message, State, checksum
+from slipstream.types import Chunk
+
+RESIDUAL = "residual"  # as an entry of a state
+HEAD = "residual/"
+
+
+class Residuals:
+    """One worker's part in gathering and restoring them; rank 0's is to keep them all."""
+
+    def __init__(self, plan: Plan, exchange: LinkExchange, member: Member, limit_s: float) -> None:
+        self._plan, self._exchange, self._member, self._limit_s = plan, exchange, member, limit_s
+        self._answers: dict[tuple[str, int], Message] = {}
+        self._owed = [c for c in plan.chunks if any(m is not None for m in exchange.memories(c))]
+        self._published = [
+            c for c in plan.chunks if plan.route(c).publish.init(1, c.dtype) is not None
+        ]
+        member.on(State, self._on_state)
+
+    @property
+    def kept(self) -> bool:
+        """Whether any codec of this plan remembers anything."""
+        return bool(self._owed or self._published)
+
+    # ---- saving
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """Every rank calls it; rank 0 gets all of them, by a name that says whose and of what."""
+        if not self._member.is_hub:
+            for chunk in self._owed:
+                memories = self._exchange.memories(chunk)
+                entries = [(s, RESIDUAL, "float32") for s in range(len(memories))]
+                frames = [memory.tobytes() for memory in memories]
+                self._member.send(HUB, State(chunk.index, entries, checksum(frames)), frames)
+            return {}
+        for chunk in self._published:
+            self._member.send(self._server(chunk), Fetch(chunk.index))
+        wanted = {(self._server(c), c.index) for c in self._published}
+        for rank in range(1, self._plan.cluster.workers):
+            wanted |= {(self._plan.cluster.name(rank), chunk.index) for chunk in self._owed}
+        self._member.wait_until(
+            lambda: wanted <= self._answers.keys(),
+            what="everybody's residuals",
+            limit_s=self._limit_s,
+            missing=lambda: sorted({name for name, _ in wanted - self._answers.keys()}),
+        )
+        found: dict[str, torch.Tensor] = {}
+        for chunk in self._owed:
+            self._collect(found, f"{HEAD}0/", chunk, self._exchange.memories(chunk))
+        for (name, index), message in self._answers.items():
+            whose = f"{HEAD}{rank_of(name)}/" if rank_of(name) >= 0 else f"{HEAD}servers/"
+            parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
+            self._collect(found, whose, self._plan.chunks[index], parts)
+        self._answers.clear()
+        return found
+
+    def _collect(
+        self, found: dict[str, torch.Tensor], whose: str, chunk: Chunk, parts: object
+    ) -> None:
+        for segment, part in zip(chunk.segments, parts, strict=True):  # type: ignore[call-overload]
+            spec = self._plan.specs[segment.tensor]
+            whole = found.setdefault(whose + spec.name, torch.zeros(spec.numel))
+            whole[segment.start : segment.stop] = torch.as_tensor(part)
+
+    # ---- loading
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Every rank has all of them, and takes its share; rank 0 tells the servers theirs."""
+        named = {n.removeprefix(HEAD): t for n, t in tensors.items() if n.startswith(HEAD)}
+        if named and not self.kept and self._member.is_hub:
+            warnings.warn(
+                "the checkpoint holds residuals of a strategy that sends less than all of a "
+                "gradient; this one keeps none, so they are left out",
+                stacklevel=2,
+            )
+        before = len({n.partition("/")[0] for n in named} - {"servers"})
+        now, rank = self._plan.cluster.workers, rank_of(self._member.name)
+        mine = [old for old in range(before) if old % now == rank]
+        for chunk in self._owed:
+            for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
+                name = self._plan.specs[segment.tensor].name
+                memory[:] = 0
+                for old in mine:
+                    if (owed := named.get(f"{old}/{name}")) is not None:
+                        part = owed.reshape(-1)[segment.start : segment.stop]
+                        memory += (part * (now / before)).numpy()
+        if self._member.is_hub:
+            for chunk in self._published:
+                self._tell_server(chunk, named)
+
+    def _tell_server(self, chunk: Chunk, named: Mapping[str, torch.Tensor]) -> None:
+        entries, frames = [], []
+        for s, segment in enumerate(chunk.segments):
+            spec = self._plan.specs[segment.tensor]
+            owed = named.get(f"servers/{spec.name}", torch.zeros(spec.numel)).reshape(-1)
+            entries.append((s, RESIDUAL, "float32"))
+            frames.append(owed[segment.start : segment.stop].numpy().tobytes())
+        self._member.send(
+            self._server(chunk), State(chunk.index, entries, checksum(frames)), frames
+        )
+
+    def _server(self, chunk: Chunk) -> str:
+        return self._plan.cluster.name(self._plan.holders[chunk.index][0])
+
+    def _on_state(self, message: Message) -> None:
+        body = message.body
+        assert isinstance(body, State)
+        if body.chunk >= len(self._plan.chunks):
+            raise FrameRefused(f"there is no chunk {body.chunk}")
+        chunk = self._plan.chunks[body.chunk]
+        sizes = [4 * segment.numel for segment in chunk.segments]
+        known = rank_of(message.sender) >= 0 or message.sender == self._server(chunk)
+        if not known or [memoryview(frame).nbytes for frame in message.frames] != sizes:
+            raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
+        if checksum(message.frames) != body.crc:
+            raise FrameRefused(f"checksum of chunk {body.chunk}'s residuals does not match")
+        with self._member.changed:
+            self._answers[message.sender, body.chunk] = message
+            self._member.changed.notify_all()
