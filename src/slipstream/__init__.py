@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
     from slipstream.job import Job, init
+    from slipstream.planning.backups import plan_backups
     from slipstream.strategy import Plan, Route, Strategy
     from slipstream.systems import (
         adam_factors,
@@ -42,6 +43,7 @@ __all__ = [
     "bounded_staleness",
     "init",
     "one_bit",
+    "plan_backups",
     "poseidon",
     "push_pull",
 ]
@@ -63,6 +65,7 @@ _HOMES = {
     "bounded_staleness": "systems",
     "init": "job",
     "one_bit": "systems",
+    "plan_backups": "planning.backups",
     "poseidon": "systems",
     "push_pull": "systems",
 }

@@ -1,0 +1,247 @@
+"""How many of n workers make a round, and how many are backups. Pure.
+
+Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", section 3.1: of
+n = N + b workers the first N make a round. A smaller N waits for fewer stragglers, but has noisier
+gradients and needs more rounds; what counts is their product (Fig. 6):
+
+    time to converge(N) = mean round time(N) × iterations(N)
+
+The paper reads the round time off order statistics: the N-th of n arrivals, all begun together
+(Fig. 4). But who comes late is still busy when the next round opens, and the true time is longer.
+Here recorded step durations are replayed by the rule that the servers follow, work carried over
+included.
+
+    iterations(N) = a + b/N, fitted to points that are given; else ∝ 1 + Nc/N with Nc = 4n, which is
+                    what the paper's Fig. 5 has at n = 100 (137,500 at N = 50; 76,200 at N = 100)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import ConfigError
+
+Durations = Mapping[int, Sequence[float]]  # by worker: from its weights to its whole gradient's end
+Iterations = Callable[[int], float]  # to converge, when so many workers make a round
+Floats = NDArray[np.float64]
+
+LEAST_STEPS = 8  # with fewer of a worker's, one odd step decides
+BLOCK = 50  # steps that stay together when a recording is resampled
+STRETCH = 500  # rounds replayed in one go
+FIG_5_RATIO = 4.0  # Nc / n
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """``first`` workers make a round, ``backup`` more take part: what that costs."""
+
+    first: int
+    backup: int
+    round_s: float
+    iterations: float
+    relative_time: float  # to converge; waiting for all takes 1
+    dropped_share: float  # of all gradients
+
+
+def compare_splits(
+    durations: Durations,
+    iterations: Iterations | Sequence[tuple[int, float]] | None = None,
+    *,
+    rounds: int = 4000,
+    seed: int = 0,
+) -> list[Split]:
+    """Every split of the recorded workers, from one that makes a round to all of them.
+
+    ``durations`` has the seconds that each worker's steps took, in order; ``iterations`` how many
+    rounds it takes to converge, as a function of N or as points (N, iterations) to fit one to.
+    """
+    _check(durations, rounds)
+    workers = len(durations)
+    needed = _iterations(iterations, workers)
+    recorded = [np.asarray(steps, np.float64) for _, steps in sorted(durations.items())]
+    round_s, dropped = _mean_round(recorded, rounds, np.random.default_rng(seed))
+    everyone_s = float(round_s[-1]) * needed(workers)
+    return [
+        Split(
+            first,
+            workers - first,
+            float(round_s[first - 1]),
+            needed(first),
+            float(round_s[first - 1]) * needed(first) / everyone_s,
+            float(dropped[first - 1] / (dropped[first - 1] + first)),
+        )
+        for first in range(1, workers + 1)
+    ]
+
+
+plan_backups = compare_splits  # by this name among the public ones, where "splits" says too little
+
+
+def best_split(splits: Sequence[Split]) -> Split:
+    """The fastest to converge; of equals, the one that drops least."""
+    return min(splits, key=lambda split: (split.relative_time, -split.first))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapting:
+    """Chooses ``first`` anew while a run goes on, for whoever closes its rounds.
+
+    Every so many rounds all splits are compared on each worker's most recent steps; what is in use
+    stays unless another promises to be faster by ``gain``.
+    """
+
+    every: int = 50
+    gain: float = 0.03
+    least_steps: int = LEAST_STEPS
+    recent: int = 256
+    rounds: int = 200  # replayed for a comparison
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("every", "least_steps", "recent", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: give 1 or more")
+        if not 0 <= self.gain < math.inf:
+            raise ConfigError(f"gain={self.gain}: give a share of 0 or more, such as 0.03")
+
+    def first_after(self, rounds_made: int, durations: Durations, first: int) -> int:
+        """How many are to make a round from now on; ``first`` made the last one."""
+        if rounds_made % self.every or len(durations) < 2:
+            return first
+        if min(map(len, durations.values())) < self.least_steps:
+            return first
+        latest = {worker: list(steps)[-self.recent :] for worker, steps in durations.items()}
+        splits = compare_splits(latest, rounds=self.rounds, seed=self.seed)
+        best, current = best_split(splits), splits[min(first, len(splits)) - 1]
+        if current.relative_time < (1 + self.gain) * best.relative_time:
+            return current.first
+        return best.first
+
+
+# ---- iterations to converge
+
+
+def assumed_iterations(workers: int) -> Iterations:
+    """1 + Nc/N: in proportion to the iterations that N of these workers need."""
+    return lambda first: 1 + FIG_5_RATIO * workers / first
+
+
+def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
+    """a + b/N through the points by least squares, a and b not below 0.
+
+    More workers never need more iterations, nor do twice as many need less than half.
+    """
+    for first, needed in points:
+        if first < 1 or not 0 < needed < math.inf:
+            raise ConfigError(
+                f"iterations {first}:{needed:g}: N is 1 or more, and iterations are more than 0"
+            )
+    if len({first for first, _ in points}) < 2:
+        raise ConfigError(
+            f"iterations at {len(points)} point{'s' * (len(points) != 1)} fix no curve: give them "
+            "for two different N at least, such as 4:1200,8:700"
+        )
+    inverse = np.array([1 / first for first, _ in points])
+    needed_at = np.array([needed for _, needed in points], np.float64)
+    design = np.stack([np.ones_like(inverse), inverse], axis=1)
+    a, b = (float(value) for value in np.linalg.lstsq(design, needed_at, rcond=None)[0])
+    if b < 0:
+        a, b = float(needed_at.mean()), 0.0
+    elif a < 0:
+        a, b = 0.0, float(inverse @ needed_at / (inverse @ inverse))
+    return lambda first: a + b / first
+
+
+def _iterations(given: Iterations | Sequence[tuple[int, float]] | None, workers: int) -> Iterations:
+    if given is None:
+        return assumed_iterations(workers)
+    return given if callable(given) else fit_iterations(given)
+
+
+# ---- round times
+
+
+def resample(recorded: Sequence[Floats], steps: int, random: np.random.Generator) -> Floats:
+    """As many steps of each worker, in blocks from anywhere in its recording; a row a worker.
+
+    Blocks keep slow periods together. All workers' begin at the same share of their recordings,
+    hence at about the same moment of the run: what slows all at once, such as a shared link, must
+    not look like stragglers that backups could stand in for.
+    """
+    begins = random.random(-(-steps // BLOCK))
+    rows = []
+    for own in recorded:
+        first = (begins * len(own)).astype(np.int64)
+        index = (first[:, None] + np.arange(BLOCK)) % len(own)
+        rows.append(own[index.ravel()[:steps]])
+    return np.stack(rows)
+
+
+def replay(steps: Floats) -> tuple[Floats, Floats]:
+    """Mean round time, and gradients dropped a round, when the first N make one: N = 1 … n.
+
+    ``steps`` has a row of durations for each worker, one more than there are rounds to replay. In
+    a round a worker is busy with a step begun for it, or with one of an older round: that gradient
+    comes late and is dropped, and the worker at once begins a step for the round now open. Either
+    way it has one moment at which it could count, and the N-th of these closes the round. The N
+    that made it begin the next; the others stay busy.
+    """
+    workers, rounds = steps.shape[0], steps.shape[1] - 1
+    worker = np.arange(workers)
+    split = worker[:, None]  # all splits side by side: row i is N = i + 1
+    counts = worker <= split
+    ends = np.tile(steps[:, 0], (workers, 1))  # of the step that a worker is busy with
+    begun = np.ones((workers, workers), np.int64)
+    late = np.zeros((workers, workers), np.bool_)
+    made = np.empty((workers, workers), np.bool_)
+    dropped = np.zeros(workers, np.int64)
+    closes = np.zeros((workers, 1))
+    for _ in range(rounds):
+        arrives = np.where(late, ends + steps[worker, begun], ends)
+        order = np.argsort(arrives, axis=1, kind="stable")
+        np.put_along_axis(made, order, counts, axis=1)
+        closes = np.take_along_axis(arrives, np.take_along_axis(order, split, axis=1), axis=1)
+        anew = late & (made | (ends < closes))
+        dropped += anew.sum(axis=1)
+        begun += anew
+        ends = np.where(anew, arrives, ends)
+        ends = np.where(made, closes + steps[worker, begun], ends)
+        begun += made
+        late = ~made
+    return closes[:, 0] / rounds, dropped / rounds
+
+
+def _mean_round(
+    recorded: Sequence[Floats], rounds: int, random: np.random.Generator
+) -> tuple[Floats, Floats]:
+    """As `replay` gives it. In one long replay, workers that take fewer steps would lag behind in
+    their recordings, and no longer be slow at the same moments."""
+    stretches = -(-rounds // STRETCH)
+    steps = -(-rounds // stretches) + 1
+    replayed = [replay(resample(recorded, steps, random)) for _ in range(stretches)]
+    round_s, dropped = np.mean(replayed, axis=0)
+    return round_s, dropped
+
+
+def _check(durations: Durations, rounds: int) -> None:
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds}: replay 1 or more")
+    if len(durations) < 2:
+        raise ConfigError(
+            f"step durations of {len(durations)} worker{'s' * (len(durations) != 1)}: there is "
+            "nothing to split below two"
+        )
+    for worker, steps in durations.items():
+        if not len(steps):
+            raise ConfigError(f"worker {worker} has no recorded step: record a longer run")
+        for step, seconds in enumerate(steps):
+            if not 0 < seconds < math.inf:
+                raise ConfigError(
+                    f"worker {worker}, step {step}: a duration of {seconds} s cannot be; durations "
+                    "are seconds above 0"
+                )
