@@ -49,6 +49,7 @@ class Agreement:
     left: set[Rank] = field(default_factory=set)  # for good
     made: Counter[Rank] = field(default_factory=Counter)  # rounds, by worker
     dropped: Counter[Rank] = field(default_factory=Counter)
+    first: list[tuple[int, int | None]] = field(default_factory=list)  # since which round how many
     arrivals: Arrivals = field(default_factory=Arrivals)
     # Asked after every round for the rule of the next.
     reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
@@ -59,6 +60,7 @@ class Agreement:
     def begin(self, now: float) -> None:
         """Everybody has the first weights."""
         self.members = set(range(self.workers))
+        self.first = [(0, self.rule.first)]
         self._open(now)
         for rank in self.members:
             self.arrivals.served(rank, now)
@@ -106,6 +108,8 @@ class Agreement:
         self.round += 1
         self._open(now)
         self.rule = self.reconsider(self)
+        if self.rule.first != self.first[-1][1]:
+            self.first.append((self.round, self.rule.first))
         return [made]
 
     def _open(self, now: float) -> None:

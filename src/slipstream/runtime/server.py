@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from slipstream.consistency import Rounds
 from slipstream.consistency.agreement import Agreement, Decision, Late
 from slipstream.consistency.leases import Leases
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
+from slipstream.planning.backups import Adapting
 from slipstream.runtime.accounts import figures_of
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
@@ -58,6 +60,7 @@ from slipstream.types import Node
 
 DECIDING = "server 0"
 IDLE_S = 0.25
+ADAPTING = Adapting()
 
 
 class Server:
@@ -320,7 +323,18 @@ def agreement_for(plan: Plan) -> Agreement:
     rule, cluster = plan.consistency, plan.cluster
     assert isinstance(rule, Rounds)
     holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
-    return Agreement(rule, cluster.workers, holding)
+    agreement = Agreement(rule, cluster.workers, holding)
+    if rule.adapts:
+        agreement.reconsider = adapted
+    return agreement
+
+
+def adapted(agreement: Agreement) -> Rounds:
+    """The rule with as many workers to a round as their steps so far make best."""
+    rule, steps = agreement.rule, agreement.arrivals.durations
+    here = {rank: steps[rank] for rank in agreement.members if rank in steps}
+    first = ADAPTING.first_after(agreement.round, here, rule.first or agreement.workers)
+    return replace(rule, first=max(first, rule.min_first))
 
 
 def server_of(name: str) -> int:
