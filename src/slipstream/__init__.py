@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
     from slipstream.job import Job, init
     from slipstream.planning.backups import plan_backups
+    from slipstream.planning.learning_rates import (
+        asynchronous_rate,
+        decayed_rate,
+        synchronous_rate,
+    )
+    from slipstream.planning.staleness import ramped_staleness
     from slipstream.strategy import Plan, Route, Strategy
     from slipstream.systems import (
         adam_factors,
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
         poseidon,
         push_pull,
     )
+    from slipstream.torch.simulated_staleness import simulated_staleness
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,13 +46,18 @@ __all__ = [
     "all_to_all",
     "allreduce",
     "async_sgd",
+    "asynchronous_rate",
     "backup_workers",
     "bounded_staleness",
+    "decayed_rate",
     "init",
     "one_bit",
     "plan_backups",
     "poseidon",
     "push_pull",
+    "ramped_staleness",
+    "simulated_staleness",
+    "synchronous_rate",
 ]
 
 # Names are imported when first used: servers and the command line start without torch.
@@ -63,11 +75,16 @@ _HOMES = {
     "async_sgd": "systems",
     "backup_workers": "systems",
     "bounded_staleness": "systems",
+    "asynchronous_rate": "planning.learning_rates",
+    "decayed_rate": "planning.learning_rates",
     "init": "job",
     "one_bit": "systems",
     "plan_backups": "planning.backups",
     "poseidon": "systems",
     "push_pull": "systems",
+    "ramped_staleness": "planning.staleness",
+    "simulated_staleness": "torch.simulated_staleness",
+    "synchronous_rate": "planning.learning_rates",
 }
 
 

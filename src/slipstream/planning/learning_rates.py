@@ -1,0 +1,76 @@
+"""Learning rates for many workers, by the rules of the paper on synchronous SGD (A.3). Pure.
+
+"Revisiting Distributed Synchronous SGD", Chen et al., 2016. Its symbols: N gradients a step, γ₀ the
+initial rate, β its decay, t the step, T = |X|/B the batches of one worker's size in the data set.
+"""
+
+from __future__ import annotations
+
+import math
+
+from slipstream.errors import ConfigError
+
+
+def synchronous_rate(base: float, workers: int) -> float:
+    """γ₀ = base · N: what suits one worker's batch, for the mean of ``workers`` gradients.
+
+    With backup workers, count the gradients that a round takes, not the workers that run.
+    """
+    _check_rate("base", base)
+    _check_workers(workers)
+    return base * workers
+
+
+def asynchronous_rate(base: float, workers: int) -> float:
+    """base / n: what suits one worker alone, for ``workers`` that never wait for each other.
+
+    A gradient is then about n − 1 updates old, and what training bears is the product of rate and
+    age. (The paper's own rate for asynchronous training, 0.045, was found with all workers running
+    and is used as it is.) Keep momentum near 0 as well: it makes every gradient count again later.
+    """
+    _check_rate("base", base)
+    _check_workers(workers)
+    return base / workers
+
+
+def decayed_rate(
+    initial: float, *, step: int, batches_per_epoch: float, workers: int = 1, decay: float = 0.94
+) -> float:
+    """γ₀ β^(tN/(2T)): after every two passes over the data, ``decay`` times as high.
+
+    ``step`` counts updates from 0. ``batches_per_epoch`` is T: examples in the data set over
+    examples in one worker's batch. ``workers`` is how many gradients an update is the mean of, so
+    that rates agree after as many examples: N when synchronous, 1 when asynchronous.
+
+    As a schedule, over the rate that the optimizer was made with::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=synchronous_rate(0.045, N))
+        LambdaLR(
+            optimizer,
+            lambda step: decayed_rate(1.0, step=step, batches_per_epoch=T, workers=N),
+        )
+    """
+    _check_rate("initial", initial)
+    _check_workers(workers)
+    if step < 0:
+        raise ConfigError(f"step={step!r}: count updates from 0")
+    if not 0 < batches_per_epoch < math.inf:
+        raise ConfigError(
+            f"batches_per_epoch={batches_per_epoch!r}: give the examples in the data set over "
+            "those in one worker's batch"
+        )
+    if not 0 < decay <= 1:
+        raise ConfigError(
+            f"decay={decay!r}: give a factor above 0 and at most 1 (the paper's: 0.94)"
+        )
+    return float(initial * decay ** (step * workers / (2 * batches_per_epoch)))
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"{name}={rate!r}: a learning rate is a number above 0")
+
+
+def _check_workers(workers: int) -> None:
+    if workers < 1:
+        raise ConfigError(f"workers={workers!r}: give 1 or more")

@@ -1,0 +1,23 @@
+"""How old a gradient may be when it is applied, while training warms up. Pure."""
+
+from __future__ import annotations
+
+from slipstream.errors import ConfigError
+
+
+def ramped_staleness(step: int, *, staleness: int, ramp_up: int) -> int:
+    """0 at step 0, ``staleness`` from step ``ramp_up`` on; between them a line, rounded down.
+
+    The paper on synchronous SGD raises staleness over the first three epochs (section 2.1), as if
+    workers joined one by one; beyond about 15 steps, training that starts stale tends to blow up.
+    Without ``ramp_up`` it is ``staleness`` from the start.
+    """
+    if step < 0:
+        raise ConfigError(f"step={step!r}: count steps from 0")
+    if staleness < 0:
+        raise ConfigError(f"staleness={staleness!r}: give 0 (gradients are fresh) or more steps")
+    if ramp_up < 0:
+        raise ConfigError(f"ramp_up={ramp_up!r}: give 0 (stale from the start) or more steps")
+    if step >= ramp_up:
+        return staleness
+    return staleness * step // ramp_up

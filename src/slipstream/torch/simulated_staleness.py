@@ -1,0 +1,97 @@
+"""Old gradients on purpose, in one process: what asynchronous training would do to a model.
+
+"Revisiting Distributed Synchronous SGD", section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.planning.staleness import ramped_staleness
+
+
+def simulated_staleness(
+    optimizer: torch.optim.Optimizer, *, steps: int, ramp_up: int = 0
+) -> SimulatedStaleness:
+    """From now on ``optimizer.step()`` applies the gradients of ``steps`` steps ago.
+
+    The loop stays as it is::
+
+        with slipstream.simulated_staleness(optimizer, steps=20, ramp_up=3 * len(loader)):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss_of(model(x), y).backward()
+                optimizer.step()
+
+    Every gradient is applied once, in order, by the optimizer as it is when it is applied (its
+    learning rate, its momentum); the last ``steps`` never are. Until there is one old enough,
+    ``step()`` applies nothing: weights and optimizer state stay as they are. With ``ramp_up`` (in
+    steps) staleness grows from 0 to ``steps`` in a straight line instead, and ``step()`` applies
+    nothing whenever it grows by one. With ``steps=0`` training is as without, bit for bit.
+
+    ``.grad`` is the fresh gradient again after ``step()``. What is done to ``.grad`` before
+    (clipping, say) is done to what is applied later. The copies that wait take ``steps`` times the
+    memory of the gradients.
+    """
+    return SimulatedStaleness(optimizer, steps, ramp_up)
+
+
+class SimulatedStaleness:
+    """Stands between a loop's gradients and its optimizer until it is closed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, steps: int, ramp_up: int) -> None:
+        ramped_staleness(0, staleness=steps, ramp_up=ramp_up)  # refuses what makes no sense
+        self._steps, self._ramp_up = steps, ramp_up
+        self._taken = 0
+        self._queue: deque[dict[Tensor, Tensor]] = deque()
+        self._fresh: dict[Tensor, Tensor | None] = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._exchange),
+            optimizer.register_step_post_hook(self._restore),
+        ]
+
+    @property
+    def pending(self) -> int:
+        """Gradients that wait; after a step, also how many steps old the next one will be."""
+        return len(self._queue)
+
+    def close(self) -> None:
+        """Steps apply fresh gradients again; what is pending is never applied."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> SimulatedStaleness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _exchange(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) computes gradients while it steps, so "
+                "old ones cannot be put in their place; call backward() first, then step()"
+            )
+        allowed = ramped_staleness(self._taken, staleness=self._steps, ramp_up=self._ramp_up)
+        self._taken += 1
+        if not allowed:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._fresh = {p: p.grad for p in parameters}
+        # Copies: the loop may zero or add to a gradient in place while it waits here.
+        self._queue.append({p: g.detach().clone() for p, g in self._fresh.items() if g is not None})
+        due = self._queue.popleft() if len(self._queue) > allowed else {}
+        for parameter in parameters:
+            parameter.grad = due.get(parameter)  # optimizers leave alone what has none
+
+    def _restore(self, *_: object) -> None:
+        for parameter, gradient in self._fresh.items():
+            parameter.grad = gradient
+        self._fresh = {}
