@@ -1,0 +1,54 @@
+"""What codecs still owe survives a checkpoint: nothing is lost, for any number of workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Nursery
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+WORKER = Path(__file__).with_name("residuals_worker.py")
+BITS = "one_bit(chunk_bytes=4096)"
+
+
+def run(
+    nursery: Nursery, folder: Path, doing: str, *, ranks: int, servers: int, strategy: str = BITS
+) -> list[dict[str, Any]]:
+    settings = {"SLIPSTREAM_STRATEGY": strategy, "SLIPSTREAM_SERVERS": str(servers)}
+    checkpoint = str(folder / "checkpoint")
+    run = nursery.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
+    assert set(run.codes.values()) == {0}, run.told()
+    assert run.remains.left() == []
+    return [json.loads((folder / f"{doing}.{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_training_goes_on_to_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
+    through = run(nursery, tmp_path, "save", ranks=2, servers=2)
+    resumed = run(nursery, tmp_path, "resume", ranks=2, servers=1)
+    assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
+    assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
+    assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_numbers_of_workers_owe_the_same(
+    nursery: Nursery, tmp_path: Path, ranks: int
+) -> None:
+    before = run(nursery, tmp_path, "save", ranks=3, servers=1)
+    after = run(nursery, tmp_path, "resume", ranks=ranks, servers=1)
+    for name in before[0]["owed"]:
+        shares = [
+            sum(w["owed"][name] for w in workers) / len(workers) for workers in (before, after)
+        ]
+        assert shares[1] == pytest.approx(shares[0], rel=1e-4, abs=1e-5), name
+    assert {worker["step"] for worker in after} == {24}
+
+
+def test_a_strategy_that_keeps_none_says_so(nursery: Nursery, tmp_path: Path) -> None:
+    run(nursery, tmp_path, "save", ranks=2, servers=1)
+    resumed = run(nursery, tmp_path, "resume", ranks=2, servers=1, strategy="push_pull")
+    assert all(worker["owed"] == {} for worker in resumed)
