@@ -8,7 +8,7 @@ one version everywhere.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ from slipstream.consistency.arrivals import Arrivals
 from slipstream.consistency.rounds import Rounds
 from slipstream.errors import FrameRefused
 from slipstream.types import Rank
+
+KEPT_LATE = 1 << 14  # the last gradients that were dropped, by round and worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Agreement:
     left: set[Rank] = field(default_factory=set)  # for good
     made: Counter[Rank] = field(default_factory=Counter)  # rounds, by worker
     dropped: Counter[Rank] = field(default_factory=Counter)
+    late: deque[tuple[int, Rank]] = field(default_factory=lambda: deque(maxlen=KEPT_LATE))
     first: list[tuple[int, int | None]] = field(default_factory=list)  # since which round how many
     arrivals: Arrivals = field(default_factory=Arrivals)
     # Asked after every round for the rule of the next.
@@ -82,6 +85,7 @@ class Agreement:
             self._in.add(rank)
             return self.look(now)
         self.dropped[rank] += 1
+        self.late.append((round_, rank))
         self.arrivals.served(rank, now)
         return [Late(self.round, rank)]
 

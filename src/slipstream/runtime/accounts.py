@@ -20,6 +20,7 @@ class ServerFigures(msgspec.Struct, frozen=True):
     makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it was made of
     made: dict[int, int] = {}  # by worker: rounds it made
     dropped: dict[int, int] = {}
+    late: list[tuple[int, int]] = []  # rounds and workers of the last gradients that were dropped
     first: list[tuple[int, int | None]] = []  # since which round how many made one
     durations_s: dict[int, list[float]] = {}  # by worker: its last steps
     arrivals: dict[int, list[tuple[float, int]]] = {}  # of the k-th gradient: histogram
@@ -36,6 +37,7 @@ def figures_of(holder: Holder, agreement: Agreement | None) -> ServerFigures:
         makers,
         dict(agreement.made),
         dict(agreement.dropped),
+        list(agreement.late),
         list(agreement.first),
         {rank: [round(s, 6) for s in steps] for rank, steps in arrivals.durations.items()},
         {k: histogram.as_pairs() for k, histogram in sorted(arrivals.kth.items())},
@@ -54,6 +56,7 @@ def together(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
             told["rounds"] = {
                 "made": account.made,
                 "dropped": account.dropped,
+                "late": account.late,
                 "first": account.first,
                 "arrivals_s": account.arrivals,
                 "durations_s": account.durations_s,

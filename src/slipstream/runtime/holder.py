@@ -35,8 +35,10 @@ class Updater(Protocol):
         settings: Settings | None,
         *,
         rate: float = 1.0,
+        whole: bool = False,
     ) -> Sequence[Values | None]:
-        """What is published of segments that have a mean; ``rate`` multiplies learning rates."""
+        """What is published: of segments that have a mean, or of the ``whole`` chunk. ``rate``
+        multiplies learning rates."""
         ...
 
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
@@ -58,6 +60,7 @@ class PublishMean:
         settings: Settings | None,
         *,
         rate: float = 1.0,
+        whole: bool = False,
     ) -> Sequence[Values | None]:
         return mean
 
@@ -228,9 +231,8 @@ class Holder:
         means = self._combine(chunk, made, closed.divisor)
         rate = min((consistency.rate(age) for age in ages), default=1.0)
         settings = made[0].settings if made else None
-        results = self.updater.apply(chunk, means, settings, rate=rate)
-        if not consistency.lockstep:
-            results = self.updater.current(chunk)
+        whole = not consistency.lockstep
+        results = self.updater.apply(chunk, means, settings, rate=rate, whole=whole)
         return self._result(chunk, round_, results, closed.audience)
 
     def _note(self, chunk: Chunk, round_: int, closed: Closed) -> None:

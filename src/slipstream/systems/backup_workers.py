@@ -42,7 +42,8 @@ def backup_workers(
     """Rounds of the ``first`` N workers, or of all but ``backup``; with neither, or "auto", N is
     found in the run.
 
-    ``close_after_s`` closes a round after that time with whoever has come, at least ``min_first``.
+    ``close_after_s`` closes a round after that time with whoever has come, at least ``min_first``;
+    by itself it waits for all until then.
     ``averaged`` (such as 0.9999) also keeps averaged weights: see ``job.averaged_weights``.
     """
     if isinstance(first, str) and first != "auto":
@@ -57,8 +58,8 @@ def backup_workers(
         route=route,
         consistency=Rounds(
             first=None if isinstance(first, str) else first,
-            backup=backup,
-            adapts=first == "auto" or (first is None and backup is None),
+            backup=0 if first is None and close_after_s and backup is None else backup,
+            adapts=first == "auto" or (first is None and backup is None and not close_after_s),
             close_after_s=close_after_s,
             min_first=min_first,
         ),

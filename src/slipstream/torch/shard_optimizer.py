@@ -96,11 +96,15 @@ class ShardOptimizer:
         settings: Settings | None,
         *,
         rate: float = 1.0,
+        whole: bool = False,
     ) -> Sequence[Values | None]:
-        return self._chunk(chunk.index).apply(mean, settings, rate)
+        held = self._chunk(chunk.index)
+        held.update(mean, settings, rate)
+        wanted = [whole or values is not None for values in mean]
+        return held.current(wanted)
 
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
-        return self._chunk(chunk.index).current()
+        return self._chunk(chunk.index).current([True] * len(chunk.segments))
 
     def load(self, message: Message) -> None:
         assert isinstance(message.body, Load)
@@ -157,12 +161,10 @@ class ChunkOptimizer:
         kind = getattr(torch.optim, recipe.name)
         self._optimizer = kind(list(groups.values()), **groups_defaults(groups)) if groups else None
 
-    def apply(
-        self, mean: Sequence[Values | None], settings: Settings | None, rate: float
-    ) -> Sequence[Values | None]:
+    def update(self, mean: Sequence[Values | None], settings: Settings | None, rate: float) -> None:
         if self._optimizer is None:
             self._replace(mean)
-            return mean
+            return
         self._set(settings)
         for parameter, values in zip(self._parameters, mean, strict=True):
             parameter.grad = None if values is None else tensor_of(values.data, self._dtype)
@@ -173,14 +175,12 @@ class ChunkOptimizer:
         for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
         self._follow()
-        return [
-            None if values is None else values_of(parameter, values.dtype)
-            for parameter, values in zip(self._parameters, mean, strict=True)
-        ]
 
-    def current(self) -> Sequence[Values | None]:
-        dtype = self._chunk.dtype
-        return [values_of(parameter, dtype) for parameter in self._parameters]
+    def current(self, wanted: Sequence[bool]) -> Sequence[Values | None]:
+        return [
+            values_of(parameter, self._chunk.dtype) if is_wanted else None
+            for parameter, is_wanted in zip(self._parameters, wanted, strict=True)
+        ]
 
     @torch.no_grad()
     def _replace(self, values: Sequence[Values | None]) -> None:

@@ -255,6 +255,7 @@ def test_an_updater_sees_the_mean_and_the_settings_and_its_word_is_published() -
             settings: object,
             *,
             rate: float = 1.0,
+            whole: bool = False,
         ) -> Sequence[Values | None]:
             self.heard = settings
             assert mean[0] is not None
