@@ -78,10 +78,28 @@ def init(
     return Job(env, join(env, limits) if env.world_size > 1 else None)
 
 
-def in_turn(rank: int, workers: int) -> Callable[[int], Batch]:
-    """Batches where every gradient counts: each worker takes every n-th."""
-    turns = itertools.count(rank, workers)
-    return lambda batches: Batch(*divmod(next(turns), batches))
+def clip_to(norm: float) -> Callable[..., None]:
+    """What a worker does to its gradient before it leaves, for a step that is taken alone."""
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(trained, norm)
+
+    return clip
+
+
+def in_turn(rank: int, workers: int) -> Callable[[int, int], Batch]:
+    """Batches where every gradient counts: each worker takes every n-th, and all equally many.
+
+    Where that does not come out even, the first of an epoch are dealt again at its end.
+    """
+    turns = itertools.count()
+
+    def lease(batches: int, _returned: int) -> Batch:
+        epoch, turn = divmod(next(turns), -(-batches // workers))
+        return Batch(epoch, (turn * workers + rank) % batches)
+
+    return lease
 
 
 def spoken_rank(env: Mapping[str, str]) -> int:
@@ -175,14 +193,33 @@ class Job:
         Where gradients may be dropped, batches are leased from the whole set and dealt again if
         theirs was. One batch a step; every rank must ask for the same.
         """
+        self._distributed("sampler")
+        if self._sampled:
+            raise ConfigError(
+                "job.sampler was called twice: the batches of one data set are dealt to steps; "
+                "use a plain DataLoader for others, such as those of an evaluation"
+            )
+        self._sampled = True
         lease = in_turn(self.rank, self.world_size)
         if self._replica is not None and not self._replica.plan.consistency.lockstep:
             assert self._replica.service is not None
             lease = self._replica.service.lease
-        self._sampled = True
         return LeasedBatches(
-            dataset, batch_size, lease, workers=self.world_size, shuffle=shuffle, seed=seed
+            dataset,
+            batch_size,
+            lease,
+            lambda: self._own_steps,
+            workers=self.world_size,
+            shuffle=shuffle,
+            seed=seed,
         )
+
+    @property
+    def _own_steps(self) -> int:
+        """Steps of this worker, whether they counted or not."""
+        if self._replica is None:
+            return self._steps_alone
+        return self._replica.synchronizer.step - self._resumed_at
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -191,8 +228,22 @@ class Job:
         if self.plan.averaged is None:
             raise ConfigError("nothing is averaged: give the strategy averaged=0.9999, or the like")
         self.wait()
-        with lent(model, self._averages()):
+        averages = self._averages()
+        with self._unchanged(), lent(model, averages):
             yield
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Within, no weights that come unasked are taken."""
+        synchronizer = self._replica.synchronizer if self._replica is not None else None
+        if synchronizer is None:
+            yield
+            return
+        before, synchronizer.takes_unasked = synchronizer.takes_unasked, False
+        try:
+            yield
+        finally:
+            synchronizer.takes_unasked = before
 
     def _averages(self) -> dict[str, torch.Tensor]:
         """By parameter's name; alone there is no server that keeps them."""
@@ -253,6 +304,8 @@ class Job:
             self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
             if self._plan.averaged is not None:
                 self._own_averages = Averages(model, self._plan.averaged)
+            if self._plan.clip_norm is not None:
+                optimizer.register_step_pre_hook(clip_to(self._plan.clip_norm))
             optimizer.register_step_post_hook(self._count_step)
         else:
             self._replica = replicate(model, optimizer, chosen, self._membership)
@@ -550,11 +603,14 @@ class Job:
         replica, membership, model = self._replica, self._membership, self._model
         if replica.plan.consistency.lockstep:
             return
+        for exchange in replica.link_exchanges:
+            exchange.drain()
         replica.shards.retire(self.rank, membership.member)
         with replica.chain.opened():
-            if settle(membership):
-                if self.rank == 0:
-                    take_weights(model, replica)
+            complete = settle(membership)
+            if self.rank == 0 or not complete:
+                take_weights(model, replica)
+            if complete:
                 copy_state(replica.chain, model)
 
     def _close(self, error: BaseException | None) -> None:

@@ -226,7 +226,7 @@ def _run_once(
 def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Run:
     """One trial: warmed up, then timed from a standing start until all rounds are done.
 
-    The median worker says when that was: one that rounds do not need may still be busy with a
+    Where workers miss rounds, the median one says when that was: another may still be busy with a
     gradient that will not count.
     """
     step_limit_s = 20.0 + 10.0 * (bounds.dense_s or 0.0)
@@ -250,8 +250,10 @@ def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Ru
         crew.tell()
         crew.end()
     timings = tuple(msgspec.convert(each, Timing) for each in timed)
+    everybody = all(len(timing.steps_s) == trial.steps for timing in timings)
+    until_all_are_done = max if everybody else statistics.median
     return Run(
-        step_s=statistics.median(timing.elapsed_s for timing in timings) / trial.steps,
+        step_s=until_all_are_done(timing.elapsed_s for timing in timings) / trial.steps,
         timings=timings,
         judgements=tuple(msgspec.convert(each, Judgement) for each in judged),
         links=tuple(b - a for a, b in zip(before, after, strict=True)),

@@ -58,23 +58,21 @@ class Agreement:
     reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
     _reports: dict[tuple[int, Rank], set[int]] = field(default_factory=dict)
     _in: set[Rank] = field(default_factory=set)
-    _opened_at: float = 0.0
+    _opened_at: float | None = None
 
-    def begin(self, now: float) -> None:
-        """Everybody has the first weights."""
+    def __post_init__(self) -> None:
         self.members = set(range(self.workers))
         self.first = [(0, self.rule.first)]
-        self._open(now)
-        for rank in self.members:
-            self.arrivals.served(rank, now)
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
         """All that a holder gets of a worker's gradient for a round is there."""
         if rank in self.left:
             return []  # it came after its farewell
-        self.members.add(rank)  # it may have been given up for lost
-        if round_ > self.round:
+        if round_ > self.round or rank >= self.workers:
             raise FrameRefused(f"rank {rank} is in round {round_}, but {self.round} is open")
+        self.members.add(rank)  # it may have been given up for lost
+        if self._opened_at is None:
+            self._open(now)  # nobody knows when the first steps began
         reports = self._reports.setdefault((round_, rank), set())
         reports.add(holder)
         if len(reports) < self.holders:
@@ -94,14 +92,14 @@ class Agreement:
         self.members.discard(rank)
         if not lost:
             self.left.add(rank)
-        for key in [key for key in self._reports if key[1] == rank]:
-            del self._reports[key]
+            for key in [key for key in self._reports if key[1] == rank]:
+                del self._reports[key]
         return self.look(now)
 
     def look(self, now: float) -> list[Decision]:
         """Close the open round if it can be, as things stand or because of the time."""
         members = len(self.members | self._in)
-        open_s = now - self._opened_at
+        open_s = now - (now if self._opened_at is None else self._opened_at)
         if not self._in or not self.rule.closes(came=len(self._in), members=members, open_s=open_s):
             return []
         made = Made(self.round, tuple(sorted(self._in)))

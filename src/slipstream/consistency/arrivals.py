@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slipstream.types import Rank
 
-KEPT_STEPS = 4096  # of every worker, the last ones
+KEPT_STEPS = 1024  # of every worker, the last ones
 KEPT_ROUNDS = 1024  # for gradients that come long after their round was over
 FINEST_S = 1e-4
 PER_DOUBLING = 4
@@ -55,9 +55,8 @@ class Arrivals:
 
     def opened(self, round_: int, now: float) -> None:
         self.opened_at[round_] = now
-        for old in [r for r in self.opened_at if r <= round_ - KEPT_ROUNDS]:
-            del self.opened_at[old]
-            self.came.pop(old, None)
+        self.opened_at.pop(round_ - KEPT_ROUNDS, None)
+        self.came.pop(round_ - KEPT_ROUNDS, None)
 
     def served(self, rank: Rank, now: float) -> None:
         """A worker has what it needs to begin a step."""

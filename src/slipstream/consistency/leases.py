@@ -7,6 +7,7 @@ goes back, and is dealt before all others.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slipstream.types import Rank
@@ -48,11 +49,16 @@ class Leases:
         if counts:
             self.counted += 1
         else:
-            self._give_back([batch])
+            self._return([batch])
+
+    def give_back(self, rank: Rank, number: int) -> None:
+        """A worker will not train on the last so many that it leased."""
+        leased = self._leased.get(rank, deque())
+        self._return([leased.pop() for _ in range(min(number, len(leased)))])
 
     def forfeit(self, rank: Rank) -> None:
         """A worker has left: others get what it had."""
-        self._give_back(self._leased.pop(rank, ()))
+        self._return(self._leased.pop(rank, ()))
 
-    def _give_back(self, batches: deque[Batch] | list[Batch] | tuple[()]) -> None:
+    def _return(self, batches: Iterable[Batch]) -> None:
         self._returned = deque(sorted([*self._returned, *batches]))

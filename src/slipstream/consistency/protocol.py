@@ -69,6 +69,11 @@ class Consistency(Protocol):
         """Whether holders must agree on who made a round before any of them closes it."""
         ...
 
+    @property
+    def under_way(self) -> int:
+        """How many contributions to a chunk a worker may have made that are not answered yet."""
+        ...
+
     def among(self, workers: int) -> Consistency:
         """The same rule with what depends on the number of workers filled in, or ConfigError."""
         ...

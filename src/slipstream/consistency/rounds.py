@@ -51,6 +51,10 @@ class Rounds:
     def agreed(self) -> bool:
         return not self.lockstep
 
+    @property
+    def under_way(self) -> int:
+        return 1
+
     def among(self, workers: int) -> Rounds:
         if self.lockstep:
             return self

@@ -37,6 +37,10 @@ class BoundedStaleness:
     def agreed(self) -> bool:
         return False
 
+    @property
+    def under_way(self) -> int:
+        return self.bound + 1
+
     def among(self, workers: int) -> BoundedStaleness:
         return self
 
@@ -63,14 +67,12 @@ class Folding:
     _waiting: list[tuple[int, Rank]] = field(default_factory=list)
 
     def arrive(self, rank: Rank, clock: int) -> bool:
-        at = self.clocks.get(rank, clock)  # who was given up for lost may come back
-        if not at <= clock <= self.round + self.bound:
+        at = self.clocks.get(rank)
+        if clock != at or clock > self.round + self.bound:
             raise FrameRefused(
                 f"clock {clock} of rank {rank}, who is at {at}; {self.round} is open"
             )
-        self.clocks[rank] = clock + 1
-        if clock < self.round:
-            return False
+        self.clocks[rank] += 1
         self._waiting.append((clock, rank))
         return True
 
@@ -83,7 +85,7 @@ class Folding:
         made, self._waiting = tuple(sorted(self._waiting)), []
         self.round += 1
         members = {rank for _, rank in made} | self.clocks.keys()
-        return Closed(made, len(members))
+        return Closed(made, len(members), tuple(sorted(self.clocks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,10 @@ class Asynchronous:
     @property
     def agreed(self) -> bool:
         return False
+
+    @property
+    def under_way(self) -> int:
+        return 1
 
     def among(self, workers: int) -> Asynchronous:
         return self
@@ -152,10 +158,11 @@ class AsTheyCome:
         self.begins_at = [0] * len(self.begins_at)
 
     def close(self) -> Closed | None:
-        begun = {rank for rank in self._early if self.round + 1 >= self.begins_at[rank]}
-        if not self._next and not begun:
-            return None
         made = (self._next.popleft(),) if self._next else ()
-        self.round += 1
+        if made:
+            self.round += 1
+        begun = {rank for rank in self._early if self.round >= max(1, self.begins_at[rank])}
+        if not made and not begun:
+            return None
         self._early -= begun
         return Closed(made, 1, tuple(sorted(begun.union(rank for _, rank in made))))

@@ -33,7 +33,9 @@ def depart(membership: Membership, summary: bytes) -> list[bytes]:
             or (member.lockstep and bool(ahead()))
         ),
         what="all ranks to finish",
-        missing=lambda: [name for name in others if name not in member.summaries],
+        missing=lambda: [
+            name for name in others if name not in member.summaries and name not in member.lost
+        ],
     )
     if member.lockstep and ahead():
         raise RuntimeFault(

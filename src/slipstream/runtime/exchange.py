@@ -168,6 +168,9 @@ class LinkExchange:
             present.append(values is not None)
             if values is not None:
                 frames.extend(codec.encode(values.part(segment.start, segment.stop), memory))
+        if self.plan.consistency.under_way > 1:
+            # The next step's gradient may come before this one has left.
+            frames = [bytes(memoryview(frame)) for frame in frames]
         body = Push(
             chunk.index,
             self._rounds[chunk.index],
@@ -222,6 +225,18 @@ class LinkExchange:
             pending = {index for index in pending if not self._may_start(index)}
         self.wait_s += time.monotonic() - begun
 
+    def drain(self) -> None:
+        """Until all that this worker has contributed is in the results."""
+        begun = time.monotonic()
+        while late := [i for i in self._chunks if self._rounds[i] > self._committed[i]]:
+            self._member.wait_until(
+                lambda: bool(self._arrived),
+                what=f"the results of round {max(self._rounds[i] for i in late)}",
+                limit_s=self._limit_s,
+            )
+            self._write_arrived(list(self._arrived))
+        self.wait_s += time.monotonic() - begun
+
     def refresh(self) -> None:
         """Between steps: take what has come unasked. Within one, a layer must not change."""
         self._write_arrived(list(self._arrived))
@@ -254,8 +269,11 @@ class LinkExchange:
     def _let_go(self, index: int) -> None:
         """Until this worker's contribution has left: the result overwrites its memory.
 
-        A server has all of it when it answers; a mesh peer may still be waiting for its copy.
+        A server has all of it when it answers; a mesh peer may still be waiting for its copy. New
+        weights go elsewhere.
         """
+        if self.plan.update == "server":
+            self._leaving[index].clear()
         deadline = time.monotonic() + self._limit_s
         while not all(ticket.done for ticket in self._leaving[index]):
             self._member.check()

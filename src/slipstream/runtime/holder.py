@@ -18,7 +18,7 @@ from slipstream.strategy import Plan
 from slipstream.transports.wire import Publish, Push, Settings, checksum
 from slipstream.types import Buffer, Chunk, Node, Rank, Values
 
-KEPT_ROUNDS = 1 << 16
+KEPT_ROUNDS = 1024
 
 
 class Updater(Protocol):
@@ -190,7 +190,8 @@ class Holder:
         for index, held in self._held.items():
             for segment in self.plan.chunks[index].segments:
                 spec = self.plan.specs[segment.tensor]
-                if spec.role == "parameter":
+                # A tensor's gradient is counted once, though its chunks may differ in age.
+                if spec.role == "parameter" and segment.start == 0:
                     by_name.setdefault(spec.name, Counter()).update(held.staleness)
         return by_name
 

@@ -91,7 +91,7 @@ class Member:
         self.lost: list[str] = []  # workers that the others go on without
         self.retired: set[str] = set()  # rank 0 only: workers that have made their last round
         self.final: bool | None = None  # rank 0's word that nobody trains any more
-        self.on_lost: Callable[[str], None] = lambda name: None
+        self.on_lost: Callable[[str], None] | None = None  # None: nobody may be lost
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
         self.fault: RuntimeFault | None = None
@@ -178,7 +178,8 @@ class Member:
             self.check()
             done = {*self.roster.finished, *self.told_done}
             finished = sorted(name for name in done if name.startswith("rank "))
-            ahead = [name for name in self.roster.ahead(self.round) if name.startswith("rank ")]
+            ahead = self.roster.ahead(self.round) if self.lockstep else []
+            ahead = [name for name in ahead if name.startswith("rank ")]
             elsewhere = sorted({*finished, *ahead})
             if elsewhere and elsewhere == seen:
                 doing = "has finished" if elsewhere[0] in finished else "trains on"
@@ -217,6 +218,8 @@ class Member:
         return max(0.0, self._beat_at - self._clock())
 
     def _handle(self, message: Message) -> None:
+        if message.sender in self.lost:
+            self._welcome_back(message.sender)
         self.roster.hear(message.sender, self._clock())
         handler = self._handlers.get(type(message.body))
         try:
@@ -249,7 +252,7 @@ class Member:
 
     def _miss(self, name: str, age: float) -> None:
         """A member is silent: the others go on without it, or the job has failed."""
-        if self.lockstep or not self.is_hub or not name.startswith("rank "):
+        if self.on_lost is None or not self.is_hub or not name.startswith("rank "):
             self._announce(Fault(name, None, age))
             return
         with self.changed:
@@ -257,6 +260,12 @@ class Member:
             self.lost.append(name)
             self.changed.notify_all()
         self.on_lost(name)
+
+    def _welcome_back(self, name: str) -> None:
+        with self.changed:
+            self.lost.remove(name)
+            self.roster.left.discard(name)
+            self.roster.expect(name, self._clock())
 
     def _miss_the_finished(self) -> None:
         early = [name for name, at in self.roster.finished.items() if at < self.round]

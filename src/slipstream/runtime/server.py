@@ -29,7 +29,7 @@ from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.factor_holder import FactorHolder
 from slipstream.runtime.holder import Holder, PublishMean, Result, Updater
-from slipstream.runtime.member import HUB, Handler, Member
+from slipstream.runtime.member import HUB, Handler, Member, internal_fault
 from slipstream.strategy import Plan
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
@@ -105,7 +105,6 @@ class Server:
             self._factors = FactorHolder(node, plan)
             if plan.consistency.agreed and self._decides:
                 self._agreement = agreement_for(plan)
-                self._agreement.begin(self.member.now)
             self.member.send(HUB, Ready())
         except Exception as error:  # whatever it is, rank 0 should not wait for it in vain
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
@@ -130,34 +129,39 @@ class Server:
     def _decides(self) -> bool:
         return self.index == 0
 
+    def _worker(self, message: Message) -> int:
+        """The rank of a worker that may be answered."""
+        rank = rank_of(message.sender)
+        if self._holder is None or not 0 <= rank < self._holder.plan.cluster.workers:
+            raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
+        return rank
+
     def _answer(self, message: Message, body: State, frames: list[bytes]) -> None:
-        if rank_of(message.sender) < 0:
-            raise FrameRefused(f"{message.sender} asks for state")
+        self._worker(message)
         self.member.send(message.sender, body, frames)
 
     def _dump(self, message: Message, shard: Any) -> None:
         assert isinstance(message.body, Dump)
         holder, rank = self._told(message), message.body.rank
+        if rank >= holder.plan.cluster.workers:
+            raise FrameRefused(f"there is no rank {rank}")
         for chunk in holder.plan.held_by(holder.plan.cluster.server_nodes[self.index]):
             body, frames = shard.state(chunk.index)
             told = msgspec.structs.replace(body, round=holder.round(chunk))
             self.member.send(holder.plan.cluster.name(rank), told, frames)
 
     def _on_snapshot(self, message: Message) -> None:
-        agreement, rank = self._deciding(), rank_of(message.sender)
-        if not 0 <= rank < agreement.workers:
-            raise FrameRefused(f"{message.sender} asks for state")
-        self._tell_servers(Dump(rank))
+        self._deciding()
+        self._tell_servers(Dump(self._worker(message)))
 
     def _on_lease(self, message: Message) -> None:
         assert isinstance(message.body, Lease)
-        rank = rank_of(message.sender)
-        if self._holder is None or not 0 <= rank < self._holder.plan.cluster.workers:
-            raise FrameRefused(f"{message.sender} leases no batches")
+        rank = self._worker(message)
         if self._leases is None:
             self._leases = Leases(message.body.batches)
         if self._leases.batches != message.body.batches:
             raise FrameRefused(f"{message.body.batches} batches; others have another number")
+        self._leases.give_back(rank, message.body.returned)
         batch = self._leases.lease(rank)
         self.member.send(message.sender, Leased(batch.epoch, batch.number))
         if self._agreement is None:
@@ -177,8 +181,7 @@ class Server:
     def _on_fetch_memories(self, message: Message) -> None:
         assert isinstance(message.body, Fetch)
         assert self._holder is not None
-        if rank_of(message.sender) < 0:
-            raise FrameRefused(f"{message.sender} asks for state")
+        self._worker(message)
         memories = [m for m in self._holder.memories(message.body.chunk) if m is not None]
         entries = [(segment, "residual", "float32") for segment in range(len(memories))]
         frames = [memory.tobytes() for memory in memories]
@@ -229,8 +232,9 @@ class Server:
     @property
     def looks_every_s(self) -> float:
         """How often that is worth while."""
-        rule = self._agreement.rule if self._agreement is not None else Rounds()
-        return IDLE_S if rule.close_after_s is None else min(IDLE_S, rule.close_after_s / 20)
+        if self._agreement is None or self._agreement.rule.close_after_s is None:
+            return IDLE_S
+        return min(IDLE_S, self._agreement.rule.close_after_s / 20)
 
     def _deciding(self) -> Agreement:
         if self._agreement is None:
@@ -281,8 +285,8 @@ class Server:
         return self._holder
 
     def _on_inquire(self, message: Message) -> None:
-        if rank_of(message.sender) < 0 or self._holder is None:
-            raise FrameRefused(f"{message.sender} inquires")
+        self._worker(message)
+        assert self._holder is not None
         figures = figures_of(self._holder, self._agreement)
         self.member.send(message.sender, Account(), [msgspec.json.encode(figures)])
 
@@ -376,6 +380,10 @@ def serve(env: Mapping[str, str]) -> int:
             server.look()
         except RuntimeFault as fault:
             member.fail(fault)
+        except Exception as error:  # whatever it is, the others should hear why, and not wait
+            reason = internal_fault(error)
+            member.send(HUB, Leave(str(reason)), priority=CONTROL)
+            member.fail(reason)
     member.stop()
     return 0 if member.fault is None else 1
 

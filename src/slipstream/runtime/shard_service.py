@@ -22,9 +22,9 @@ class ShardService:
         member.on(Leased, self._on_leased)
         member.on(Account, self._on_account)
 
-    def lease(self, batches: int) -> Batch:
-        """A batch of the data, of so many an epoch."""
-        self._member.send(DECIDING, Lease(batches))
+    def lease(self, batches: int, returned: int) -> Batch:
+        """A batch of the data, of so many an epoch; the last ``returned`` were not trained on."""
+        self._member.send(DECIDING, Lease(batches, returned))
         self._member.wait_until(
             lambda: self._leased is not None,
             what="a batch to train on",

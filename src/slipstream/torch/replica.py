@@ -166,7 +166,8 @@ def replicate(
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
-    if not plan.consistency.lockstep:
+    membership.member.lockstep = plan.consistency.lockstep
+    if plan.consistency.agreed or plan.consistency.alone:
         go_on_without_the_lost(membership, shards)
     try:
         shards.start(plan, membership)
@@ -179,7 +180,6 @@ def replicate(
 def go_on_without_the_lost(membership: Membership, shards: Shards) -> None:
     """Where rounds do not need every worker, one that is stopped for a while is not an error."""
     member = membership.member
-    member.lockstep = False
     member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
     member.on_lost = lambda name: shards.retire(rank_of(name), member)
 
@@ -206,7 +206,7 @@ def _wire(
     if compact is not None:
         exchanges = (compact, *exchanges)
     parts = (model, plan, inventory, slots, exchanges)
-    server_state, gate = None, None
+    server_state, gate, service = None, None, make_service(plan, membership)
     synchronizer: Synchronizer
     if by_server:
         remote = RemoteOptimizer(optimizer)
@@ -218,6 +218,8 @@ def _wire(
         gate = ForwardGate(model, index_of, synchronizer.wait, synchronizer.begin_forward)
         if env.rank == 0:
             server_state.send_weights()
+            assert service is not None
+            service.accounts()  # answered after the weights have come: nobody updates before
         optimizer = remote
     else:
         synchronizer = WorkerUpdates(optimizer, *parts)
@@ -237,7 +239,7 @@ def _wire(
         gate,
         collectives,
         compact,
-        make_service(plan, membership),
+        service,
         make_residuals(plan, exchanges, membership),
     )
 

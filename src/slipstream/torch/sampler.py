@@ -16,14 +16,16 @@ class LeasedBatches(Sampler[list[int]]):
 
     Every epoch is a shuffle of the whole set, cut into batches that workers lease one at a time.
     A pass ends when the first batch of a later epoch comes; what others gave back of an earlier one
-    is dealt in this one. Leased ahead (by a loader's processes), batches belong to steps in order.
+    is dealt in this one. Leased ahead (by a loader's processes), batches belong to steps in order;
+    ``trained`` says how many steps there have been.
     """
 
     def __init__(
         self,
         dataset: Sized,
         batch_size: int,
-        lease: Callable[[int], Batch],
+        lease: Callable[[int, int], Batch],
+        trained: Callable[[], int],
         *,
         workers: int,
         shuffle: bool,
@@ -34,7 +36,8 @@ class LeasedBatches(Sampler[list[int]]):
                 f"batches of {batch_size} from {len(dataset)} samples: choose a size from 1 to that"
             )
         self._samples, self._batch_size = len(dataset), batch_size
-        self._lease, self._workers = lease, workers
+        self._lease, self._trained, self._workers = lease, trained, workers
+        self._leased = trained()  # batches that are, or will be, a step's
         self._shuffle, self._seed = shuffle, seed
         self._orders: dict[int, list[int]] = {}
         self._ahead: Batch | None = None
@@ -50,12 +53,20 @@ class LeasedBatches(Sampler[list[int]]):
         return -(-self.batches // self._workers)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # Those of a pass that was broken off belong to no step.
+        returned = 0 if self._ahead else self._leased - self._trained()
+        self._leased -= returned
         while True:
-            batch, self._ahead = self._ahead or self._lease(self.batches), None
+            batch, self._ahead = self._ahead or self._next(returned), None
+            returned = 0
             if batch.epoch > self.epoch:
                 self.epoch, self._ahead = batch.epoch, batch
                 return
             yield self._content(batch)
+
+    def _next(self, returned: int) -> Batch:
+        self._leased += 1
+        return self._lease(self.batches, returned)
 
     def _content(self, batch: Batch) -> list[int]:
         order = self._order(batch.epoch)

@@ -241,6 +241,8 @@ def restore_optimizer(
             for name, average in averages_of(checkpoint).items():
                 state.setdefault(index[name], {})[AVERAGE] = average
             replica.server_state.restore(state)
+            assert replica.service is not None
+            replica.service.accounts()  # answered after all of it has come
         return
     by_name = dict(model.named_parameters())
     optimizer.state.clear()

@@ -38,7 +38,7 @@ class ServerUpdates(Synchronizer):
 
     def begin_forward(self) -> None:
         """Take what has come unasked; once a step, so that no layer changes under a pass."""
-        if self._refreshed_for != self.step:
+        if self._refreshed_for != self.step and self.takes_unasked:
             self._refreshed_for = self.step
             for exchange in self._exchanges:
                 exchange.refresh()

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,8 +30,11 @@ class OwnSpeeds(msgspec.Struct, frozen=True):
 
 def cache_file(env: Mapping[str, str]) -> Path:
     """Where they are kept, by the usual convention for caches."""
-    folder = env.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "slipstream" / "speeds.json"
+    try:
+        folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        folder = Path(tempfile.gettempdir())
+    return folder / "slipstream" / "speeds.json"
 
 
 def this_machine() -> str:

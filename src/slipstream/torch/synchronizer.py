@@ -35,6 +35,7 @@ class Synchronizer(ABC):
         self.plan = plan
         self.step = 0
         self.exchanged = False
+        self.takes_unasked = True
         self._slots = slots
         self._exchanges = tuple(exchanges)
         self._copying: list[int] = []

@@ -119,9 +119,13 @@ class Retire(Body, tag="retire", frozen=True):
 
 
 class Lease(Body, tag="lease", frozen=True):
-    """A worker to the server that decides: which batch, of so many an epoch, is mine?"""
+    """A worker to the server that decides: which batch, of so many an epoch, is mine?
+
+    The last ``returned`` that it leased it has not trained on, and will not.
+    """
 
     batches: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    returned: Count = 0
 
 
 class Leased(Body, tag="leased", frozen=True):

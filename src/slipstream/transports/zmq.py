@@ -250,6 +250,9 @@ class ZmqTransport:
             if isinstance(posted, str):
                 self._addresses[peer] = posted
                 continue
+            if peer not in self._addresses:
+                self.refused["unknown peer"] += 1
+                continue
             lane = (peer, posted.priority <= CONTROL)
             if lane not in self._outbound:
                 self._outbound[lane] = self._open(peer, watched=lane[1])
