@@ -408,7 +408,7 @@ class Job:
         ranks that the writing job had too.
         """
         model, optimizer = self._distributed("load")
-        if self._misses_rounds and self.step > self._resumed_at:
+        if not self.plan.consistency.lockstep and self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.wait()
         self._saves += 1

@@ -211,6 +211,9 @@ class Strategy:
                 f"{self.name}: workers that do not make every round together take the weights from "
                 "the servers; use update='server'"
             )
+        for name in ("averaged", "clip_norm"):
+            if not isinstance(value := getattr(self, name), int | float | None):
+                raise ConfigError(f"{name}={value!r}: give a number")
         if self.averaged is not None and not 0 < self.averaged < 1:
             raise ConfigError(f"averaged={self.averaged}: choose between 0 and 1, such as 0.9999")
         if self.averaged is not None and self.update != "server":

@@ -2,8 +2,9 @@
 
 A worker is in when its whole gradient has arrived, at every holder. When enough are in, the round
 is theirs, and every holder is told so. Whoever comes for a round that is over is served what is
-open now. Holders hear decisions in the order in which they were made, so that what they serve is of
-one version everywhere.
+open now; who is late twice running is served when the next round opens, and begins it with the
+others: with steps of even length it would be late for ever. Holders hear decisions in the order in
+which they were made, so that what they serve is of one version everywhere.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Agreement:
     reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
     _reports: dict[tuple[int, Rank], set[int]] = field(default_factory=dict)
     _in: set[Rank] = field(default_factory=set)
+    _held: set[Rank] = field(default_factory=set)  # served when the next round opens
+    _dropped_last: dict[Rank, bool] = field(default_factory=dict)
     _opened_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -82,8 +85,13 @@ class Agreement:
         if round_ == self.round:
             self._in.add(rank)
             return self.look(now)
+        again = self._dropped_last.get(rank) is True
         self.dropped[rank] += 1
         self.late.append((round_, rank))
+        self._dropped_last[rank] = True
+        if again and self._enough_without({*self._held, rank}):
+            self._held.add(rank)
+            return []
         self.arrivals.served(rank, now)
         return [Late(self.round, rank)]
 
@@ -96,8 +104,25 @@ class Agreement:
                 del self._reports[key]
         return self.look(now)
 
+    def _enough_without(self, held: set[Rank]) -> bool:
+        """Whether a round can be made by the others."""
+        there = self.members | self._in
+        return len(there - held) >= min(self.rule.first or self.workers, len(there))
+
+    def _serve_held(self, now: float) -> list[Decision]:
+        held, self._held = sorted(self._held & self.members), set()
+        for rank in held:
+            self.arrivals.served(rank, now)
+        return [Late(self.round, rank) for rank in held]
+
     def look(self, now: float) -> list[Decision]:
         """Close the open round if it can be, as things stand or because of the time."""
+        closed = self._close(now)
+        if closed or not self._enough_without(self._held):
+            closed += self._serve_held(now)
+        return closed
+
+    def _close(self, now: float) -> list[Decision]:
         members = len(self.members | self._in)
         open_s = now - (now if self._opened_at is None else self._opened_at)
         if not self._in or not self.rule.closes(came=len(self._in), members=members, open_s=open_s):
@@ -106,6 +131,7 @@ class Agreement:
         self.made.update(self._in)
         for rank in self._in:
             self.arrivals.served(rank, now)
+            self._dropped_last[rank] = False
         self._in.clear()
         self.round += 1
         self._open(now)

@@ -28,6 +28,11 @@ class Rounds:
     min_first: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("first", "backup", "min_first"):
+            if type(value := getattr(self, name)) not in (int, type(None)):
+                raise ConfigError(f"{name}={value!r}: give a whole number")
+        if self.close_after_s is not None and not isinstance(self.close_after_s, int | float):
+            raise ConfigError(f"close_after_s={self.close_after_s!r}: give seconds above 0")
         if self.first is not None and self.backup is not None:
             raise ConfigError("give first or backup, not both")
         if self.first is not None and self.first < 1:

@@ -16,7 +16,8 @@ class BoundedStaleness:
     applied (SSP); with bound 0 that is rounds.
 
     A holder closes update t when all workers have pushed clock t. What faster workers have pushed
-    meanwhile, of up to ``bound`` later clocks, is part of it.
+    meanwhile, of up to ``bound`` later clocks, is part of it. When a slow one leaves, updates that
+    only it held up close with nothing in them.
     """
 
     bound: int
@@ -80,7 +81,8 @@ class Folding:
         self.clocks.pop(rank, None)
 
     def close(self) -> Closed | None:
-        if not self._waiting or min(self.clocks.values(), default=self.round + 1) <= self.round:
+        waited_for = self.clocks and min(self.clocks.values()) <= self.round
+        if waited_for or not (self.clocks or self._waiting):
             return None
         made, self._waiting = tuple(sorted(self._waiting)), []
         self.round += 1
@@ -159,10 +161,10 @@ class AsTheyCome:
 
     def close(self) -> Closed | None:
         made = (self._next.popleft(),) if self._next else ()
-        if made:
-            self.round += 1
-        begun = {rank for rank in self._early if self.round >= max(1, self.begins_at[rank])}
+        updates = self.round + len(made)
+        begun = {rank for rank in self._early if updates >= self.begins_at[rank]}
         if not made and not begun:
             return None
+        self.round = max(1, updates)  # a result is always one of some update
         self._early -= begun
         return Closed(made, 1, tuple(sorted(begun.union(rank for _, rank in made))))

@@ -99,7 +99,8 @@ class ShardOptimizer:
         whole: bool = False,
     ) -> Sequence[Values | None]:
         held = self._chunk(chunk.index)
-        held.update(mean, settings, rate)
+        if any(values is not None for values in mean):
+            held.update(mean, settings, rate)
         wanted = [whole or values is not None for values in mean]
         return held.current(wanted)
 

@@ -1,0 +1,80 @@
+"""Batches dealt from the whole set: each counts once an epoch."""
+
+from collections import Counter, defaultdict, deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.consistency.leases import Batch, Leases
+
+RANKS = st.integers(0, 4)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["lease", "counts", "dropped", "forfeit"]), RANKS), max_size=120
+)
+
+
+@given(st.integers(1, 7), EVENTS)
+def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
+    batches: int, events: list[tuple[str, int]]
+) -> None:
+    leases = Leases(batches)
+    out: dict[int, deque[Batch]] = defaultdict(deque)  # by worker
+    counted: Counter[Batch] = Counter()
+    for what, rank in events:
+        if what == "lease":
+            batch = leases.lease(rank)
+            assert batch not in counted
+            assert not any(batch in leased for leased in out.values()), "two have it"
+            out[rank].append(batch)
+        elif what == "forfeit":
+            leases.forfeit(rank)
+            out.pop(rank, None)
+        else:
+            leases.settle(rank, counts=what == "counts")
+            settled = out[rank].popleft() if out[rank] else None
+            if settled is not None and what == "counts":
+                counted[settled] += 1
+    # Whoever is left finishes the epochs that have begun.
+    epochs = 1 + max((batch.epoch for batch in counted), default=0)
+    for rank in list(out):
+        leases.forfeit(rank)
+    while len(done := [b for b in counted if b.epoch < epochs]) < epochs * batches:
+        assert sum(counted.values()) <= len(done) + batches, "batches of later epochs come first"
+        counted[leases.lease(0)] += 1
+        leases.settle(0, counts=True)
+    assert set(counted.values()) == {1}
+    assert {Batch(e, n) for e in range(epochs) for n in range(batches)} <= counted.keys()
+    assert leases.counted == len(counted)
+
+
+def test_what_comes_back_is_dealt_first_oldest_first() -> None:
+    leases = Leases(3)
+    assert [leases.lease(0), leases.lease(1), leases.lease(1)] == [
+        Batch(0, 0),
+        Batch(0, 1),
+        Batch(0, 2),
+    ]
+    leases.settle(1, counts=False)
+    leases.settle(0, counts=False)
+    assert [leases.lease(2), leases.lease(2), leases.lease(2)] == [
+        Batch(0, 0),
+        Batch(0, 1),
+        Batch(1, 0),
+    ]
+
+
+def test_a_gradient_belongs_to_the_oldest_batch_that_its_worker_leased() -> None:
+    leases = Leases(9)
+    leases.lease(0), leases.lease(0)
+    leases.settle(0, counts=True)
+    leases.settle(0, counts=False)
+    assert leases.lease(1) == Batch(0, 1)
+    assert leases.counted == 1
+
+
+def test_who_leases_nothing_settles_nothing() -> None:
+    leases = Leases(2)
+    leases.settle(3, counts=True)
+    leases.forfeit(3)
+    assert leases.counted == 0
+    assert leases.lease(3) == Batch(0, 0)
