@@ -106,11 +106,11 @@ class Agreement:
 
     def _enough_without(self, held: set[Rank]) -> bool:
         """Whether a round can be made by the others."""
-        there = self.members | self._in
+        there = (self.members | self._in | held) - self.left
         return len(there - held) >= min(self.rule.first or self.workers, len(there))
 
     def _serve_held(self, now: float) -> list[Decision]:
-        held, self._held = sorted(self._held & self.members), set()
+        held, self._held = sorted(self._held - self.left), set()  # also who was lost since
         for rank in held:
             self.arrivals.served(rank, now)
         return [Late(self.round, rank) for rank in held]

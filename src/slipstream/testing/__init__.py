@@ -2,5 +2,6 @@
 
 from slipstream.testing.clock import VirtualClock
 from slipstream.testing.simulator import Simulation, simulate
+from slipstream.testing.worker import Conduct
 
-__all__ = ["Simulation", "VirtualClock", "simulate"]
+__all__ = ["Conduct", "Simulation", "VirtualClock", "simulate"]

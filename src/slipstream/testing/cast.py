@@ -14,6 +14,7 @@ from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer, Spec, Values
 
 FOREVER_S = 1e9
+Tensors = tuple[bytes | None, ...]  # by tensor; None: no contribution, or no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,15 @@ class Event:
     source: str
     peer: str
     body: AnyBody
+    at_s: float
     priority: int = 0
 
 
 class SimulatedMember(Member):
-    """Waits by letting the network move; a wait that would never end is a WaitLimit at once."""
+    """Waits by letting the network move; a wait that would never end is a WaitLimit at once.
+
+    So is any wait while the stage decides what happens next: it asks again later.
+    """
 
     def __init__(
         self,
@@ -37,27 +42,30 @@ class SimulatedMember(Member):
         clock: VirtualClock,
         *,
         move: Callable[[], bool],
+        waits: Callable[[], bool],
         trace: list[Event],
     ) -> None:
         super().__init__(name, network.endpoint(name), silence_s=FOREVER_S, clock=clock)
         self._network = network
         self._move = move
+        self._waits = waits
         self._trace = trace
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
     ) -> Ticket | None:
-        self._trace.append(Event("sent", self.name, peer, body, priority))
+        self._trace.append(Event("sent", self.name, peer, body, self.now, priority))
         return super().send(peer, body, frames, priority=priority)
 
     def _handle(self, message: Message) -> None:
-        self._trace.append(Event("taken", message.sender, self.name, message.body))
+        self._trace.append(Event("taken", message.sender, self.name, message.body, self.now))
         super()._handle(message)
 
     def take(self, arrived: int) -> None:
-        """Handle what this member told itself, then what has arrived."""
+        """Handle what has arrived, and before and after it what this member tells itself."""
         try:
-            for _ in range(len(self._own) + arrived):
+            while self._own or arrived:
+                arrived -= not self._own
                 self.pump_once(0.0)
         except RuntimeFault as fault:
             self.fail(fault)
@@ -75,7 +83,7 @@ class SimulatedMember(Member):
         limit_s: float,
         missing: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        while not holds() and self.fault is None and self._move():
+        while self._waits() and not holds() and self.fault is None and self._move():
             pass
         super().wait_until(holds, what=what, limit_s=0.0, missing=missing)
 
@@ -85,11 +93,13 @@ class SimulatedMember(Member):
 
 
 class ByteSlots:
-    """A worker's tensors; as in training, a result is written over the contribution."""
+    """A worker's tensors. As in training, a mean is written over the contribution, and weights that
+    servers send have memory of their own."""
 
-    def __init__(self, specs: Sequence[Spec]) -> None:
-        self._held = [Values.empty(spec.numel, spec.dtype) for spec in specs]
-        self._given: list[bool] = [False] * len(specs)
+    def __init__(self, specs: Sequence[Spec], *, weights_return: bool = False) -> None:
+        self._held = [zeros(spec) for spec in specs]
+        self._gradients = [zeros(spec) for spec in specs] if weights_return else self._held
+        self._given = [False] * len(specs)
         self._settled: set[int] = set()
 
     def begin(self, contributions: Sequence[bytes | None]) -> None:
@@ -98,20 +108,30 @@ class ByteSlots:
         for tensor, content in enumerate(contributions):
             self._given[tensor] = content is not None
             if content is not None:
-                memoryview(self._held[tensor].data)[:] = content
+                memoryview(self._gradients[tensor].data)[:] = content
 
-    def results(self) -> tuple[bytes | None, ...]:
+    def results(self) -> Tensors:
         """What came back; None for tensors that nobody contributed to."""
         return tuple(
-            held.data.tobytes() if tensor in self._settled else None
-            for tensor, held in enumerate(self._held)
+            content if tensor in self._settled else None
+            for tensor, content in enumerate(self.contents())
         )
 
+    def contents(self) -> tuple[bytes, ...]:
+        """All there is, whenever it came."""
+        return tuple(held.data.tobytes() for held in self._held)
+
     def source(self, tensor: int) -> Values | None:
-        return self._held[tensor] if self._given[tensor] else None
+        return self._gradients[tensor] if self._given[tensor] else None
 
     def sink(self, tensor: int) -> Values:
         return self._held[tensor]
 
     def settle(self, tensor: int) -> None:
         self._settled.add(tensor)
+
+
+def zeros(spec: Spec) -> Values:
+    values = Values.empty(spec.numel, spec.dtype)
+    values.data[:] = 0
+    return values

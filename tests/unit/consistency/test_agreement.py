@@ -79,6 +79,16 @@ def test_who_is_lost_with_half_a_gradient_delivered_is_served_when_the_rest_come
     assert state.arrived(1, 2, 0, 0.3) == [Late(1, 2)]
 
 
+def test_who_is_lost_while_it_waits_for_the_next_round_is_served_when_that_opens() -> None:
+    state = agreement(3, first=1)
+    state.arrived(0, 0, 0, 0.0)
+    assert state.arrived(0, 2, 0, 0.1) == [Late(1, 2)]
+    state.arrived(0, 0, 1, 0.2)
+    assert state.arrived(0, 2, 1, 0.3) == []  # late twice running
+    state.retire(2, 0.4, lost=True)
+    assert state.arrived(0, 0, 2, 0.5) == [Made(2, (0,)), Late(3, 2)]
+
+
 def test_nobody_makes_a_round_of_nobody() -> None:
     state = agreement(2, first=1, close_after_s=1.0)
     assert state.look(100.0) == []
