@@ -95,6 +95,10 @@ class Agreement:
         self.arrivals.served(rank, now)
         return [Late(self.round, rank)]
 
+    def is_in(self, rank: Rank) -> bool:
+        """Whether its gradient is there for the open round."""
+        return rank in self._in
+
     def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
         """A worker has left, or is given up for lost; rounds close without it."""
         self.members.discard(rank)

@@ -56,9 +56,12 @@ class Leases:
         leased = self._leased.get(rank, deque())
         self._return([leased.pop() for _ in range(min(number, len(leased)))])
 
-    def forfeit(self, rank: Rank) -> None:
-        """A worker has left: others get what it had."""
-        self._return(self._leased.pop(rank, ()))
+    def forfeit(self, rank: Rank, *, keeping: int) -> None:
+        """A worker has left: others get what it had, but for the oldest ones, ``keeping`` of them,
+        whose gradients are in and may yet count."""
+        leased = self._leased.pop(rank, deque())
+        self._leased[rank] = deque(list(leased)[:keeping])
+        self._return(list(leased)[keeping:])
 
     def _return(self, batches: Iterable[Batch]) -> None:
         self._returned = deque(sorted([*self._returned, *batches]))

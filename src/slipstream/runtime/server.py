@@ -221,7 +221,7 @@ class Server:
         if self._agreement is not None:
             now, lost = self.member.now, sender != rank
             if self._leases is not None:
-                self._leases.forfeit(rank)
+                self._leases.forfeit(rank, keeping=self._agreement.is_in(rank))
             self._tell(self._agreement.retire(rank, now, lost=lost))
 
     def look(self) -> None:

@@ -9,7 +9,8 @@ from slipstream.consistency.leases import Batch, Leases
 
 RANKS = st.integers(0, 4)
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["lease", "counts", "dropped", "forfeit"]), RANKS), max_size=120
+    st.tuples(st.sampled_from(["lease", "counts", "dropped", "returned", "forfeit"]), RANKS),
+    max_size=120,
 )
 
 
@@ -26,8 +27,11 @@ def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
             assert batch not in counted
             assert not any(batch in leased for leased in out.values()), "two have it"
             out[rank].append(batch)
+        elif what == "returned":
+            leases.give_back(rank, 2)
+            out[rank] = deque(list(out[rank])[:-2])
         elif what == "forfeit":
-            leases.forfeit(rank)
+            leases.forfeit(rank, keeping=0)
             out.pop(rank, None)
         else:
             leases.settle(rank, counts=what == "counts")
@@ -37,7 +41,7 @@ def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
     # Whoever is left finishes the epochs that have begun.
     epochs = 1 + max((batch.epoch for batch in counted), default=0)
     for rank in list(out):
-        leases.forfeit(rank)
+        leases.forfeit(rank, keeping=0)
     while len(done := [b for b in counted if b.epoch < epochs]) < epochs * batches:
         assert sum(counted.values()) <= len(done) + batches, "batches of later epochs come first"
         counted[leases.lease(0)] += 1
@@ -75,6 +79,16 @@ def test_a_gradient_belongs_to_the_oldest_batch_that_its_worker_leased() -> None
 def test_who_leases_nothing_settles_nothing() -> None:
     leases = Leases(2)
     leases.settle(3, counts=True)
-    leases.forfeit(3)
+    leases.forfeit(3, keeping=0)
     assert leases.counted == 0
     assert leases.lease(3) == Batch(0, 0)
+
+
+def test_what_may_yet_count_is_not_dealt_again() -> None:
+    """A worker is given up for lost after its gradient has arrived, and before the round closes."""
+    leases = Leases(10)
+    lent = [leases.lease(1) for _ in range(3)]
+    leases.forfeit(1, keeping=1)
+    assert [leases.lease(0), leases.lease(0)] == lent[1:]
+    leases.settle(1, counts=True)
+    assert leases.counted == 1
