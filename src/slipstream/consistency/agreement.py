@@ -59,7 +59,8 @@ class Agreement:
     reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
     _reports: dict[tuple[int, Rank], set[int]] = field(default_factory=dict)
     _in: set[Rank] = field(default_factory=set)
-    _held: set[Rank] = field(default_factory=set)  # served when the next round opens
+    _held: dict[Rank, float] = field(default_factory=dict)  # since when; served as a round opens
+    _round_s: float = 0.0  # the last one's duration
     _dropped_last: dict[Rank, bool] = field(default_factory=dict)
     _opened_at: float | None = None
 
@@ -90,7 +91,7 @@ class Agreement:
         self.late.append((round_, rank))
         self._dropped_last[rank] = True
         if again and self._enough_without({*self._held, rank}):
-            self._held.add(rank)
+            self._held[rank] = now
             return []
         self.arrivals.served(rank, now)
         return [Late(self.round, rank)]
@@ -114,7 +115,8 @@ class Agreement:
         return len(there - held) >= min(self.rule.first or self.workers, len(there))
 
     def _serve_held(self, now: float) -> list[Decision]:
-        held, self._held = sorted(self._held - self.left), set()  # also who was lost since
+        held = sorted(self._held.keys() - self.left)  # also who was lost since
+        self._held.clear()
         for rank in held:
             self.arrivals.served(rank, now)
         return [Late(self.round, rank) for rank in held]
@@ -122,7 +124,9 @@ class Agreement:
     def look(self, now: float) -> list[Decision]:
         """Close the open round if it can be, as things stand or because of the time."""
         closed = self._close(now)
-        if closed or not self._enough_without(self._held):
+        # The others may have paused: nobody is held for longer than rounds take.
+        tired = any(now - since > 2 * self._round_s for since in self._held.values())
+        if closed or tired or not self._enough_without(set(self._held)):
             closed += self._serve_held(now)
         return closed
 
@@ -145,5 +149,7 @@ class Agreement:
         return [made]
 
     def _open(self, now: float) -> None:
+        if self._opened_at is not None:
+            self._round_s = now - self._opened_at
         self._opened_at = now
         self.arrivals.opened(self.round, now)

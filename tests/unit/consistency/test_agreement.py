@@ -133,6 +133,18 @@ def test_who_is_late_twice_running_begins_the_next_round_with_the_others() -> No
     assert state.arrived(0, 1, 3, 4.1) == [Late(4, 1)]
 
 
+def test_nobody_is_held_for_longer_than_rounds_take() -> None:
+    """The others may be evaluating, or wait for this very worker."""
+    state = agreement(3, first=2)
+    for round_ in (0, 1):
+        for rank in (0, 1):
+            state.arrived(0, rank, round_, float(round_))
+        state.arrived(0, 2, round_, round_ + 0.5)
+    assert state.look(3.4) == []
+    assert state.look(3.6) == [Late(2, 2)]
+    assert state.look(9.0) == []
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_nobody_waits_for_a_round_that_cannot_be_made_without_them(lost: bool) -> None:
     state = agreement(3, first=2)
@@ -174,6 +186,6 @@ def test_every_gradient_is_decided_on_once(
     answered = Counter(
         rank for d in decided for rank in (d.ranks if isinstance(d, Made) else (d.rank,))
     )
-    waiting = Counter(state._held)  # for the next round to open
+    waiting = Counter(state._held.keys())  # for the next round to open
     assert state.made + state.dropped == answered + waiting
     assert all(gave[rank] == answered[rank] + 1 for rank in range(workers)), "one is under way"
