@@ -37,10 +37,7 @@ def eight(workers: int) -> list[Contestant]:
     firsts = [workers - 1, workers - 2, workers - 3]
     return [
         Contestant("rounds of all", PLAIN),
-        *(
-            Contestant(f"first {n}", f"backup_workers(first={n})", n / workers, n / workers)
-            for n in firsts
-        ),
+        *(Contestant(f"first {n}", f"backup_workers(first={n})", n / workers) for n in firsts),
         Contestant("asynchronous", "async_sgd()", 1.0, 1 / workers),
     ]
 
