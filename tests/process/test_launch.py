@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -203,9 +204,16 @@ def test_terminal_and_its_ctrl_c(stage: Stage) -> None:
 
 
 def test_environment(stage: Stage) -> None:
-    code, out, _ = stage.run("print(dict(os.environ))\ntime.sleep(0)", workers=3)
+    # In one write, short enough not to be cut: print may write a line and its end apart.
+    worker = """
+import json
+wanted = ("RANK", "WORLD_SIZE", "MASTER", "OMP_", "SLIPSTREAM_")
+told = {key: value for key, value in os.environ.items() if any(w in key for w in wanted)}
+os.write(1, (json.dumps(told) + "\\n").encode())
+"""
+    code, out, _ = stage.run(worker, workers=3)
     lines = [line.removeprefix(f"[rank {n}] ") for line in out.splitlines() for n in (1, 2)]
-    envs = {env["RANK"]: env for env in (eval(li) for li in lines if li.startswith("{"))}
+    envs = {env["RANK"]: env for env in (json.loads(li) for li in lines if li.startswith("{"))}
     assert code == 0
     assert sorted(envs) == ["0", "1", "2"]
     for rank, env in envs.items():
