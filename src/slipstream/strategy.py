@@ -55,6 +55,15 @@ class Route:
             )
 
 
+def everywhere(road: Route) -> Callable[[Spec, Cluster], Route]:
+    """The same way for every tensor."""
+
+    def route(spec: Spec, cluster: Cluster) -> Route:
+        return road
+
+    return route
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that is fixed before the first step."""

@@ -226,7 +226,7 @@ class Holder:
             ranks = [rank for _, rank in closed.contributions]
             agree_on_step(self.plan, dict(zip(ranks, made, strict=True)))
         else:
-            self._note(chunk, round_, closed)
+            self._note(round_, closed)
         ages = [max(0, round_ - contribution.read) for contribution in made]
         held.staleness.update(ages)
         means = self._combine(chunk, made, closed.divisor)
@@ -236,7 +236,7 @@ class Holder:
         results = self.updater.apply(chunk, means, settings, rate=rate, whole=whole)
         return self._result(chunk, round_, results, closed.audience)
 
-    def _note(self, chunk: Chunk, round_: int, closed: Closed) -> None:
+    def _note(self, round_: int, closed: Closed) -> None:
         ranks = tuple(rank for _, rank in closed.contributions)
         self.makers[round_, ranks] = None
         if len(self.makers) > KEPT_ROUNDS:

@@ -16,10 +16,9 @@ from slipstream.codecs import Dense
 from slipstream.codecs.dense import Wire
 from slipstream.consistency import Asynchronous
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Route, Strategy, everywhere
 from slipstream.systems.push_pull import order_of_leaving
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 
 def async_sgd(
@@ -36,13 +35,9 @@ def async_sgd(
     ``lr_by_staleness`` divides the learning rate by a gradient's age in updates; with ``ramp_up``
     worker k of n joins after k/n of so many updates, so that staleness grows slowly."""
     road = Route(Sharded(), push=Dense(wire), publish=Dense())
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
-
     return Strategy(
         "async_sgd",
-        route=route,
+        route=everywhere(road),
         consistency=Asynchronous(lr_by_staleness, ramp_up),
         schedule=order_of_leaving(overlap and clip_norm is None, "server"),
         update="server",

@@ -22,10 +22,9 @@ from slipstream.codecs.dense import Wire
 from slipstream.consistency import Rounds
 from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Route, Strategy, everywhere
 from slipstream.systems.push_pull import order_of_leaving
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 
 def backup_workers(
@@ -49,13 +48,9 @@ def backup_workers(
     if isinstance(first, str) and first != "auto":
         raise UnknownStrategy(f"backup_workers(first={first!r}): give a number, or 'auto'")
     road = Route(Sharded(), push=Dense(wire), publish=Dense())
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
-
     return Strategy(
         "backup_workers",
-        route=route,
+        route=everywhere(road),
         consistency=Rounds(
             first=None if isinstance(first, str) else first,
             backup=0 if first is None and close_after_s and backup is None else backup,

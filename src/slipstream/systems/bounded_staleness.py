@@ -17,10 +17,9 @@ from slipstream.codecs import Dense
 from slipstream.codecs.dense import Wire
 from slipstream.consistency import BoundedStaleness
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Route, Strategy, everywhere
 from slipstream.systems.push_pull import order_of_leaving
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 
 def bounded_staleness(
@@ -33,13 +32,9 @@ def bounded_staleness(
 ) -> Strategy:
     """Dense push-pull in which nobody computes with weights older than ``s`` clocks."""
     road = Route(Sharded(), push=Dense(wire), publish=Dense())
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
-
     return Strategy(
         "bounded_staleness",
-        route=route,
+        route=everywhere(road),
         consistency=BoundedStaleness(s),
         schedule=order_of_leaving(overlap, "server"),
         update="server",

@@ -21,9 +21,8 @@ from slipstream.consistency import Rounds
 from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
-from slipstream.strategy import Route, Strategy, Update
+from slipstream.strategy import Route, Strategy, Update, everywhere
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 
 def push_pull(
@@ -40,13 +39,9 @@ def push_pull(
     # New weights are not rounded on the way back: rounding would add up over steps.
     results = gradients if update == "worker" else Dense()
     road = Route(Sharded(), push=gradients, publish=results)
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
-
     return Strategy(
         "push_pull",
-        route=route,
+        route=everywhere(road),
         consistency=Rounds(),
         schedule=order_of_leaving(overlap, update),
         update=update,
