@@ -16,9 +16,9 @@ BITS = "one_bit(chunk_bytes=4096)"
 
 
 def run(
-    nursery: Nursery, folder: Path, doing: str, *, ranks: int, servers: int, strategy: str = BITS
+    nursery: Nursery, folder: Path, doing: str, *, ranks: int, servers: int
 ) -> list[dict[str, Any]]:
-    settings = {"SLIPSTREAM_STRATEGY": strategy, "SLIPSTREAM_SERVERS": str(servers)}
+    settings = {"SLIPSTREAM_STRATEGY": BITS, "SLIPSTREAM_SERVERS": str(servers)}
     checkpoint = str(folder / "checkpoint")
     run = nursery.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
     assert set(run.codes.values()) == {0}, run.told()
@@ -40,6 +40,7 @@ def test_other_numbers_of_workers_owe_the_same(
 ) -> None:
     before = run(nursery, tmp_path, "save", ranks=3, servers=1)
     after = run(nursery, tmp_path, "resume", ranks=ranks, servers=1)
+    assert any(abs(owes) > 1e-2 for owes in before[0]["owed"].values()), "nothing is shown"
     for name in before[0]["owed"]:
         shares = [
             sum(w["owed"][name] for w in workers) / len(workers) for workers in (before, after)
@@ -50,5 +51,9 @@ def test_other_numbers_of_workers_owe_the_same(
 
 def test_a_strategy_that_keeps_none_says_so(nursery: Nursery, tmp_path: Path) -> None:
     run(nursery, tmp_path, "save", ranks=2, servers=1)
-    resumed = run(nursery, tmp_path, "resume", ranks=2, servers=1, strategy="push_pull")
-    assert all(worker["owed"] == {} for worker in resumed)
+    settings = {"SLIPSTREAM_STRATEGY": "push_pull", "SLIPSTREAM_SERVERS": "1"}
+    resumed = nursery.run(WORKER, str(tmp_path / "checkpoint"), "resume", ranks=2, env=settings)
+    assert set(resumed.codes.values()) == {0}, resumed.told()
+    assert "this one keeps none, so they are left out" in resumed.stderr(0)
+    assert "keeps none" not in resumed.stderr(1)
+    assert json.loads((tmp_path / "resume.0.json").read_text())["owed"] == {}
