@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "bounded.h"
 #include "crc32c.h"
 #include "mean.h"
 #include "one_bit.h"
@@ -173,6 +174,88 @@ void one_bit_unpack(nb::handle out, nb::sequence inputs, double divisor) {
     Unpack(target.data(), sources, count, divisor);
 }
 
+slipstream::BoundedValues values_for(const std::string& values) {
+    if (values == "float32") return slipstream::BoundedValues::float32;
+    if (values == "bfloat16") return slipstream::BoundedValues::bfloat16;
+    refuse("values must be float32 or bfloat16, not '" + values + "'");
+}
+
+void check_count(std::size_t count) {
+    if (count > slipstream::kBoundedMost)
+        refuse(std::to_string(count) + " values are more than the " +
+               std::to_string(slipstream::kBoundedMost) + " of a frame");
+}
+
+// The largest float that is not above: the comparison with a float is then as with the double.
+float bound_below(double delta) {
+    if (!std::isfinite(delta) || delta < 0.0)
+        refuse("delta must be finite and not negative, not " +
+               nb::cast<std::string>(nb::repr(nb::float_(delta))));
+    const auto nearest = static_cast<float>(delta);
+    return nearest > delta ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+std::size_t bounded_nbytes(std::size_t count, const std::string& values) {
+    check_count(count);
+    return slipstream::bounded_nbytes(count, values_for(values));
+}
+
+template <auto Pack>
+std::size_t bounded_pack(nb::handle out, nb::handle gradient, nb::handle residual, double delta,
+                         const std::string& values) {
+    const float bound = bound_below(delta);
+    const slipstream::BoundedValues wire = values_for(values);
+    const Buffer target(out, "out", Buffer::Access::write);
+    const Buffer source(gradient, "gradient", Buffer::Access::read);
+    const Buffer kept(residual, "residual", Buffer::Access::write);
+    const std::size_t count = count_floats(source, "gradient");
+    check_count(count);
+    if (kept.nbytes() != source.nbytes())
+        refuse("residual has " + std::to_string(kept.nbytes()) + " bytes, gradient has " +
+               std::to_string(source.nbytes()));
+    const std::size_t room = slipstream::bounded_nbytes(count, wire);
+    if (target.nbytes() < room)
+        refuse("out has " + std::to_string(target.nbytes()) + " bytes where " +
+               std::to_string(count) + " values may take " + std::to_string(room));
+    if (overlap(target, source) || overlap(target, kept) || overlap(source, kept))
+        refuse("out, gradient and residual must not overlap");
+
+    const nb::gil_scoped_release unlocked;
+    return Pack(target.data(), source.data(), kept.data(), count, bound, wire);
+}
+
+void refuse_frame(const Buffer& frame, std::size_t count, const char* reason) {
+    if (reason != nullptr)
+        refuse("frame of " + std::to_string(frame.nbytes()) + " bytes for " +
+               std::to_string(count) + " values: " + reason);
+}
+
+void bounded_check(nb::handle frame, std::size_t count) {
+    check_count(count);
+    const Buffer source(frame, "frame", Buffer::Access::read);
+    const char* reason;
+    {
+        const nb::gil_scoped_release unlocked;
+        reason = slipstream::bounded_check(source.data(), source.nbytes(), count);
+    }
+    refuse_frame(source, count, reason);
+}
+
+template <auto Unpack>
+void bounded_unpack(nb::handle out, nb::handle frame) {
+    const Buffer target(out, "out", Buffer::Access::write);
+    const Buffer source(frame, "frame", Buffer::Access::read);
+    const std::size_t count = count_floats(target, "out");
+    check_count(count);
+    if (overlap(target, source)) refuse("frame overlaps out");
+    const char* reason;
+    {
+        const nb::gil_scoped_release unlocked;
+        reason = Unpack(target.data(), source.data(), source.nbytes(), count);
+    }
+    refuse_frame(source, count, reason);
+}
+
 template <auto Checksum>
 std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
     const Buffer buffer(data, "data", Buffer::Access::read);
@@ -197,6 +280,24 @@ NB_MODULE(_native, m) {
     m.def("one_bit_unpack_portable", &one_bit_unpack<slipstream::one_bit_unpack_portable>,
           "out"_a, "inputs"_a, "divisor"_a = 1.0,
           "The same bytes, whatever the processor offers.");
+    m.def("bounded_nbytes", &bounded_nbytes, "count"_a, "values"_a,
+          "The room that `bounded_pack` needs.");
+    m.def("bounded_pack", &bounded_pack<slipstream::bounded_pack>, "out"_a, "gradient"_a,
+          "residual"_a, "delta"_a, "values"_a,
+          "Write what of `gradient` + `residual` is beyond `delta`; keep the rest.");
+    m.def("bounded_pack_portable", &bounded_pack<slipstream::bounded_pack_portable>, "out"_a,
+          "gradient"_a, "residual"_a, "delta"_a, "values"_a,
+          "The same bytes, whatever the processor offers.");
+    m.def("bounded_check", &bounded_check, "frame"_a, "count"_a,
+          "Refuse what is not a frame of `count` values.");
+    m.def("bounded_add", &bounded_unpack<slipstream::bounded_add>, "out"_a, "frame"_a,
+          "Add the values of a frame to `out`.");
+    m.def("bounded_add_portable", &bounded_unpack<slipstream::bounded_add_portable>, "out"_a,
+          "frame"_a, "The same bytes, whatever the processor offers.");
+    m.def("bounded_write", &bounded_unpack<slipstream::bounded_write>, "out"_a, "frame"_a,
+          "Write the values of a frame, and 0 where it has none.");
+    m.def("bounded_write_portable", &bounded_unpack<slipstream::bounded_write_portable>, "out"_a,
+          "frame"_a, "The same bytes, whatever the processor offers.");
     m.def("crc32c", &checksum<slipstream::crc32c>, "data"_a, "seed"_a = 0,
           "CRC-32C of `data`, continuing the checksum `seed`.");
     m.def("crc32c_portable", &checksum<slipstream::crc32c_portable>, "data"_a, "seed"_a = 0,

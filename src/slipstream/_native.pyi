@@ -58,6 +58,56 @@ def one_bit_unpack(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) 
 def one_bit_unpack_portable(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
     """What `one_bit_unpack` falls back to on a processor without AVX2: the same bytes."""
 
+def bounded_nbytes(count: int, values: Literal["float32", "bfloat16"] | str) -> int:
+    """The room that `bounded_pack` needs for `count` values: no frame of them is larger."""
+
+def bounded_pack(
+    out: _Bytes,
+    gradient: _Bytes,
+    residual: _Bytes,
+    delta: float,
+    values: Literal["float32", "bfloat16"] | str,
+) -> int:
+    """Write the entries of `gradient + residual` (float32) beyond `delta`, and keep the others.
+
+    With `acc = gradient + residual`, an entry travels where `not (abs(acc) <= delta)`, so that a
+    NaN does. One that stays leaves `acc` in `residual`; one that travels as float32 leaves +0, and
+    as bfloat16 what rounding (to nearest even, a finite one to a finite one) leaves, exactly. What is
+    not finite travels and leaves +0.
+
+    The frame is at the start of `out`; the result is its size in bytes. It is dense, or a bitmap
+    and values, or indexes and values, whichever is smallest: `native/bounded.h` has the layout.
+    Equal input gives equal bytes on any processor. No two of the buffers may overlap.
+    """
+
+def bounded_pack_portable(
+    out: _Bytes,
+    gradient: _Bytes,
+    residual: _Bytes,
+    delta: float,
+    values: Literal["float32", "bfloat16"] | str,
+) -> int:
+    """What `bounded_pack` falls back to on a processor without AVX2: the same bytes."""
+
+def bounded_check(frame: _Bytes, count: int) -> None:
+    """Raise ValueError with the reason unless `frame` is one of `count` values, to the last bit."""
+
+def bounded_add(out: _Bytes, frame: _Bytes) -> None:
+    """Add the values of `frame` to `out` (float32), and leave alone where it has none, or zero.
+
+    Checks as `bounded_check` does, before `out` is changed. Every NaN is written as the same quiet
+    NaN.
+    """
+
+def bounded_add_portable(out: _Bytes, frame: _Bytes) -> None:
+    """What `bounded_add` falls back to on a processor without AVX2: the same bytes."""
+
+def bounded_write(out: _Bytes, frame: _Bytes) -> None:
+    """As `bounded_add`, to an `out` of zeros."""
+
+def bounded_write_portable(out: _Bytes, frame: _Bytes) -> None:
+    """What `bounded_write` falls back to on a processor without AVX2: the same bytes."""
+
 def crc32c(data: _Bytes, seed: int = 0) -> int:
     """CRC-32C (Castagnoli) of `data`, continuing the checksum `seed` (0 to 2**32 - 1).
 

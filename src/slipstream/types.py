@@ -96,6 +96,18 @@ class Chunk:
         return self.numel * ITEM_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What an encoder is told of the moment: the clock t, from 1; lrₜ / lr₀; and whether the link
+    lacks bandwidth."""
+
+    clock: int = 1
+    rate: float = 1.0
+    narrow: bool = False
+
+
+HERE = Hop()  # where codecs need not be told
+
 Buffer = memoryview | bytes | bytearray | np.ndarray[Any, np.dtype[np.uint8]]
 
 

@@ -4,18 +4,20 @@ A new codec joins by an entry in ``CODECS``.
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream._native import mean_into
-from slipstream.codecs import Codec, Dense, OneBit
+from slipstream.codecs import Bounded, Codec, Dense, Drop, OneBit
 from slipstream.errors import FrameRefused, IncompatibleRoute
 from slipstream.strategy import describe, rebuild
-from slipstream.types import ITEM_BYTES, Buffer, Spec, Values
+from slipstream.types import ITEM_BYTES, Buffer, Hop, Spec, Values
 
 CODECS: dict[str, Codec] = {
     "dense": Dense(),
@@ -23,12 +25,28 @@ CODECS: dict[str, Codec] = {
     "dense-bfloat16": Dense("bfloat16"),
     "dense-float16": Dense("float16"),
     "one-bit": OneBit(),
+    "bounded": Bounded(0.5),
+    # No float32 beyond this rounds to a bfloat16 within it, which would not travel again.
+    "bounded-bfloat16": Bounded(0.5 + 2**-9, values="bfloat16"),
+    "bounded-zstd": Bounded(Drop(0.9), squeeze="zstd"),
 }
 EXACT = {"dense"}
-TAKES = {"one-bit": ("float32",)}  # else every dtype
-codecs = pytest.mark.parametrize("name", CODECS)
+FLOAT32 = ("float32",)
+TAKES = {name: FLOAT32 for name in CODECS if name.startswith(("one-bit", "bounded"))}  # else all
+needs_cramjam = pytest.mark.skipif(
+    find_spec("cramjam") is None, reason="squeezing needs cramjam: pip install cramjam"
+)
+MARKS = {"bounded-zstd": [needs_cramjam]}
+codecs = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CODECS]
+)
 codecs_and_dtypes = pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in CODECS for dtype in TAKES.get(name, ITEM_BYTES)]
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=MARKS.get(name, []))
+        for name in CODECS
+        for dtype in TAKES.get(name, ITEM_BYTES)
+    ],
 )
 NUMEL = st.integers(0, 300)
 
@@ -56,7 +74,7 @@ def sent(codec: Codec, content: Values, memory: Any = None) -> list[bytes]:
     """Over a link; without a memory, the first time."""
     if memory is None:
         memory = codec.init(content.numel, content.dtype)
-    return received(codec.encode(content, memory))
+    return received(codec.encode(content, memory, Hop()))
 
 
 def decoded(codec: Codec, frames: Sequence[Buffer], numel: int, dtype: str) -> Values:
@@ -192,8 +210,9 @@ def test_a_tensor_may_be_cut_where_the_codec_says_so(
 def test_recipes_are_frozen_values_that_can_be_told_to_a_server(name: str) -> None:
     codec = CODECS[name]
     assert codec.name == name
-    assert hash(codec) == hash(rebuild(describe(codec)))
-    assert rebuild(describe(codec)) == codec
+    told = msgspec.json.decode(msgspec.json.encode(describe(codec)))
+    assert hash(codec) == hash(rebuild(told))
+    assert rebuild(told) == codec
 
 
 @codecs

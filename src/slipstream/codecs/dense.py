@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream._native import mean_into
 from slipstream.errors import ConfigError, FrameRefused, IncompatibleRoute
-from slipstream.types import ITEM_BYTES, Buffer, Spec, Values
+from slipstream.types import HERE, ITEM_BYTES, Buffer, Hop, Spec, Values
 
 Wire = Literal["own", "float32", "bfloat16", "float16"]
 
@@ -49,7 +49,7 @@ class Dense:
     def init(self, numel: int, dtype: str) -> None:
         """Everything travels: nothing is left to remember."""
 
-    def encode(self, values: Values, memory: None = None) -> tuple[Buffer, ...]:
+    def encode(self, values: Values, memory: None = None, hop: Hop = HERE) -> tuple[Buffer, ...]:
         wire = self.wire_dtype(values.dtype)
         if wire == values.dtype:
             return (values.data,)

@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream._native import one_bit_pack, one_bit_unpack
 from slipstream.errors import FrameRefused, IncompatibleRoute
-from slipstream.types import Buffer, Spec, Values
+from slipstream.types import HERE, Buffer, Hop, Spec, Values
 
 SCALES_BYTES = 8
 Residual = np.ndarray[Any, np.dtype[np.float32]]
@@ -50,7 +50,7 @@ class OneBit:
         """The residual: nothing is owed at the start."""
         return np.zeros(numel, dtype=np.float32)
 
-    def encode(self, values: Values, memory: Residual) -> tuple[Buffer, ...]:
+    def encode(self, values: Values, memory: Residual, hop: Hop = HERE) -> tuple[Buffer, ...]:
         out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
         one_bit_pack(out, values.data, memory)
         return (out,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from slipstream.types import Buffer, Spec, Values
+from slipstream.types import Buffer, Hop, Spec, Values
 
 
 class Codec(Protocol):
@@ -34,7 +34,7 @@ class Codec(Protocol):
         """The memory of one segment on one link; None if there is nothing to remember."""
         ...
 
-    def encode(self, values: Values, memory: Any) -> tuple[Buffer, ...]: ...
+    def encode(self, values: Values, memory: Any, hop: Hop) -> tuple[Buffer, ...]: ...
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
         """Raise FrameRefused unless the frames can be decoded into ``numel`` values."""

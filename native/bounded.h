@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace slipstream {
+
+// The value-bounded filter (Parameter Flow's DVF): values within a bound stay, the others travel.
+//
+// A frame of `count` floats is a header of 12 bytes and a body, all little-endian:
+//
+//   byte 0        form of the body: 1 dense, 2 bitmap, 3 indexes
+//   byte 1        its values: 1 float32, 2 bfloat16
+//   byte 2        how it is squeezed; only 0, not at all, is understood here
+//   byte 3        0
+//   bytes 4 - 7   how many values it holds
+//   bytes 8 - 11  its bytes before squeezing
+//
+//   dense    every value, +0 where it stayed
+//   bitmap   the values that travel; then the bits, that of value i in byte i / 8 as bit i % 8, set
+//            where it travels, bits of no value being clear
+//   indexes  the values that travel; then for each the number of values between it and the one
+//            before that travels, as LEB128 of the fewest bytes
+//
+// The form is the smallest of the three and changes no value.
+constexpr std::size_t kBoundedHeader = 12;
+constexpr std::size_t kBoundedMost = std::size_t{1} << 29;  // values; the header counts in 32 bits
+
+enum class BoundedValues : std::uint8_t { float32 = 1, bfloat16 = 2 };
+
+constexpr std::size_t itemsize(BoundedValues values) {
+    return values == BoundedValues::float32 ? 4 : 2;
+}
+
+// The room that packing needs; a frame is never larger.
+constexpr std::size_t bounded_nbytes(std::size_t count, BoundedValues values) {
+    return kBoundedHeader + count * itemsize(values) + (count + 7) / 8;
+}
+
+// Packs acc[i] = gradient[i] + residual[i], in float, and gives the size of the frame.
+//
+// A value travels where not (|acc| <= delta), so that a NaN does. What travels is acc, or the
+// bfloat16 nearest to it (to even; of a finite one the largest finite at most), and residual[i]
+// becomes what that leaves of it, exactly; nothing where it is not finite. Elsewhere residual[i]
+// becomes acc. Every NaN travels as the positive quiet one: so all kernels give the same bytes.
+//
+// `out` has bounded_nbytes(count, values), `count` is at most kBoundedMost. Pointers need no
+// alignment; memory must not overlap.
+using BoundedPack = std::size_t(std::byte* out, const std::byte* gradient, std::byte* residual,
+                                std::size_t count, float delta, BoundedValues values) noexcept;
+
+// Why these are not a frame of `count` floats; null if they are.
+const char* bounded_check(const std::byte* frame, std::size_t nbytes, std::size_t count) noexcept;
+
+// Adds every value of the frame that is not zero to its place in `out`, or writes it there and +0
+// elsewhere. A NaN is stored as the positive quiet one. So all forms and kernels give the same
+// bytes.
+//
+// What is not a frame of `count` floats changes nothing; the answer is that of bounded_check.
+// Memory must not overlap.
+using BoundedUnpack = const char*(std::byte* out, const std::byte* frame, std::size_t nbytes,
+                                  std::size_t count) noexcept;
+
+// The portable ones are what the others fall back to.
+BoundedPack bounded_pack, bounded_pack_portable;
+BoundedUnpack bounded_add, bounded_add_portable;
+BoundedUnpack bounded_write, bounded_write_portable;
+
+}  // namespace slipstream
