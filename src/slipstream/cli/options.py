@@ -36,6 +36,13 @@ Servers = Annotated[
     int,
     typer.Option(min=0, help="Dedicated server processes; 0 puts one beside the first worker."),
 ]
+MayLose = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Workers that may die while the rest go on, where the strategy can do without.",
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the job's figures to this file at its end.")
 ]

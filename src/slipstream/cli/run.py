@@ -26,6 +26,7 @@ def run(
     workers: options.WorkersOrHosts = None,
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
+    may_lose: options.MayLose = 0,
     lab: options.LabHosts = None,
     json: options.JsonFile = None,
     log: options.LogFile = None,
@@ -50,7 +51,13 @@ def run(
     )
     command = [sys.executable, *_program(script, module), *(arguments or [])]
     with places(lab, workers, servers, settings) as where:
-        code = launch(command, where.workers, servers=where.servers, settings=where.settings)
+        code = launch(
+            command,
+            where.workers,
+            servers=where.servers,
+            settings=where.settings,
+            may_lose=may_lose,
+        )
     raise typer.Exit(code)
 
 

@@ -3,5 +3,6 @@
 from slipstream.topologies.mesh import Mesh
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
+from slipstream.topologies.tree import Tree
 
-__all__ = ["Mesh", "Sharded", "Topology"]
+__all__ = ["Mesh", "Sharded", "Topology", "Tree"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slipstream.types import Cluster, Node
+from slipstream.types import Cluster, Node, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,14 @@ class Mesh:
 
     name: ClassVar[str] = "mesh"
     needs_servers: ClassVar[bool] = False
+    relays: ClassVar[bool] = False
     whole_layers: ClassVar[bool] = False
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         return (cluster.worker_nodes,) * len(nbytes)
 
-    def fanout(self, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        return (holder,)
+    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        return ()
+
+    def without(self, rank: Rank) -> Mesh:
+        return self

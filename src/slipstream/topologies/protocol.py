@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.types import Cluster, Node
+from slipstream.types import Cluster, Node, Rank
 
 
 class Topology(Protocol):
@@ -18,6 +18,11 @@ class Topology(Protocol):
     def needs_servers(self) -> bool: ...
 
     @property
+    def relays(self) -> bool:
+        """Whether workers pass results on to others."""
+        ...
+
+    @property
     def whole_layers(self) -> bool:
         """Whether all chunks of a layer have the same holders; ``deal`` is then given layers."""
         ...
@@ -26,6 +31,10 @@ class Topology(Protocol):
         """The holders of each chunk, given every chunk's size."""
         ...
 
-    def fanout(self, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """Who receives what this holder publishes."""
+    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        """To whom ``node`` passes what ``holder`` publishes; the holder itself comes first."""
+        ...
+
+    def without(self, rank: Rank) -> Topology:
+        """The same when this worker is gone: whoever got things through it gets them otherwise."""
         ...

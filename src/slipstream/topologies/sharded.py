@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slipstream.errors import ConfigError, TooManyServers
-from slipstream.types import Cluster, Node
+from slipstream.types import Cluster, Node, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Sharded:
 
     name: ClassVar[str] = "sharded"
     needs_servers: ClassVar[bool] = True
+    relays: ClassVar[bool] = False
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         if cluster.servers < 1:
@@ -41,5 +42,8 @@ class Sharded:
             heapq.heappush(shards, (load + nbytes[index], node))
         return tuple(holders)
 
-    def fanout(self, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        return cluster.worker_nodes
+    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        return cluster.worker_nodes if node == holder else ()
+
+    def without(self, rank: Rank) -> Sharded:
+        return self

@@ -53,5 +53,6 @@ def test_no_servers_at_all_is_a_configuration_error() -> None:
 
 
 def test_every_worker_receives_what_a_shard_publishes() -> None:
-    assert Sharded().fanout(4, Cluster(3, 2)) == (0, 1, 2)
+    assert Sharded().fanout(4, 4, Cluster(3, 2)) == (0, 1, 2)
+    assert Sharded().fanout(1, 4, Cluster(3, 2)) == ()
     assert Sharded.needs_servers

@@ -1,0 +1,148 @@
+"""Star, trees or chain: whichever is predicted to broadcast soonest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+from slipstream.planning.overlays import counts
+from slipstream.planning.overlays.network import Network
+from slipstream.planning.overlays.prediction import Prediction, predict
+from slipstream.planning.overlays.rotation import RankTree, rotate, star
+from slipstream.planning.overlays.shape import Limits, Shape, chain, least_degree, least_depth
+
+DEGREES = (2, 3, 4, 8)
+# 0 leaves the number of leaves open, 0.1 keeps it small where that costs no link across the core.
+ALPHAS = (0.0, 0.1)
+DEPTHS_TRIED = 2  # how many depths are tried, from the least on
+# The program is exact, and quick for a few racks. For many, what is proven to be near the optimum
+# will do: what decides is the predicted time.
+EXACT_RACKS = 4
+GAP = 0.1
+WORTH_WHILE = 0.95  # relays have costs that no link shows: a star is left only for 5 % or more
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to broadcast, and how long it would take; ``limits`` of trees."""
+
+    name: str
+    children: tuple[RankTree, ...]
+    prediction: Prediction
+    limits: Limits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """All that was looked at, star and chain first, and what was taken."""
+
+    candidates: tuple[Candidate, ...]
+    best: Candidate
+
+    @property
+    def star(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def trees(self) -> tuple[Candidate, ...]:
+        """Soonest first."""
+        trees = (one for one in self.candidates if one.limits is not None)
+        return tuple(sorted(trees, key=lambda one: one.prediction.seconds))
+
+    def leading(self, trees: int) -> tuple[Candidate, ...]:
+        """Star, chain, and so many trees: what people want to see."""
+        return (*self.candidates[:2], *self.trees[:trees])
+
+
+def choose_overlay(
+    network: Network,
+    model_bytes: float,
+    block_bytes: float,
+    limits: Sequence[Limits] | None = None,
+) -> Choice:
+    """The soonest of star, chain and trees within these limits; a star unless 5 % are gained."""
+    for name, size in (("model_bytes", model_bytes), ("block_bytes", block_bytes)):
+        if not 0 < size < float("inf"):
+            raise ConfigError(f"{name}={size}: give a number of bytes above 0")
+
+    def candidate(
+        name: str, children: tuple[RankTree, ...], limits: Limits | None = None
+    ) -> Candidate:
+        sizes = {"model_bytes": model_bytes, "block_bytes": block_bytes}
+        return Candidate(name, children, predict(network, children, **sizes), limits)
+
+    if limits is None:
+        limits = list(possible_limits(network.most_targets))
+    candidates = [candidate("star", star(network)), candidate("chain", rotated_chains(network))]
+    for tried in limits:
+        children = rotated_trees(network, tried)
+        if all(children != tree.children for tree in candidates[2:]):
+            candidates.append(candidate("trees", children, tried))
+    best = min(candidates, key=lambda one: one.prediction.seconds)
+    if best.prediction.seconds > WORTH_WHILE * candidates[0].prediction.seconds:
+        best = candidates[0]
+    return Choice(tuple(candidates), best)
+
+
+def possible_limits(
+    hosts: int,
+    *,
+    degree: int | None = None,
+    depth: int | None = None,
+    alpha: float | None = None,
+) -> Iterator[Limits]:
+    """Limits worth a try for so many hosts; what is given is kept to."""
+    if degree is not None and depth is not None:
+        Limits(degree, depth).check(hosts)
+    degrees = {t for t in DEGREES if t < hosts} or {1} if degree is None else {degree}
+    if degree is None and depth is not None:
+        degrees.add(least_degree(depth, hosts))
+    for t in sorted(degrees):
+        least = least_depth(t, hosts)
+        for h in range(least, least + DEPTHS_TRIED) if depth is None else (depth,):
+            if h >= least:
+                for a in ALPHAS if alpha is None else (alpha,):
+                    yield Limits(t, h, a)
+
+
+def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
+    """The cheapest tree for every server, rotated."""
+    gap = 0.0 if len(network.racks) <= EXACT_RACKS else GAP
+    racks = range(len(network.racks))
+    between = [[network.costs.between_racks(network, r, s) for s in racks] for r in racks]
+    solved: dict[counts.Problem, Shape] = {}
+    shapes = []
+    for server, home in enumerate(network.servers):
+        from_root = [network.costs.from_host(network, home, rack) for rack in racks]
+        # Outwards from the server: servers whose racks are alike then have the same problem.
+        home_rack = network.hosts[home].rack
+        nearness = [(from_root[r], (r - home_rack) % len(racks)) for r in racks]
+        order = sorted(racks, key=nearness.__getitem__)
+        there = _targets_by_rack(network, server)
+        problem = counts.Problem(
+            hosts=tuple(there[rack] for rack in order),
+            rack_costs=tuple(tuple(between[r][s] for s in order) for r in order),
+            root_costs=tuple(from_root[rack] for rack in order),
+            limits=limits,
+        )
+        if problem not in solved:
+            solved[problem] = counts.build(counts.solve(problem, gap=gap))
+        shapes.append(solved[problem].among(order))
+    return rotate(network, shapes)
+
+
+def rotated_chains(network: Network) -> tuple[RankTree, ...]:
+    """From host to host, rack by rack, so that no uplink is passed twice in one direction."""
+    racks = len(network.racks)
+    shapes = []
+    for server, home in enumerate(network.servers):
+        there = _targets_by_rack(network, server)
+        turn = [(network.hosts[home].rack + step) % racks for step in range(racks)]
+        shapes.append(chain(rack for rack in turn for _ in range(there[rack])))
+    return rotate(network, shapes)
+
+
+def _targets_by_rack(network: Network, server: int) -> Counter[int]:
+    return Counter(network.hosts[host].rack for host in network.targets(server))

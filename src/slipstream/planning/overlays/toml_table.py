@@ -1,0 +1,87 @@
+"""A table of a TOML file, read key by key: a mistake is refused by file, key and way out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.units import bits_per_second
+
+
+class TomlTable:
+    """A table and where it stands; keys that nobody has asked for are refused by ``done``."""
+
+    def __init__(self, content: dict[str, Any], source: str, path: str = "") -> None:
+        self.content = content
+        self.source = source
+        self.path = path
+        self.asked: list[str] = []
+
+    def refusal(self, key: str, message: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {self._name(key)}: {message}")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.content
+
+    def text(self, key: str, default: str) -> str:
+        value = self._take(key, default)
+        if not isinstance(value, str) or not value:
+            raise self.refusal(key, f"{value!r} is no name; write it in quotation marks")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._take(key, default)
+        wrong = isinstance(value, bool) or not isinstance(value, int | float)
+        if wrong or not 0 <= value < math.inf:
+            raise self.refusal(key, f"{value!r} is no number of 0 or more; write {default}, say")
+        return float(value)
+
+    def rate(self, key: str, default: float | None = None) -> float | None:
+        """In bits/s; ``"none"`` and a key that is not there are no limit, or the default."""
+        value = self._take(key, default)
+        if value is None or value == "none":
+            return None
+        return self.as_rate(key, value)
+
+    def as_rate(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self.refusal(key, f'{value!r} is no rate; write "200mbit" or "1gbit"')
+        try:
+            return bits_per_second(value)
+        except ConfigError as error:
+            raise self.refusal(key, str(error)) from error
+
+    def list(self, key: str) -> list[Any]:
+        value = self._take(key, [])
+        if not isinstance(value, list):
+            raise self.refusal(key, f"{value!r} is no list; write it in square brackets")
+        return value
+
+    def table(self, key: str) -> TomlTable:
+        value = self._take(key, {})
+        if not isinstance(value, dict):
+            raise self.refusal(key, f"{value!r} is no table; write [{self._name(key)}]")
+        return TomlTable(value, self.source, self._name(key))
+
+    def tables(self, key: str) -> tuple[TomlTable, ...]:
+        value = self._take(key, [])
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise self.refusal(key, f"is no list of tables; write [[{self._name(key)}]] for each")
+        return tuple(
+            TomlTable(one, self.source, f"{self._name(key)}[{index}]")
+            for index, one in enumerate(value)
+        )
+
+    def done(self) -> None:
+        for key in self.content:
+            if key not in self.asked:
+                known = ", ".join(sorted(self.asked))
+                raise self.refusal(key, f"nobody reads this key; known here: {known}")
+
+    def _take(self, key: str, default: Any) -> Any:
+        self.asked.append(key)
+        return self.content.get(key, default)
+
+    def _name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key

@@ -1,0 +1,116 @@
+"""A topology file (TOML) as a network; docs/trees.md says what stands in it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.planning.overlays.network import (
+    Host,
+    MeasuredCosts,
+    Network,
+    PositionCosts,
+    Rack,
+)
+from slipstream.planning.overlays.toml_table import TomlTable
+
+
+def read_topology(text: str, source: str) -> Network:
+    """``source`` is what messages call the file."""
+    try:
+        file = TomlTable(tomllib.loads(text), source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from error
+    tables = file.tables("hosts")
+    if not tables:
+        raise file.refusal("hosts", "there is none; write [[hosts]] for every host")
+    racks = _racks(file, tables)
+    hosts = _hosts(file, tables, list(racks))
+    workers = _places(file, tables, "workers")
+    if not workers:
+        raise file.refusal("hosts", "none has a worker; write workers = [0] in the first")
+    # As a job does it: a server beside the first worker of every host.
+    servers = _places(file, tables, "servers") or tuple(dict.fromkeys(workers))
+    costs = _costs(file)
+    for table in (*tables, file):
+        table.done()
+    try:
+        return Network(tuple(racks.values()), hosts, workers, servers, costs)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _racks(file: TomlTable, tables: Sequence[TomlTable]) -> dict[str, Rack]:
+    """By name, in the order in which hosts name them."""
+    core_rate, described = file.rate("core_rate"), file.table("racks")
+    racks = {}
+    for name in dict.fromkeys(table.text("rack", "r0") for table in tables):
+        own = described.table(name)
+        uplink = own.rate("core_rate", core_rate)
+        racks[name] = Rack(name, own.text("aggregation", name), uplink)
+        own.done()
+    for name in described.content:
+        if name not in racks:
+            raise described.refusal(name, 'no host is in this rack; write rack = "…" in its hosts')
+    return racks
+
+
+def _hosts(file: TomlTable, tables: Sequence[TomlTable], racks: list[str]) -> tuple[Host, ...]:
+    for_all = file.rate("rate")
+    hosts: dict[str, Host] = {}
+    for index, table in enumerate(tables):
+        name = table.text("name", f"h{index}")
+        if name in hosts:
+            raise table.refusal("name", f"another host is called {name!r}; give each its own")
+        rate = table.rate("rate", for_all)
+        if rate is None:
+            raise table.refusal("rate", "is missing; give it here or, for all hosts, at the top")
+        hosts[name] = Host(name, racks.index(table.text("rack", "r0")), rate)
+    return tuple(hosts.values())
+
+
+def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int, ...]:
+    """The host of each worker or server, which hosts list by number."""
+    places: dict[int, int] = {}
+    for host, table in enumerate(tables):
+        for number in table.list(key):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise table.refusal(key, f"{number!r} is no number of one; count from 0")
+            if number in places:
+                there = f"hosts[{places[number]}]"
+                raise table.refusal(key, f"{number} is in {there} already; list it once")
+            places[number] = host
+    for number in range(len(places)):
+        if number not in places:
+            highest = len(places) - 1
+            raise file.refusal("hosts", f"{key}: {number} is on none; number them 0 to {highest}")
+    return tuple(places[number] for number in range(len(places)))
+
+
+def _costs(file: TomlTable) -> PositionCosts | MeasuredCosts:
+    paper, given = PositionCosts(), file.table("costs")
+    costs = PositionCosts(
+        given.number("same_edge", paper.same_edge),
+        given.number("same_aggregation", paper.same_aggregation),
+        given.number("otherwise", paper.otherwise),
+    )
+    given.done()
+    measured = file.list("bandwidths")
+    if not measured:
+        return costs
+    if given.content:
+        raise file.refusal("costs", "bandwidths say what links cost; leave out one of the two")
+    return MeasuredCosts.of([_bandwidths(file, i, measured) for i in range(len(measured))])
+
+
+def _bandwidths(file: TomlTable, i: int, rows: list[Any]) -> list[float]:
+    """From host i to every other; what a host has to itself is not looked at."""
+    row = rows[i]
+    if not isinstance(row, list) or len(row) != len(rows):
+        raise file.refusal(f"bandwidths[{i}]", f"give a list of {len(rows)}, one for each row")
+    return [
+        0.0 if i == j else file.as_rate(f"bandwidths[{i}][{j}]", value)
+        for j, value in enumerate(row)
+    ]

@@ -1,0 +1,93 @@
+"""Sharded servers that broadcast over trees: workers pass on what a holder publishes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from slipstream.errors import ConfigError
+from slipstream.topologies.sharded import Sharded
+from slipstream.types import Cluster, Node, Rank
+
+RankTree = tuple[tuple[Rank, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A tree for every server, and chunks dealt to servers as ``Sharded`` deals them.
+
+    ``children[k]`` is server k's: whom the server itself sends to, then whom worker 0, 1, … pass
+    on to. ``gone`` are workers that no tree has to reach any more.
+    """
+
+    children: tuple[RankTree, ...]
+    gone: tuple[Rank, ...] = ()
+
+    name: ClassVar[str] = "tree"
+    needs_servers: ClassVar[bool] = True
+    relays: ClassVar[bool] = True
+    whole_layers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        # As it comes from JSON, these are lists.
+        plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
+        object.__setattr__(self, "children", plain)
+        object.__setattr__(self, "gone", tuple(self.gone))
+
+    def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
+        self.check(cluster)
+        return Sharded().deal(nbytes, cluster)
+
+    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        """Whom ``node`` passes on to what ``holder`` publishes."""
+        tree = self.children[holder - cluster.workers]
+        if node == holder:
+            return tree[0]
+        return tree[node + 1] if node < cluster.workers else ()
+
+    def check(self, cluster: Cluster) -> None:
+        """Refuse trees that are not this cluster's, or that miss a worker or reach it twice."""
+        if len(self.children) != cluster.servers:
+            raise ConfigError(
+                f"{len(self.children)} tree(s) for {cluster.servers} server(s); plan one for each"
+            )
+        for server, tree in zip(cluster.server_nodes, self.children, strict=True):
+            if fault := _fault(tree, cluster, self.gone):
+                raise ConfigError(f"the tree of {cluster.name(server)} {fault}; plan it again")
+
+    def without(self, rank: Rank) -> Tree:
+        """The same trees once a worker is gone: whoever sent to it sends to its children."""
+        if rank in self.gone:
+            return self
+        return Tree(tuple(_bypass(tree, rank) for tree in self.children), (*self.gone, rank))
+
+
+def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
+    """What is wrong with a tree, if anything."""
+    if len(tree) != cluster.workers + 1:
+        return f"is made for {len(tree) - 1} worker(s), not {cluster.workers}"
+    times = Counter(rank for given in tree for rank in given)
+    for rank in sorted({*times, *cluster.worker_nodes}, key=str):
+        wanted = rank in cluster.worker_nodes and rank not in gone
+        if times[rank] != wanted:
+            return f"reaches rank {rank} {times[rank]} time(s) instead of {wanted:d}"
+    # Each has one parent, so what does not hang on the root hangs on itself.
+    reached = list(tree[0])
+    for rank in reached:
+        reached += tree[rank + 1]
+    cut_off = sorted(set(cluster.worker_nodes) - {*reached, *gone})
+    return f"does not reach rank {cut_off[0]}, which is cut off from the server" if cut_off else ""
+
+
+def _bypass(tree: RankTree, rank: Rank) -> RankTree:
+    if not 0 <= rank < len(tree) - 1:
+        raise ConfigError(f"rank {rank} is in no tree; they have ranks 0 to {len(tree) - 2}")
+    heirs = tree[rank + 1]
+    passed_on = [
+        tuple(heir for child in given for heir in (heirs if child == rank else (child,)))
+        for given in tree
+    ]
+    passed_on[rank + 1] = ()
+    return tuple(passed_on)
