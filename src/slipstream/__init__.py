@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.planning.learning_rates import (
         asynchronous_rate,
         decayed_rate,
+        stale_rate,
         synchronous_rate,
     )
     from slipstream.planning.staleness import ramped_staleness
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         backup_workers,
         bounded_staleness,
         one_bit,
+        parameter_flow,
         poseidon,
         push_pull,
     )
@@ -52,11 +54,13 @@ __all__ = [
     "decayed_rate",
     "init",
     "one_bit",
+    "parameter_flow",
     "plan_backups",
     "poseidon",
     "push_pull",
     "ramped_staleness",
     "simulated_staleness",
+    "stale_rate",
     "synchronous_rate",
 ]
 
@@ -79,11 +83,13 @@ _HOMES = {
     "decayed_rate": "planning.learning_rates",
     "init": "job",
     "one_bit": "systems",
+    "parameter_flow": "systems",
     "plan_backups": "planning.backups",
     "poseidon": "systems",
     "push_pull": "systems",
     "ramped_staleness": "planning.staleness",
     "simulated_staleness": "torch.simulated_staleness",
+    "stale_rate": "planning.learning_rates",
     "synchronous_rate": "planning.learning_rates",
 }
 

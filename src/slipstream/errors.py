@@ -13,6 +13,7 @@ SlipstreamError
 └── RuntimeFault                while running
     ├── PeerLost                a member went silent
     ├── PeerFailed              a member said that it failed
+    ├── LeftBehind              the others went on without this worker
     ├── WaitLimit               a wait ran into its limit; names who is missing
     └── FrameRefused            a message that does not fit what was announced
 """
@@ -90,6 +91,18 @@ class PeerFailed(RuntimeFault):
         self.reason = reason
         self.told = told  # by the peer itself: need not be said again
         super().__init__(f"{peer} failed: {reason}")
+
+
+class LeftBehind(RuntimeFault):
+    """The others took this worker for lost and went on without it."""
+
+    def __init__(self, name: str, silence_s: float) -> None:
+        self.name = name
+        super().__init__(
+            f"{name} was not heard for {silence_s:.0f} s, and the others went on without it: it "
+            "has missed updates and cannot come back; start it again from a checkpoint, or give "
+            "slipstream.init a longer silence_limit_s"
+        )
 
 
 class WaitLimit(RuntimeFault):

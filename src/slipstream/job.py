@@ -201,7 +201,7 @@ class Job:
             )
         self._sampled = True
         lease = in_turn(self.rank, self.world_size)
-        if self._replica is not None and not self._replica.plan.consistency.lockstep:
+        if self._replica is not None and not self._replica.plan.together:
             assert self._replica.service is not None
             lease = self._replica.service.lease
         return LeasedBatches(
@@ -375,7 +375,7 @@ class Job:
         calls do nothing.
         """
         model, optimizer = self._distributed("save")
-        if self._replica is not None and not self._replica.plan.consistency.lockstep:
+        if self._replica is not None and not self._replica.plan.together:
             if self.rank == 0:
                 self.wait()
                 step = self._resumed_at if self._replica.plan.consistency.agreed else self.step
@@ -408,7 +408,7 @@ class Job:
         ranks that the writing job had too.
         """
         model, optimizer = self._distributed("load")
-        if not self.plan.consistency.lockstep and self._own_steps:
+        if not self.plan.together and self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.wait()
         self._saves += 1
@@ -601,7 +601,7 @@ class Job:
         if self._replica is None or self._membership is None or self._model is None:
             return
         replica, membership, model = self._replica, self._membership, self._model
-        if replica.plan.consistency.lockstep:
+        if replica.plan.together:
             return
         for exchange in replica.link_exchanges:
             exchange.drain()

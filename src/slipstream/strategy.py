@@ -7,10 +7,10 @@ starts. A plan is a pure value: every member of a job works out the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from slipstream.codecs import Codec, Dense, OneBit
+from slipstream.codecs import Bounded, Codec, Dense, Drop, OneBit
 from slipstream.consistency import Asynchronous, BoundedStaleness, Consistency, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import Verdict, Ways
@@ -19,11 +19,12 @@ from slipstream.planning.hybrid import Hybrid
 from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
 from slipstream.planning.table import Row, shapes_of, tabulate
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
-from slipstream.topologies import Mesh, Sharded, Topology
+from slipstream.topologies import Mesh, Sharded, Topology, Tree
 from slipstream.types import LARGEST_CHUNK_BYTES, Chunk, Cluster, Node, Spec
 
 Road = Literal["links", "collective"]
 Update = Literal["worker", "server"]
+Travels = Literal["gradients", "steps"]  # what enters a worker's optimizer, or what it makes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,9 @@ class Plan:
     hybrid: Hybrid | None = None
     averaged: float | None = None
     clip_norm: float | None = None
+    travels: Travels = "gradients"
+    outlives_workers: bool = False
+    narrow_below: float | None = None
 
     @classmethod
     def make(
@@ -98,6 +102,9 @@ class Plan:
         hybrid: Hybrid | None = None,
         averaged: float | None = None,
         clip_norm: float | None = None,
+        travels: Travels = "gradients",
+        outlives_workers: bool = False,
+        narrow_below: float | None = None,
     ) -> Plan:
         groups = [
             Group(
@@ -140,7 +147,16 @@ class Plan:
             hybrid,
             averaged,
             clip_norm,
+            travels,
+            outlives_workers,
+            narrow_below,
         )
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers make every round and apply every result; else results are whole, and
+        who has missed some is given what they made of the weights."""
+        return self.consistency.lockstep or self.update == "worker"
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -208,6 +224,9 @@ class Strategy:
     hybrid: Hybrid | None = None  # compact gradients where they are cheaper than the route
     averaged: float | None = None  # how much of the averaged weights stays at every update
     clip_norm: float | None = None  # what a worker's whole gradient is cut to before it leaves
+    travels: Travels = "gradients"
+    outlives_workers: bool = False  # whether the rest go on when one is lost
+    narrow_below: float | None = None  # bytes/s; links with less to spare are narrow
 
     def __post_init__(self) -> None:
         if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -215,10 +234,17 @@ class Strategy:
                 f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 1 or more, at most "
                 f"{LARGEST_CHUNK_BYTES}"
             )
-        if not self.consistency.lockstep and self.update != "server":
+        if (self.consistency.agreed or self.consistency.alone) and self.update != "server":
             raise ConfigError(
-                f"{self.name}: workers that do not make every round together take the weights from "
-                "the servers; use update='server'"
+                f"{self.name}: workers that do not make every round take the weights from the "
+                "servers; use update='server'"
+            )
+        if self.travels == "steps" and (
+            self.update == "server" or self.schedule.leaves_during_backward or self.hybrid
+        ):
+            raise ConfigError(
+                f"{self.name}: a worker's step is known after its optimizer's; use "
+                "update='worker' and AfterBackward()"
             )
         for name in ("averaged", "clip_norm"):
             if not isinstance(value := getattr(self, name), int | float | None):
@@ -268,6 +294,9 @@ class Strategy:
             hybrid=self.hybrid,
             averaged=self.averaged,
             clip_norm=self.clip_norm,
+            travels=self.travels,
+            outlives_workers=self.outlives_workers,
+            narrow_below=self.narrow_below,
         )
 
     def portrait(self, specs: Sequence[Spec], workers: int) -> list[str]:
@@ -277,7 +306,7 @@ class Strategy:
         return [
             f"strategy {self.name}, update at the {self.update}, chunks of {self.chunk_bytes}",
             f"{self.consistency}, {self.schedule}, {self.hybrid}",
-            f"averaged {self.averaged}, clip_norm {self.clip_norm}",
+            f"averaged {self.averaged}, clip_norm {self.clip_norm}, {self.travels} travel",
             *sorted(routes),
         ]
 
@@ -285,18 +314,22 @@ class Strategy:
         return any(self.route(spec, cluster).topology.needs_servers for spec in specs)
 
 
+PART = "part"  # marks a part within a part
 PARTS: dict[str, type[Any]] = {
     part.__name__: part
     for part in (
         AfterBackward,
         Asynchronous,
+        Bounded,
         BoundedStaleness,
         Dense,
+        Drop,
         Mesh,
         OneBit,
         Priority,
         Rounds,
         Sharded,
+        Tree,
         WaitFree,
     )
 }
@@ -304,11 +337,19 @@ PARTS: dict[str, type[Any]] = {
 
 def describe(part: Any) -> tuple[str, dict[str, Any]]:
     """A frozen part as plain data, for the wire: its name and its fields."""
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    values = {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
     return type(part).__name__, values
+
+
+def _plain(value: Any) -> Any:
+    return {PART: list(describe(value))} if is_dataclass(value) else value
 
 
 def rebuild(description: Sequence[Any]) -> Any:
     """The part that ``describe`` described."""
     name, values = description
-    return PARTS[name](**values)
+    return PARTS[name](**{field: _built(value) for field, value in values.items()})
+
+
+def _built(value: Any) -> Any:
+    return rebuild(value[PART]) if isinstance(value, dict) and PART in value else value

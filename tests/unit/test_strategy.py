@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import make_plan, spec_lists, vector
 
-from slipstream.codecs import Dense, OneBit
+from slipstream.codecs import Bounded, Dense, Drop, OneBit
 from slipstream.consistency import Asynchronous, BoundedStaleness, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute, TooManyServers
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.strategy import PARTS, Plan, Route, Strategy, Update, describe, rebuild
-from slipstream.topologies import Mesh, Sharded
+from slipstream.topologies import Mesh, Sharded, Tree
 from slipstream.types import Cluster, Spec
 
 SHARDED = Route(Sharded(), push=Dense(), publish=Dense())
@@ -157,13 +157,16 @@ def test_plans_are_values() -> None:
 EXAMPLES = {
     "AfterBackward": AfterBackward(),
     "Asynchronous": Asynchronous(by_staleness=True, ramp_up=10),
-    "BoundedStaleness": BoundedStaleness(3),
+    "Bounded": Bounded(Drop(0.9), decay="root", narrow=0.5, values="bfloat16", squeeze="lz4"),
+    "BoundedStaleness": BoundedStaleness(3, rate_factor=0.5),
     "Dense": Dense("float16"),
+    "Drop": Drop(0.5),
     "Mesh": Mesh(),
     "OneBit": OneBit(),
     "Priority": Priority(),
     "Rounds": Rounds(first=3, close_after_s=0.5),
     "Sharded": Sharded(),
+    "Tree": Tree((((1,), (), (0,)),)),
     "WaitFree": WaitFree(),
 }
 

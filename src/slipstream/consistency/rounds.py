@@ -80,7 +80,7 @@ class Rounds:
         return seen <= result
 
     def book(self, workers: int) -> WholeRounds | AgreedRounds:
-        return WholeRounds(workers) if self.lockstep else AgreedRounds()
+        return WholeRounds(set(range(workers))) if self.lockstep else AgreedRounds()
 
     def closes(self, *, came: int, members: int, open_s: float) -> bool:
         """Whether a round is complete that ``came`` of ``members`` have made in this time."""
@@ -98,13 +98,15 @@ class Rounds:
 
 @dataclass(slots=True)
 class WholeRounds:
-    """Every worker makes every round."""
+    """Every worker that is there makes every round."""
 
-    workers: int
+    members: set[Rank]
     round: int = 0
     _came: dict[int, set[Rank]] = field(default_factory=dict)
 
     def arrive(self, rank: Rank, clock: int) -> bool:
+        if rank not in self.members:
+            raise FrameRefused(f"rank {rank} has left")
         # On a mesh a peer may close round t before this holder does, and be one round ahead.
         if not self.round <= clock <= self.round + 1:
             raise FrameRefused(f"round {clock} while round {self.round} is open")
@@ -115,11 +117,11 @@ class WholeRounds:
         return True
 
     def retire(self, rank: Rank) -> None:
-        """Every worker makes every round: one that leaves early is missed elsewhere."""
+        self.members.discard(rank)
 
     def close(self) -> Closed | None:
         came = self._came.get(self.round, set())
-        if len(came) < self.workers:
+        if not came or self.members - came:
             return None
         del self._came[self.round]
         made = tuple((self.round, rank) for rank in sorted(came))

@@ -18,13 +18,18 @@ class BoundedStaleness:
     A holder closes update t when all workers have pushed clock t. What faster workers have pushed
     meanwhile, of up to ``bound`` later clocks, is part of it. When a slow one leaves, updates that
     only it held up close with nothing in them.
+
+    ``rate_factor`` multiplies learning rates: what is stable in rounds may not be here.
     """
 
     bound: int
+    rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if type(self.bound) is not int or self.bound < 0:
             raise ConfigError(f"a staleness bound of {self.bound!r}: give 0 or more")
+        if not isinstance(self.rate_factor, int | float) or not 0 < self.rate_factor <= 1:
+            raise ConfigError(f"rate_factor={self.rate_factor!r}: give a number up to 1, above 0")
 
     @property
     def lockstep(self) -> bool:
@@ -55,7 +60,7 @@ class BoundedStaleness:
         return Folding(self.bound, dict.fromkeys(range(workers), 0))
 
     def rate(self, staleness: int) -> float:
-        return 1.0
+        return self.rate_factor
 
 
 @dataclass(slots=True)

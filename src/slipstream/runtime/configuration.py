@@ -38,6 +38,8 @@ class Configuration(msgspec.Struct, frozen=True):
     silence_s: float
     optimizer: OptimizerRecipe | None = None
     averaged: float | None = None
+    outlives_workers: bool = False
+    narrow_below: float | None = None
 
     @classmethod
     def of(
@@ -64,6 +66,8 @@ class Configuration(msgspec.Struct, frozen=True):
             silence_s=silence_s,
             optimizer=optimizer,
             averaged=plan.averaged,
+            outlives_workers=plan.outlives_workers,
+            narrow_below=plan.narrow_below,
         )
 
     def plan(self) -> Plan:
@@ -93,6 +97,8 @@ class Configuration(msgspec.Struct, frozen=True):
             update=update,
             chunk_bytes=self.chunk_bytes,
             averaged=self.averaged,
+            outlives_workers=self.outlives_workers,
+            narrow_below=self.narrow_below,
         )
 
     def encode(self) -> bytes:

@@ -33,10 +33,10 @@ OUTPUT_S = 1.0
 class Crew:
     """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, may_lose: int = 0) -> None:
         self._limits = limits
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._watch = Supervision(limits, time.monotonic)
+        self._watch = Supervision(limits, time.monotonic, may_lose)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: list[ServerProcess] = []
         self._output: list[threading.Thread] = []
@@ -121,8 +121,11 @@ class Crew:
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        lost = len(self._watch.lost)
         with contextlib.suppress(queue.Empty):
             self._kill_workers(self._watch.take(self._events.get(timeout=remaining_s)))
+        for ended in self._watch.lost[lost:]:
+            say(f"{ended}; the others go on")
 
     def _kill_workers(self, signum: signal.Signals | None) -> None:
         if signum is None:
@@ -147,6 +150,13 @@ class Crew:
         assert self._guardian.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._guardian.stdin.write(f"{group}\n".encode())
+
+
+def say(line: str) -> None:
+    """A word of the launcher's own, beside what the workers print."""
+    with contextlib.suppress(OSError):  # the terminal has gone, which is often why we are here
+        sys.stderr.write(f"slipstream: {line}\n")
+        sys.stderr.flush()
 
 
 def _start_guardian() -> subprocess.Popen[bytes]:

@@ -17,9 +17,10 @@ from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.runtime.holder import Holder, PublishMean, split_frames
 from slipstream.runtime.member import Member
 from slipstream.strategy import Plan
+from slipstream.topologies import Topology
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Message, Publish, Push, Settings, checksum
-from slipstream.types import Buffer, Chunk, Values
+from slipstream.types import Buffer, Chunk, Hop, Rank, Values
 
 LEAVING_PAUSE_S = 0.0005
 
@@ -87,6 +88,8 @@ class LinkExchange:
         self.step = 0
         self.wait_s = 0.0
         self.settings: Callable[[], Settings | None] = lambda: None
+        self.rate: Callable[[], float] = lambda: 1.0  # the learning rate, as part of the highest
+        self.narrow: Callable[[], bool] = lambda: False  # whether links out lack bandwidth
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self._member = member
@@ -113,6 +116,7 @@ class LinkExchange:
         self._made_round = 0  # this worker's contributions were to the rounds before
         self._told_round = 0  # results have come of the rounds before
         self._sinks: dict[int, Values] = {}
+        self._topologies: list[Topology] = [route.topology for route in plan.routes]
         self._holder = Holder(rank, plan, PublishMean())
         member.on(Publish, self._on_publish)
         member.on(Push, self._on_push)
@@ -163,11 +167,12 @@ class LinkExchange:
         frames: list[Buffer] = []
         present = bytearray()
         memories = self._memories[chunk.index]
+        hop = Hop(self.step + 1, self.rate(), self.narrow())
         for segment, memory in zip(chunk.segments, memories, strict=True):
             values = self._slots.source(segment.tensor)
             present.append(values is not None)
             if values is not None:
-                frames.extend(codec.encode(values.part(segment.start, segment.stop), memory))
+                frames.extend(codec.encode(values.part(segment.start, segment.stop), memory, hop))
         if self.plan.consistency.under_way > 1:
             # The next step's gradient may come before this one has left.
             frames = [bytes(memoryview(frame)) for frame in frames]
@@ -179,6 +184,7 @@ class LinkExchange:
             checksum(frames),
             self.settings(),
             self._committed[chunk.index],
+            hop.rate,
         )
         self._rounds[chunk.index] += 1
         self._made_round = max(self._made_round, self._rounds[chunk.index])
@@ -298,8 +304,8 @@ class LinkExchange:
             out = self._sinks[tensor].part(segment.start, segment.stop)
             route.publish.decode_into(group, out)
             self._unwritten[tensor].discard(chunk.index)
-            # Out of lockstep, pieces of a tensor are of different rounds, and none is waited for.
-            if not self._unwritten[tensor] or not self.plan.consistency.lockstep:
+            # Results that are whole are of different rounds, and none is waited for.
+            if not self._unwritten[tensor] or not self.plan.together:
                 del self._sinks[tensor], self._unwritten[tensor]
                 self._slots.settle(tensor)
 
@@ -308,18 +314,44 @@ class LinkExchange:
     def _on_publish(self, message: Message) -> None:
         body = message.body
         assert isinstance(body, Publish)
+        if self._has(body):
+            return
         self._admit(message.sender, body, message.frames)
+        self._pass_on(body, message.frames)
         self._seen[body.chunk] = body.round + 1
         with self._member.changed:
             self._told_round = max(self._told_round, body.round + 1)
-            self._arrived[body.chunk] = (body, message.frames)
+            self._park(body, message.frames)
             self._member.changed.notify_all()
+
+    def _has(self, body: Publish) -> bool:
+        """Whether this came before: it is sent again where somebody may not have got it."""
+        sent_again = self.plan.outlives_workers and self.plan.together
+        return sent_again and body.round < self._seen.get(body.chunk, 0)
+
+    def _park(self, body: Publish, frames: Sequence[Buffer]) -> None:
+        self._arrived[body.chunk] = (body, frames)
+
+    def _pass_on(self, body: Publish, frames: Sequence[Buffer]) -> None:
+        """To those who get it through this worker: as it came, and before anything else."""
+        cluster, chunk = self.plan.cluster, self._chunks[body.chunk]
+        topology = self._topologies[chunk.route]
+        for holder in self.plan.holders[body.chunk]:
+            for node in topology.fanout(self.rank, holder, cluster):
+                name = cluster.name(node)
+                self._count(self.sent, name, self.plan.route(chunk).scheme, frames)
+                self._member.send(name, body, frames, priority=self.plan.priority(chunk))
+
+    def lose(self, rank: Rank) -> None:
+        """A worker is gone: whoever got results through it gets them otherwise."""
+        self._topologies = [topology.without(rank) for topology in self._topologies]
+        self._holder.retire(rank)
 
     def _admit(self, sender: str, body: Publish, frames: Sequence[Buffer]) -> None:
         chunk = self._chunks.get(body.chunk)
         if chunk is None:
             raise FrameRefused(f"a result for chunk {body.chunk}, which does not travel links")
-        if sender not in {self.plan.cluster.name(n) for n in self.plan.holders[chunk.index]}:
+        if not self._may_pass_on(sender, chunk):
             raise FrameRefused(f"{sender} does not hold chunk {chunk.index}")
         if not self.plan.consistency.follows(
             seen=self._seen[chunk.index], begun=self._rounds[chunk.index], result=body.round
@@ -333,6 +365,14 @@ class LinkExchange:
         if checksum(frames) != body.crc:
             raise FrameRefused(f"checksum of chunk {chunk.index} does not match its bytes")
         self._count(self.received, sender, self.plan.route(chunk).scheme, frames)
+
+    def _may_pass_on(self, sender: str, chunk: Chunk) -> bool:
+        """The holder; or a worker, where these pass things on: who does changes with losses."""
+        cluster, holders = self.plan.cluster, self.plan.holders[chunk.index]
+        if sender in {cluster.name(holder) for holder in holders}:
+            return True
+        relays = self.plan.route(chunk).topology.relays
+        return relays and 0 <= rank_of(sender) < cluster.workers
 
     def _on_push(self, message: Message) -> None:
         """A peer's contribution, where workers hold chunks themselves (mesh)."""

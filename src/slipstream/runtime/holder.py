@@ -6,8 +6,8 @@ same code.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from slipstream.consistency.rounds import AgreedRounds
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.strategy import Plan
 from slipstream.transports.wire import Publish, Push, Settings, checksum
-from slipstream.types import Buffer, Chunk, Node, Rank, Values
+from slipstream.types import HERE, Buffer, Chunk, Hop, Node, Rank, Values
 
 KEPT_ROUNDS = 1024
 
@@ -76,6 +76,7 @@ class Contribution:
     read: int
     segments: tuple[Sequence[Buffer] | None, ...]
     settings: Settings | None
+    rate: float
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Held:
     book: Book
     arrived: dict[tuple[int, Rank], Contribution] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
+    recent: deque[Result] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Holder:
     def __init__(self, node: Node, plan: Plan, updater: Updater) -> None:
         self.plan = plan
         self.updater = updater
+        self.narrow: Callable[[], bool] = lambda: False  # whether links out lack bandwidth
         # Who made the last rounds; a round that chunks were made of by others stands twice.
         self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}
         workers = plan.cluster.workers
@@ -128,8 +131,9 @@ class Holder:
         if body.read > body.round:
             raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
         if held.book.arrive(rank, body.round):
-            contribution = Contribution(body.step, body.read, segments, body.settings)
-            held.arrived[body.round, rank] = contribution
+            held.arrived[body.round, rank] = Contribution(
+                body.step, body.read, segments, body.settings, body.rate
+            )
         self._count_part(body.round, rank)
         return self._close(chunk, held)
 
@@ -148,6 +152,10 @@ class Holder:
             held.book.retire(rank)
             results += self._close(self.plan.chunks[index], held)
         return results
+
+    def replay(self) -> list[Result]:
+        """Results that some worker may not have yet, where it would miss them."""
+        return [result for held in self._held.values() for result in held.recent]
 
     def whole(self) -> list[tuple[int, Rank]]:
         """Rounds and workers whose contributions have all come since this was last asked."""
@@ -171,7 +179,8 @@ class Holder:
             if held.book.round != round_ or not round_:
                 raise FrameRefused(f"round {round_} is not open")
             chunk = self.plan.chunks[index]
-            results.append(self._result(chunk, round_ - 1, self.updater.current(chunk), (rank,)))
+            now = self.updater.current(chunk)
+            results.append(self._result(chunk, round_ - 1, HERE, now, (rank,)))
         return results
 
     def memories(self, index: int) -> Sequence[Any]:
@@ -212,6 +221,11 @@ class Holder:
         while (closed := held.book.close()) is not None:
             made = [held.arrived.pop(key) for key in closed.contributions]
             results.append(self._make(chunk, held, closed, made))
+            if self.plan.outlives_workers and self.plan.together:
+                held.recent.append(results[-1])
+                # Whoever lacks one of these has not begun more rounds than may be under way.
+                if len(held.recent) > self.plan.consistency.under_way:
+                    held.recent.popleft()
             if self.plan.consistency.agreed:
                 held.arrived.clear()  # what came and did not make it
         return results
@@ -232,9 +246,16 @@ class Holder:
         means = self._combine(chunk, made, closed.divisor)
         rate = min((consistency.rate(age) for age in ages), default=1.0)
         settings = made[0].settings if made else None
-        whole = not consistency.lockstep
+        whole = not self.plan.together
         results = self.updater.apply(chunk, means, settings, rate=rate, whole=whole)
-        return self._result(chunk, round_, results, closed.audience)
+        return self._result(chunk, round_, self._hop(made), results, closed.audience)
+
+    def _hop(self, made: Sequence[Contribution]) -> Hop:
+        """Rounds begin anew with a checkpoint, steps go on."""
+        if not made:
+            return HERE
+        clock = 1 + max(contribution.step for contribution in made)
+        return Hop(clock, min(contribution.rate for contribution in made), self.narrow())
 
     def _note(self, round_: int, closed: Closed) -> None:
         ranks = tuple(rank for _, rank in closed.contributions)
@@ -246,6 +267,7 @@ class Holder:
         self,
         chunk: Chunk,
         round_: int,
+        hop: Hop,
         values: Sequence[Values | None],
         audience: tuple[Rank, ...] | None,
     ) -> Result:
@@ -253,7 +275,7 @@ class Holder:
         frames: list[Buffer] = []
         for each, memory in zip(values, self._memories[chunk.index], strict=True):
             if each is not None:
-                frames.extend(codec.encode(each, memory))
+                frames.extend(codec.encode(each, memory, hop))
         present = bytes(each is not None for each in values)
         body = Publish(chunk.index, round_, present, checksum(frames))
         return Result(body, tuple(frames), audience)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import LaunchError
-from slipstream.runtime.crew import Crew
+from slipstream.runtime.crew import Crew, say
 from slipstream.runtime.environment import LOOPBACK, address_of
 from slipstream.runtime.processes import (
     SERVER_COMMAND,
@@ -52,12 +53,14 @@ def launch(
     servers: Sequence[Placement] = (),
     settings: Settings | None = None,
     limits: Limits | None = None,
+    may_lose: int = 0,
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
     """Runs ``command`` once a placement; returns the exit code of the job.
 
     Rank 0 has this process's terminal, the others' lines come under their name. When one fails,
-    the rest are stopped, one line says which, and its code is returned (128 + n for signal n).
+    the rest are stopped, one line says which, and its code is returned (128 + n for signal n);
+    of workers after rank 0, ``may_lose`` may fail while the rest go on.
     Nothing it started is left when it returns, nor when this process is killed. Call it from the
     main thread: it takes over SIGINT, SIGTERM and SIGHUP for as long as it runs.
     """
@@ -66,7 +69,7 @@ def launch(
     job = secrets.token_hex(8)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(settings)) if _holds_port(settings) else None
-        crew = stack.enter_context(Crew(limits or Limits()))
+        crew = stack.enter_context(Crew(limits or Limits(), may_lose=may_lose))
         shards = _add_servers(crew, servers, secret, job, settings, server_command)
         if crew.servers_announced():
             env = _job_environment(settings, secret, job, listener, len(workers), shards)
@@ -197,11 +200,8 @@ def _listen(settings: Settings) -> socket.socket:
 def _report(verdict: Verdict) -> None:
     if not verdict.line:
         return
-    try:
+    with contextlib.suppress(OSError):
         if sys.stderr.isatty():
             # A progress bar that was cut off leaves the cursor hidden, in the middle of a line.
             sys.stderr.write("\x1b[?25h\n")
-        sys.stderr.write(f"slipstream: {verdict.line}\n")
-        sys.stderr.flush()
-    except OSError:
-        return  # the terminal has gone, which is often why we are here
+    say(verdict.line)

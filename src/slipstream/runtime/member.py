@@ -92,6 +92,7 @@ class Member:
         self.retired: set[str] = set()  # rank 0 only: workers that have made their last round
         self.final: bool | None = None  # rank 0's word that nobody trains any more
         self.on_lost: Callable[[str], None] | None = None  # None: nobody may be lost
+        self.takes_back = True  # whether who was lost may come back
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
         self.fault: RuntimeFault | None = None
@@ -219,6 +220,8 @@ class Member:
 
     def _handle(self, message: Message) -> None:
         if message.sender in self.lost:
+            if not self.takes_back:
+                return
             self._welcome_back(message.sender)
         self.roster.hear(message.sender, self._clock())
         handler = self._handlers.get(type(message.body))
@@ -243,12 +246,21 @@ class Member:
             self._miss_the_finished()
         elif HUB in self.roster.heard:
             self.transport.send(HUB, Beat({self.name: self.round}), priority=CONTROL)
+        self._miss_the_dead(now)
         if late_s > BEAT_S:
             return  # this member was away itself: what the others sent meanwhile is still unread
         for name, age in self.roster.silent(now):
             # Python may be busy with one long call; then the link still answers.
             if not self.transport.link_alive(name) or age > PATIENCE * self.roster.silence_s:
                 self._miss(name, age)
+
+    def _miss_the_dead(self, now: float) -> None:
+        """Where the rest go on, they need not wait until one that has died is silent for long."""
+        if self.on_lost is None or not self.is_hub:
+            return
+        for name, heard in list(self.roster.heard.items()):
+            if name.startswith("rank ") and self.transport.link_refused(name):
+                self._miss(name, now - heard)
 
     def _miss(self, name: str, age: float) -> None:
         """A member is silent: the others go on without it, or the job has failed."""

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ class Rendezvous:
         self.limit_s = limit_s
         self._env = env
         self._watch: Callable[[], None] = lambda: None
+        self.lost: Collection[str] = ()  # who is not waited for
         self.store = distributed.PrefixStore(
             f"slipstream/{env.attempt}/{next(_jobs)}", open_store(env, limit_s)
         )
@@ -70,7 +71,7 @@ class Rendezvous:
         """Until all keys are there; ``whom`` says who posts which."""
         deadline = time.monotonic() + self.limit_s
         pause_s = SHORTEST_PAUSE_S
-        while not self._has(list(whom)):
+        while not self._has([key for key, name in whom.items() if name not in self.lost]):
             self._watch()
             if time.monotonic() > deadline:
                 missing = [name for key, name in whom.items() if not self._has([key])]
@@ -103,11 +104,15 @@ class Rendezvous:
         return msgspec.msgpack.decode(content, type=kind)
 
     def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
-        """Everybody's value, by rank; every rank must call it with the same key."""
+        """Everybody's value, by rank; every rank must call it with the same key.
+
+        Who is lost is left out.
+        """
         self.post(f"{key}/{self._env.rank}", value)
         ranks = range(self._env.world_size)
         self._wait({f"{key}/{rank}": f"rank {rank}" for rank in ranks})
-        return [self.read(f"{key}/{rank}", rank, kind) for rank in ranks]
+        here = [rank for rank in ranks if f"rank {rank}" not in self.lost]
+        return [self.read(f"{key}/{rank}", rank, kind) for rank in here]
 
 
 def waiting_for(key: str) -> str:

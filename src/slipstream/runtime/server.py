@@ -28,9 +28,11 @@ from slipstream.runtime.accounts import figures_of
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.factor_holder import FactorHolder
+from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.holder import Holder, PublishMean, Result, Updater
 from slipstream.runtime.member import HUB, Handler, Member, internal_fault
 from slipstream.strategy import Plan
+from slipstream.topologies import Topology
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
@@ -49,6 +51,7 @@ from slipstream.transports.wire import (
     Message,
     Push,
     Ready,
+    Rerouted,
     Retire,
     Serve,
     Snapshot,
@@ -56,7 +59,7 @@ from slipstream.transports.wire import (
     checksum,
 )
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
-from slipstream.types import Node
+from slipstream.types import Chunk, Node, Rank
 
 DECIDING = "server 0"
 IDLE_S = 0.25
@@ -69,10 +72,13 @@ class Server:
     def __init__(self, index: int, member: Member) -> None:
         self.index = index
         self.member = member
-        self._holder: Holder | None = None
+        self.holder: Holder | None = None
         self._factors: FactorHolder | None = None
         self._agreement: Agreement | None = None
         self._leases: Leases | None = None
+        self._gone: set[Rank] = set()
+        self._unsure: dict[Rank, set[Rank]] = {}  # by who was lost: workers that may not know yet
+        self._topologies: list[Topology] = []
         member.on(Configure, self._on_configure)
         member.on(Push, self._on_push)
         member.on(Compact, self._on_compact)
@@ -80,6 +86,7 @@ class Server:
         member.on(Commit, self._on_commit)
         member.on(Serve, self._on_serve)
         member.on(Retire, self._on_retire)
+        member.on(Rerouted, self._on_rerouted)
         member.on(Inquire, self._on_inquire)
         member.on(Snapshot, self._on_snapshot)
         member.on(Lease, self._on_lease)
@@ -89,7 +96,7 @@ class Server:
         return self.member.dismissed or self.member.fault is not None
 
     def _on_configure(self, message: Message) -> None:
-        if message.sender != HUB or len(message.frames) != 1 or self._holder is not None:
+        if message.sender != HUB or len(message.frames) != 1 or self.holder is not None:
             raise FrameRefused("only rank 0 configures a server, and once")
         configuration = Configuration.decode(message.frames[0])
         for name, address in configuration.addresses.items():
@@ -97,8 +104,13 @@ class Server:
         self.member.roster.silence_s = configuration.silence_s
         try:
             plan = configuration.plan()
+            self._topologies = [route.topology for route in plan.routes]
             node = plan.cluster.server_nodes[self.index]
-            self._holder = Holder(node, plan, self._updater(configuration, plan, node))
+            self.holder = Holder(node, plan, self._updater(configuration, plan, node))
+            workers = [plan.cluster.name(worker) for worker in plan.cluster.worker_nodes]
+            transport, enough = self.member.transport, plan.narrow_below
+            watch = LinkWatch(transport, workers, enough, lambda: self.member.now)
+            self.holder.narrow = watch.narrow
             if configuration.optimizer is None:
                 self.member.on(Fetch, self._on_fetch_memories)
                 self.member.on(State, from_hub(self._on_memories))
@@ -132,7 +144,7 @@ class Server:
     def _worker(self, message: Message) -> int:
         """The rank of a worker that may be answered."""
         rank = rank_of(message.sender)
-        if self._holder is None or not 0 <= rank < self._holder.plan.cluster.workers:
+        if self.holder is None or not 0 <= rank < self.holder.plan.cluster.workers:
             raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
         return rank
 
@@ -168,21 +180,21 @@ class Server:
             self._leases.settle(rank, counts=True)  # every gradient does
 
     def _on_push(self, message: Message) -> None:
-        if self._holder is None:
+        if self.holder is None:
             raise FrameRefused("a push before the plan is known")
         assert isinstance(message.body, Push)
         body, frames = message.body, message.frames
-        self._publish(self._holder.plan, self._holder.push, rank_of(message.sender), body, frames)
-        for round_, rank in self._holder.whole():
+        self._publish(self.holder.plan, self.holder.push, rank_of(message.sender), body, frames)
+        for round_, rank in self.holder.whole():
             self.member.send(DECIDING, Arrived(rank, round_))
 
     # ---- what codecs remember, for checkpoints
 
     def _on_fetch_memories(self, message: Message) -> None:
         assert isinstance(message.body, Fetch)
-        assert self._holder is not None
+        assert self.holder is not None
         self._worker(message)
-        memories = [m for m in self._holder.memories(message.body.chunk) if m is not None]
+        memories = [m for m in self.holder.memories(message.body.chunk) if m is not None]
         entries = [(segment, "residual", "float32") for segment in range(len(memories))]
         frames = [memory.tobytes() for memory in memories]
         body = State(message.body.chunk, entries, checksum(frames))
@@ -190,8 +202,8 @@ class Server:
 
     def _on_memories(self, message: Message) -> None:
         assert isinstance(message.body, State)
-        assert self._holder is not None
-        memories = [m for m in self._holder.memories(message.body.chunk) if m is not None]
+        assert self.holder is not None
+        memories = [m for m in self.holder.memories(message.body.chunk) if m is not None]
         sizes = [memory.nbytes for memory in memories]
         if [memoryview(frame).nbytes for frame in message.frames] != sizes:
             raise FrameRefused(f"residuals of chunk {message.body.chunk} have other sizes")
@@ -213,16 +225,34 @@ class Server:
     def _on_retire(self, message: Message) -> None:
         assert isinstance(message.body, Retire)
         rank, sender = message.body.rank, rank_of(message.sender)
-        if self._holder is None or rank >= self._holder.plan.cluster.workers:
+        if self.holder is None or rank >= self.holder.plan.cluster.workers:
             raise FrameRefused(f"a farewell of rank {rank}")
         if sender != rank and message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not speak for rank {rank}")
-        self._send_out(self._holder.plan, self._holder.retire(rank))
+        if rank not in self._gone:
+            self._lose(self.holder.plan, rank, lost=sender != rank)
+        self._send_out(self.holder.plan, self.holder.retire(rank))
         if self._agreement is not None:
             now, lost = self.member.now, sender != rank
             if self._leases is not None:
                 self._leases.forfeit(rank, keeping=self._agreement.is_in(rank))
             self._tell(self._agreement.retire(rank, now, lost=lost))
+
+    def _lose(self, plan: Plan, rank: Rank, *, lost: bool) -> None:
+        """Until all know, results go to everybody directly, and so does what may have been lost."""
+        self._gone.add(rank)
+        if lost and plan.together:
+            self._unsure[rank] = set(plan.cluster.worker_nodes) - self._gone
+            self._topologies = [topology.without(rank) for topology in self._topologies]
+            assert self.holder is not None
+            self._send_out(plan, self.holder.replay())
+
+    def _on_rerouted(self, message: Message) -> None:
+        assert isinstance(message.body, Rerouted)
+        rank, lost = self._worker(message), message.body.rank
+        if lost not in self._gone:
+            raise FrameRefused(f"rank {lost} is not lost")
+        self._unsure.get(lost, set()).discard(rank)
 
     def look(self) -> None:
         """Close what is due because of the time."""
@@ -253,8 +283,8 @@ class Server:
             self._settle(decision)
 
     def _tell_servers(self, body: Commit | Serve | Dump) -> None:
-        assert self._holder is not None
-        cluster = self._holder.plan.cluster
+        assert self.holder is not None
+        cluster = self.holder.plan.cluster
         for node in cluster.server_nodes:
             self.member.send(cluster.name(node), body)
 
@@ -280,24 +310,24 @@ class Server:
         self._send_out(holder.plan, holder.serve(body.round, body.rank))
 
     def _told(self, message: Message) -> Holder:
-        if message.sender != DECIDING or self._holder is None:
+        if message.sender != DECIDING or self.holder is None:
             raise FrameRefused(f"a decision from {message.sender}")
-        return self._holder
+        return self.holder
 
     def _on_inquire(self, message: Message) -> None:
         self._worker(message)
-        assert self._holder is not None
-        figures = figures_of(self._holder, self._agreement)
+        assert self.holder is not None
+        figures = figures_of(self.holder, self._agreement)
         self.member.send(message.sender, Account(), [msgspec.json.encode(figures)])
 
     # ---- factors
 
     def _on_compact(self, message: Message) -> None:
-        if self._holder is None or self._factors is None:
+        if self.holder is None or self._factors is None:
             raise FrameRefused("factors before the plan is known")
         assert isinstance(message.body, Compact)
         body, frames = message.body, message.frames
-        self._publish(self._holder.plan, self._factors.push, rank_of(message.sender), body, frames)
+        self._publish(self.holder.plan, self._factors.push, rank_of(message.sender), body, frames)
 
     def _publish(
         self, plan: Plan, push: Callable[..., list[Result]], rank: int, body: Any, frames: Any
@@ -317,10 +347,19 @@ class Server:
         for result in results:
             chunk = plan.chunks[result.body.chunk]
             urgency = plan.priority(chunk)
-            everybody = plan.route(chunk).topology.fanout(node, plan.cluster)
-            for target in everybody if result.audience is None else result.audience:
+            for target in self._audience(plan, chunk, node, result):
                 name = plan.cluster.name(target)
                 self.member.send(name, result.body, result.frames, priority=urgency)
+
+    def _audience(self, plan: Plan, chunk: Chunk, node: Node, result: Result) -> Iterable[Node]:
+        """Whom to send it to from here; others get it from them."""
+        here = set(plan.cluster.worker_nodes) - self._gone
+        if result.audience is not None and set(result.audience) != here:
+            return result.audience
+        if any(here & unsure for unsure in self._unsure.values()):
+            return here
+        topology = self._topologies[chunk.route]
+        return [to for to in topology.fanout(node, node, plan.cluster) if to in here]
 
 
 def agreement_for(plan: Plan) -> Agreement:

@@ -80,14 +80,16 @@ class Verdict:
 class Supervision:
     """Takes events, says which signal to send to the workers still there, and when to look again.
 
-    One failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A
+    Of workers, ``may_lose`` may fail without that. Another failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A
     signal to the launcher starts at SIGTERM, a second one goes on to SIGKILL.
     """
 
     limits: Limits
     clock: Callable[[], float]
+    may_lose: int = 0  # workers that may fail while the rest go on
     running: set[str] = field(default_factory=set)
     deadline: float = math.inf
+    lost: list[Ended] = field(default_factory=list)
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
@@ -105,11 +107,24 @@ class Supervision:
             self._asked = self._asked or event
             return self.press()
         self.running.discard(event.member)
+        if self._spared(event):
+            self.lost.append(event)
+            return None
         # A server may well be gone before the workers are: rank 0 dismisses it at the end.
         if event.code != 0 and not self._sent:
             self._failures.append(event)
             self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
         return None
+
+    def _spared(self, event: Ended) -> bool:
+        """Rank 0 leads the job; the rest may be spared, as long as somebody is there to go on."""
+        return (
+            event.code != 0
+            and event.is_worker
+            and event.member != "rank 0"
+            and len(self.lost) < self.may_lose
+            and not self.ending
+        )
 
     def press(self) -> signal.Signals | None:
         """The deadline has passed, or somebody is impatient: the next harder signal."""

@@ -16,6 +16,7 @@ from slipstream.systems.async_sgd import async_sgd
 from slipstream.systems.backup_workers import backup_workers
 from slipstream.systems.bounded_staleness import bounded_staleness
 from slipstream.systems.one_bit import one_bit
+from slipstream.systems.parameter_flow import parameter_flow
 from slipstream.systems.poseidon import poseidon
 from slipstream.systems.push_pull import push_pull
 
@@ -28,6 +29,7 @@ __all__ = [
     "backup_workers",
     "bounded_staleness",
     "one_bit",
+    "parameter_flow",
     "parse",
     "poseidon",
     "push_pull",
@@ -41,6 +43,7 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
     "backup_workers": backup_workers,
     "bounded_staleness": bounded_staleness,
     "one_bit": one_bit,
+    "parameter_flow": parameter_flow,
     "poseidon": poseidon,
     "push_pull": push_pull,
 }

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.member import Member
+from slipstream.strategy import Plan
 from slipstream.testing.clock import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import AnyBody, Message
-from slipstream.types import Buffer, Spec, Values
+from slipstream.types import Buffer, Chunk, Spec, Values
 
 FOREVER_S = 1e9
 Tensors = tuple[bytes | None, ...]  # by tensor; None: no contribution, or no result
+Owed = dict[int, np.ndarray[Any, np.dtype[np.float32]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +140,15 @@ def zeros(spec: Spec) -> Values:
     values = Values.empty(spec.numel, spec.dtype)
     values.data[:] = 0
     return values
+
+
+def owed_by(plan: Plan, chunks: Sequence[Chunk], memories: Callable[[int], Sequence[Any]]) -> Owed:
+    """What codecs remember of these chunks, by tensor."""
+    owed: Owed = {}
+    for chunk in chunks:
+        for segment, memory in zip(chunk.segments, memories(chunk.index), strict=True):
+            if memory is not None:
+                numel = plan.specs[segment.tensor].numel
+                whole = owed.setdefault(segment.tensor, np.zeros(numel, np.float32))
+                whole[segment.start : segment.stop] = memory
+    return owed

@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.runtime.accounts import ServerFigures
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.strategy import Plan, Strategy
-from slipstream.testing.cast import Event, Tensors
+from slipstream.testing.cast import Event, Owed, Tensors
 from slipstream.testing.stage import Stage
 from slipstream.testing.worker import Conduct, Contribute, Step, Worker
 from slipstream.types import Cluster, Spec, Values
@@ -31,7 +31,10 @@ class Simulation:
 
     plan: Plan
     steps: tuple[tuple[Step, ...], ...]  # by rank
+    updates: tuple[tuple[Tensors, ...], ...]  # by rank: what each applied, where it runs ahead
     final: tuple[Tensors, ...]  # by rank: what each had at the end
+    owed: tuple[Owed, ...]  # by rank: what codecs still hold back, by tensor
+    owed_back: Owed  # the same at the servers
     figures: tuple[ServerFigures, ...]  # by server
     trace: tuple[Event, ...]
     max_spread: int  # rounds between the foremost and the hindmost worker, at most
@@ -85,6 +88,9 @@ def simulate(
     return Simulation(
         plan=plan,
         steps=tuple(tuple(worker.steps) for worker in cast),
+        updates=tuple(tuple(worker.updates) for worker in cast),
+        owed=tuple(worker.owed() for worker in cast),
+        owed_back=stage.owed_back(),
         final=tuple(worker.last() for worker in cast),
         figures=tuple(stage.figures()),
         trace=tuple(stage.trace),

@@ -13,11 +13,11 @@ from slipstream.runtime.member import BEAT_S, HUB
 from slipstream.runtime.server import Server
 from slipstream.runtime.shard_service import ShardService
 from slipstream.strategy import Plan
-from slipstream.testing.cast import FOREVER_S, Event, SimulatedMember
+from slipstream.testing.cast import FOREVER_S, Event, Owed, SimulatedMember, owed_by
 from slipstream.testing.clock import VirtualClock
 from slipstream.testing.worker import Worker
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Configure, Message, Ready
+from slipstream.transports.wire import Configure, Lost, Message, Ready
 
 ACTION_S = 0.01
 
@@ -33,6 +33,7 @@ class Stage:
         self._playing = False
         self._stuck: set[Worker] = set()  # since the last message
         self._to_give_up: list[Worker] = []
+        self._dead: set[str] = set()  # who handles no messages any more, either
         self._network = MemoryNetwork(seed)
         nodes = [*plan.cluster.worker_nodes, *plan.cluster.server_nodes]
         names = [plan.cluster.name(node) for node in nodes]
@@ -80,7 +81,9 @@ class Stage:
     def move(self) -> bool:
         """One message arrives and is handled; False when none is under way."""
         receiver = self._network.deliver()
-        if receiver is not None:
+        if receiver in self._dead:
+            self.members[receiver].transport.receive(0.0)
+        elif receiver is not None:
             self._stuck.clear()
             self.members[receiver].take(arrived=1)
         return receiver is not None
@@ -96,9 +99,22 @@ class Stage:
 
         shards = Shards(tuple(server.member.name for server in self.servers))
         shards.retire(rank, self.members[speaker])
+        if self.plan.together:
+            for worker in self.plan.cluster.worker_nodes:
+                self.members[speaker].send(self.plan.cluster.name(worker), Lost(rank))
 
     def figures(self) -> list[ServerFigures]:
         return ShardService(len(self.servers), self.members[HUB], FOREVER_S).accounts()
+
+    def owed_back(self) -> Owed:
+        """What servers' codecs hold back."""
+        owed: Owed = {}
+        for node, server in zip(self.plan.cluster.server_nodes, self.servers, strict=True):
+            assert server.holder is not None
+            mine, holder = self.plan.held_by(node), server.holder
+            for tensor, part in owed_by(self.plan, mine, holder.memories).items():
+                owed[tensor] = owed[tensor] + part if tensor in owed else part
+        return owed
 
     def play(self, cast: Sequence[Worker]) -> int:
         """Let workers act and messages arrive until all are done; how far workers were apart."""
@@ -108,6 +124,9 @@ class Stage:
         self._to_give_up = [worker for worker in cast if worker.conduct.given_up]
         self._playing = True
         while running:
+            for worker in [worker for worker in running if worker.dead]:
+                self._dead.add(worker.member.name)
+                del running[worker]
             able = [worker for worker in running if worker.here and worker not in self._stuck]
             if not able or self.random.random() < speed:
                 if not self.move() and not able and not self._pass_time(list(running)):

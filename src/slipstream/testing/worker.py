@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.consistency import BoundedStaleness
 from slipstream.errors import WaitLimit
 from slipstream.runtime.exchange import LinkExchange
-from slipstream.testing.cast import FOREVER_S, ByteSlots, Tensors
+from slipstream.runtime.update_stream import UpdateStream
+from slipstream.testing.cast import FOREVER_S, ByteSlots, Owed, Tensors, owed_by
+from slipstream.transports.wire import Lost, Message, Rerouted
 
 if TYPE_CHECKING:
     from slipstream.testing.stage import Stage
@@ -49,19 +51,47 @@ class Worker:
     contribute: Contribute
     conduct: Conduct
     steps: list[Step] = field(default_factory=list)
+    updates: list[Tensors] = field(default_factory=list)  # where it may run ahead of them
 
     def __post_init__(self) -> None:
         plan = self.stage.plan
-        self.lockstep = plan.consistency.lockstep
+        self.together = plan.together
         self.member = self.stage.members[plan.cluster.name(self.rank)]
         self.slots = ByteSlots(plan.specs, weights_return=plan.update == "server")
         self._read: dict[int, bytes | None] = {}  # by tensor, as the forward pass found it
-        self.exchange = LinkExchange(self.rank, plan, self.member, self.slots, limit_s=FOREVER_S)
+        streamed = plan.update == "worker" and not plan.consistency.lockstep
+        kind = UpdateStream if streamed else LinkExchange
+        self.exchange = kind(self.rank, plan, self.member, self.slots, limit_s=FOREVER_S)
+        if isinstance(self.exchange, UpdateStream):
+            self.exchange.apply = self._note
+        self.member.on(Lost, self._on_lost)
+
+    def _note(self, clock: int, tensors: Collection[int]) -> None:
+        contents = self.slots.contents()
+        given = range(len(contents))
+        self.updates.append(tuple(contents[t] if t in tensors else None for t in given))
+
+    def _on_lost(self, message: Message) -> None:
+        assert isinstance(message.body, Lost)
+        if message.body.rank != self.rank:
+            self.exchange.lose(message.body.rank)
+            for server in self.stage.servers:
+                self.member.send(server.member.name, Rerouted(message.body.rank))
 
     @property
     def here(self) -> bool:
         """Whether it acts now."""
         return not self.conduct.away_at <= self.stage.clock.now < self.conduct.back_at
+
+    @property
+    def dead(self) -> bool:
+        """Whether it will never act again."""
+        return not self.here and self.conduct.back_at == math.inf
+
+    def owed(self) -> Owed:
+        """What its codecs hold back."""
+        plan, exchange = self.stage.plan, self.exchange
+        return owed_by(plan, plan.chunks, lambda index: exchange.memories(plan.chunks[index]))
 
     def last(self) -> Tensors:
         """What it has when all is over."""
@@ -69,8 +99,8 @@ class Worker:
         return self._has()
 
     def _has(self) -> Tensors:
-        """In lockstep, what has come back in the round; otherwise all, whenever it came."""
-        return self.slots.results() if self.lockstep else self.slots.contents()
+        """Where all make every round, what has come back in it; else all, whenever it came."""
+        return self.slots.results() if self.together else self.slots.contents()
 
     def train(self) -> Iterator[bool]:
         while True:
@@ -83,7 +113,9 @@ class Worker:
             had = tuple(self._read[tensor] for tensor in range(len(self._read)))
             yield from self._backward(round_, had)
         yield from self._forward()
-        if not self.lockstep:
+        while isinstance(self.exchange, UpdateStream) and not self._drained():
+            yield False
+        if not self.together:
             while not self._drained():
                 yield False
             self.stage.retire(self.rank, self.member.name)
@@ -91,7 +123,7 @@ class Worker:
     def _next_round(self) -> int | None:
         """The round that this worker is to make next; None: it has not been told yet."""
         rule = self.stage.plan.consistency
-        if self.lockstep or isinstance(rule, BoundedStaleness):
+        if self.together or isinstance(rule, BoundedStaleness):
             return len(self.steps)
         try:
             return self.exchange.open_round()

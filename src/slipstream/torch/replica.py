@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
+from slipstream.errors import ConfigError, FrameRefused, LeftBehind, ModelMismatch, SlipstreamError
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.joining import Membership
-from slipstream.runtime.member import PATIENCE
+from slipstream.runtime.link_watch import LinkWatch
+from slipstream.runtime.member import HUB, PATIENCE
 from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
+from slipstream.runtime.update_stream import UpdateStream
 from slipstream.strategy import Plan, Strategy
 from slipstream.torch.collective_exchange import CollectiveExchange
 from slipstream.torch.compact_exchange import CompactExchange
@@ -31,8 +34,11 @@ from slipstream.torch.shard_optimizer import check_elementwise, settings_of
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
+from slipstream.torch.streamed_updates import StreamedOptimizer, StreamedUpdates
 from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
 from slipstream.transports.collective import Collectives
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Lost, Message, Rerouted
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +172,9 @@ def replicate(
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
-    membership.member.lockstep = plan.consistency.lockstep
-    if plan.consistency.agreed or plan.consistency.alone:
-        go_on_without_the_lost(membership, shards)
+    membership.member.lockstep = plan.together
+    if plan.outlives_workers or plan.consistency.agreed or plan.consistency.alone:
+        go_on_without_the_lost(membership, shards, plan)
     try:
         shards.start(plan, membership)
         return _wire(model, optimizer, plan, inventory, shards, membership)
@@ -177,11 +183,47 @@ def replicate(
         raise
 
 
-def go_on_without_the_lost(membership: Membership, shards: Shards) -> None:
-    """Where rounds do not need every worker, one that is stopped for a while is not an error."""
+def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -> None:
+    """Where rounds do not need every worker, one that is stopped for a while is not an error; where
+    they do, the rest make them without it, and it has missed too much to come back."""
     member = membership.member
-    member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
-    member.on_lost = lambda name: shards.retire(rank_of(name), member)
+    if not plan.together:
+        member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
+    member.takes_back = not plan.together
+    membership.rendezvous.lost = member.lost
+
+    def on_lost(name: str) -> None:
+        shards.retire(rank_of(name), member)
+        if plan.together:
+            for rank in range(membership.env.world_size):
+                member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
+
+    member.on_lost = on_lost
+
+
+def reroute_around_the_lost(
+    exchanges: Sequence[Exchange], shards: Shards, membership: Membership
+) -> None:
+    """What a worker does when rank 0 has lost another one."""
+    member = membership.member
+
+    def on_lost(message: Message) -> None:
+        assert isinstance(message.body, Lost)
+        lost = message.body.rank
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not say who is lost")
+        if lost == membership.env.rank:
+            member.fail(LeftBehind(member.name, member.roster.silence_s))
+            return
+        if not member.is_hub:
+            member.lost.append(f"rank {lost}")
+        for exchange in exchanges:
+            if isinstance(exchange, LinkExchange):
+                exchange.lose(lost)
+        for k in range(len(shards.addresses)):
+            member.send(f"server {k}", Rerouted(lost))
+
+    member.on(Lost, on_lost)
 
 
 def _wire(
@@ -202,6 +244,8 @@ def _wire(
     chain.open = False
     slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
+    if plan.outlives_workers and plan.together:
+        reroute_around_the_lost(exchanges, shards, membership)
     compact = make_compact(model, plan, inventory, exchanges, membership)
     if compact is not None:
         exchanges = (compact, *exchanges)
@@ -221,8 +265,19 @@ def _wire(
             assert service is not None
             service.accounts()  # answered after the weights have come: nobody updates before
         optimizer = remote
+    elif runs_ahead(plan):
+        streamed = StreamedOptimizer(optimizer)
+        synchronizer = streamed.synchronizer = StreamedUpdates(optimizer, *parts)
+        optimizer = streamed
     else:
         synchronizer = WorkerUpdates(optimizer, *parts)
+    for exchange in exchanges:
+        if isinstance(exchange, LinkExchange):
+            exchange.rate = RateShare(optimizer)
+            servers = [plan.cluster.name(node) for node in plan.cluster.server_nodes]
+            elsewhere = [name for name in servers if name not in shards.beside]
+            links = LinkWatch(member.transport, elsewhere, plan.narrow_below, time.monotonic)
+            exchange.narrow = links.narrow
     if compact is not None:
         synchronizer.capture_compact(compact)
     # Nobody trains before everybody can take a gradient.
@@ -242,6 +297,26 @@ def _wire(
         service,
         make_residuals(plan, exchanges, membership),
     )
+
+
+def runs_ahead(plan: Plan) -> bool:
+    """Whether updates are applied by workers that need not have waited for them."""
+    return plan.update == "worker" and (not plan.consistency.lockstep or plan.travels == "steps")
+
+
+class RateShare:
+    """The learning rate as a part of the highest there has been: what it began with, or more."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._highest = 0.0
+
+    def __call__(self) -> float:
+        groups = self._optimizer.param_groups
+        now = max(float(group["lr"]) for group in groups)
+        began = max(float(group.get("initial_lr", 0.0)) for group in groups)
+        self._highest = max(self._highest, now, began)
+        return now / self._highest if self._highest > 0 else 1.0
 
 
 def make_service(plan: Plan, membership: Membership) -> ShardService | None:
@@ -313,8 +388,9 @@ def make_exchanges(
             CollectiveExchange(plan, inventory.tensors, collectives, membership.member)
         )
     if "links" in roads:
+        kind = UpdateStream if runs_ahead(plan) else LinkExchange
         exchanges.append(
-            LinkExchange(
+            kind(
                 membership.env.rank,
                 plan,
                 membership.member,

@@ -53,8 +53,9 @@ class Residuals:
         for chunk in self._published:
             self._member.send(self._server(chunk), Fetch(chunk.index))
         wanted = {(self._server(c), c.index) for c in self._published}
-        for rank in range(1, self._plan.cluster.workers):
-            wanted |= {(self._plan.cluster.name(rank), chunk.index) for chunk in self._owed}
+        for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
+            if name not in self._member.lost:  # what it owed is lost with it
+                wanted |= {(name, chunk.index) for chunk in self._owed}
         self._member.wait_until(
             lambda: wanted <= self._answers.keys(),
             what="everybody's residuals",

@@ -44,7 +44,9 @@ def save_job(
     """Rank 0 writes everything; all ranks leave together, with the same error if there is one."""
     generators = [random_state()]
     if membership is not None:
-        generators = membership.rendezvous.gather(f"{occasion}/random", generators[0], dict)
+        own = [membership.env.rank, generators[0]]
+        said = dict(membership.rendezvous.gather(f"{occasion}/random", own, list[Any]))
+        generators = [said.get(rank, {}) for rank in range(membership.env.world_size)]
     problem = ""
     owed = replica.residuals.gather() if replica is not None and replica.residuals else {}
     if membership is None or membership.env.rank == 0:
@@ -189,7 +191,7 @@ def load_job(
         # Rank 0's weights travel from their own memory: nobody trains before all have them.
         membership.rendezvous.gather(f"{occasion}/done", True, bool)
     rank = membership.env.rank if membership is not None else 0
-    if rank < len(checkpoint.facts["random"]):
+    if rank < len(checkpoint.facts["random"]) and checkpoint.facts["random"][rank]:
         restore_random_state(checkpoint.facts["random"][rank])
     return int(checkpoint.facts["step"])
 

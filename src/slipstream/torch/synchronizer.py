@@ -33,6 +33,7 @@ class Synchronizer(ABC):
         exchanges: Sequence[Exchange],
     ) -> None:
         self.plan = plan
+        self._inventory = inventory
         self.step = 0
         self.exchanged = False
         self.takes_unasked = True

@@ -112,6 +112,12 @@ class MemoryTransport:
         """Never known: there is nothing below the messages."""
         return False
 
+    def pressed(self, peer: str) -> tuple[int, float]:
+        return 0, 0.0
+
+    def link_refused(self, peer: str) -> bool:
+        return False
+
     def wake(self) -> None:
         """Nothing to do: one thread does everything."""
 

@@ -40,6 +40,15 @@ class Transport(Protocol):
         """Whether the link itself still answers, even if the peer's program says nothing."""
         ...
 
+    def pressed(self, peer: str) -> tuple[int, float]:
+        """Bytes that left for a peer while more were waiting than the link took, and in how many
+        seconds: what the link had to give."""
+        ...
+
+    def link_refused(self, peer: str) -> bool:
+        """Whether the peer's host says that nobody listens there any more: it has died."""
+        ...
+
     def wake(self) -> None:
         """Make a ``receive`` under way on another thread return."""
         ...

@@ -21,6 +21,7 @@ from slipstream.types import Buffer
 HEADER_BYTES = 1 << 20
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Setting = bool | int | float | None | list[float] | str
@@ -35,7 +36,8 @@ class Push(Body, tag="push", frozen=True):
     """A worker's contribution to one chunk; ``present`` marks the segments that have a payload.
 
     ``read`` is how many results of the chunk were in the weights it was computed from. ``settings``
-    are the optimizer's hyperparameters by group, where servers update.
+    are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
+    rate as a part of the highest so far.
     """
 
     chunk: Count
@@ -45,6 +47,7 @@ class Push(Body, tag="push", frozen=True):
     crc: Checksum
     settings: Settings | None = None
     read: Count = 0
+    rate: Share = 1.0
 
 
 class Publish(Body, tag="publish", frozen=True):
@@ -114,6 +117,18 @@ class Serve(Body, tag="serve", frozen=True):
 
 class Retire(Body, tag="retire", frozen=True):
     """To servers, from a worker that leaves or from rank 0 who has lost it: do not wait for it."""
+
+    rank: Count
+
+
+class Lost(Body, tag="lost", frozen=True):
+    """Rank 0 to workers: this one is gone, and the rest go on; pass results on without it."""
+
+    rank: Count
+
+
+class Rerouted(Body, tag="rerouted", frozen=True):
+    """A worker to servers: I pass results on without this one."""
 
     rank: Count
 
@@ -253,6 +268,8 @@ AnyBody = (
     | Commit
     | Serve
     | Retire
+    | Lost
+    | Rerouted
     | Lease
     | Leased
     | Snapshot

@@ -35,6 +35,7 @@ from slipstream.types import LARGEST_CHUNK_BYTES, Buffer
 IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
+REFUSALS = 3  # connections refused in a row: nobody listens there any more
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
 # A server's port takes a flow from each worker, and the other way round. With the kernel's own,
@@ -81,6 +82,18 @@ class Outbound:
     def __init__(self, link: zmq.Socket[bytes]) -> None:
         self.link = link
         self.waiting: list[Posted] = []
+        self.pressed_since: float | None = None
+        self.pressed_bytes = 0
+        self.pressed_s = 0.0
+
+    def press(self, now: float) -> None:
+        """More waits than the link takes."""
+        self.pressed_since = now
+
+    def relieve(self, now: float) -> None:
+        if self.pressed_since is not None:
+            self.pressed_s += now - self.pressed_since
+        self.pressed_since = None
 
     def flush(self) -> bool:
         """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
@@ -94,6 +107,8 @@ class Outbound:
                 return False
             first.ticket.tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
             heapq.heappop(self.waiting)
+            if self.pressed_since is not None:
+                self.pressed_bytes += sum(memoryview(part).nbytes for part in first.parts)
         return True
 
 
@@ -123,6 +138,7 @@ class ZmqTransport:
         self._outbound: dict[Lane, Outbound] = {}
         self._monitors: dict[zmq.Socket[bytes], str] = {}
         self._alive: set[str] = set()
+        self._retried: Counter[str] = Counter()  # connections in a row that were not made
         self._blocked: set[Lane] = set()
         self._waking = False
         self._woken, self._wake = socket.socketpair()
@@ -183,20 +199,40 @@ class ZmqTransport:
         return Outbound(link)
 
     def _watch(self, peer: str, link: zmq.Socket[bytes]) -> None:
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events = (
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+        )
         monitor = link.get_monitor_socket(events)
         self._monitors[monitor] = peer
         self._poller.register(monitor, zmq.POLLIN)
 
     def _note_link(self, monitor: zmq.Socket[bytes]) -> None:
-        event = recv_monitor_message(monitor)["event"]
+        event, peer = recv_monitor_message(monitor)["event"], self._monitors[monitor]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._alive.add(self._monitors[monitor])
+            self._alive.add(peer)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._alive.discard(peer)
+        elif event == zmq.EVENT_CONNECTED:
+            self._retried[peer] = 0  # a process that is stopped is still connected to
         else:
-            self._alive.discard(self._monitors[monitor])
+            self._retried[peer] += 1
 
     def link_alive(self, peer: str) -> bool:
         return peer in self._alive
+
+    def pressed(self, peer: str) -> tuple[int, float]:
+        outbound = self._outbound.get((peer, False))
+        if outbound is None:
+            return 0, 0.0
+        since = outbound.pressed_since
+        more_s = 0.0 if since is None else time.monotonic() - since
+        return outbound.pressed_bytes, outbound.pressed_s + more_s
+
+    def link_refused(self, peer: str) -> bool:
+        return peer not in self._alive and self._retried[peer] >= REFUSALS
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
@@ -269,9 +305,11 @@ class ZmqTransport:
             if lane in self._blocked:
                 self._blocked.discard(lane)
                 self._poller.unregister(outbound.link)
+                outbound.relieve(time.monotonic())
         elif lane not in self._blocked:
             self._blocked.add(lane)
             self._poller.register(outbound.link, zmq.POLLOUT)
+            outbound.press(time.monotonic())
 
     def _take(self) -> Message | None:
         try:

@@ -1,0 +1,59 @@
+"""Whether a member's links lack bandwidth, from what its own transfers show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.planning.bandwidth import Passive
+from slipstream.transports.protocol import Transport
+
+HOLDS_S = 5.0  # an estimate; the less that is sent, the less there is to learn from
+
+
+@dataclass(slots=True)
+class Watched:
+    """One link: what has been told of it, and until when that holds."""
+
+    passive: Passive = field(default_factory=Passive)
+    nbytes: int = 0
+    seconds: float = 0.0
+    until: float = 0.0
+
+
+class LinkWatch:
+    """Narrow is a link that took less than ``enough`` bytes/s when it was given more.
+
+    A link that is given little shows nothing, so an old estimate is dropped: one clock in so many
+    seconds is sent as if there were room, and tells anew.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Sequence[str],
+        enough: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport, self._enough, self._clock = transport, enough, clock
+        self._watched = {peer: Watched() for peer in peers}
+
+    def narrow(self) -> bool:
+        """Whether any of the links is."""
+        if self._enough is None:
+            return False
+        now = self._clock()
+        lacking = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
+        return bool(lacking)
+
+    def _lacks(self, peer: str, link: Watched, now: float) -> bool:
+        assert self._enough is not None
+        nbytes, seconds = self._transport.pressed(peer)
+        before = link.passive.bytes_s
+        link.passive.tell(nbytes - link.nbytes, seconds - link.seconds)
+        if link.passive.bytes_s != before:
+            link.until = now + HOLDS_S
+            link.nbytes, link.seconds = nbytes, seconds
+        elif now > link.until:
+            link.passive, link.nbytes, link.seconds = Passive(), nbytes, seconds
+        return link.passive.sufficient(self._enough) is False

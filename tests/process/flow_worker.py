@@ -1,0 +1,98 @@
+"""Trains with the strategies it is told of, one after the other, and tells what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import digest
+from torch import nn
+
+import slipstream
+from slipstream.strategy import Strategy
+from slipstream.systems import parse
+from slipstream.topologies import Tree
+
+INPUTS, HIDDEN, OUTPUTS, BATCH = 24, 96, 16, 16
+
+
+class Net(nn.Module):
+    """Weights that are filtered, biases that are not, statistics, and a branch seldom taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.seldom = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.last = nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, inputs: torch.Tensor, step: int) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.first(inputs)))
+        if step % 3 == 1:
+            hidden = hidden + self.seldom(hidden)
+        return self.last(hidden)
+
+
+def strategy_of(asked: dict[str, Any]) -> Strategy:
+    if asked.get("children"):
+        return slipstream.parameter_flow(tree=Tree(asked["children"]), **asked["options"])
+    return parse(asked["strategy"])
+
+
+def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    net = Net()
+    weights = {"momentum": 0.5} if asked.get("momentum", True) else {}
+    kind = getattr(torch.optim, asked.get("optimizer", "SGD"))
+    optimizer = kind(net.parameters(), lr=asked.get("lr", 0.1), **weights)
+    with slipstream.init(start_limit_s=60, wait_limit_s=20, silence_limit_s=4) as job:
+        model, optimizer = job.distribute(net, optimizer, strategy_of(asked))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+        if asked.get("load"):
+            job.load(asked["load"])
+            told["loaded"] = digest(net)
+            schedule.last_epoch = job.step
+        told["losses"] = []
+        for step in job.steps(asked["steps"]):
+            time.sleep(asked.get("pause_s", [0.0])[job.rank % len(asked.get("pause_s", [0.0]))])
+            if [job.rank, step] == asked.get("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            samples = torch.Generator().manual_seed(1000 * job.rank + step)
+            inputs = torch.randn(BATCH, INPUTS, generator=samples)
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs, step), inputs[:, :OUTPUTS].sin())
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            told["losses"].append(loss.item())
+            if step + 1 == asked.get("save_at"):
+                job.save(asked["save"])
+                told["saved"] = digest(net)
+        told["step"] = job.step
+    told["digest"] = digest(net)
+    told["sent"] = sum(exchange.sent.total() for exchange in job._replica.link_exchanges)
+
+
+def main(cases: str) -> None:
+    torch.set_num_threads(1)
+    for asked in json.loads(Path(cases).read_text()):
+        told: dict[str, Any] = {}
+        try:
+            train(asked, told)
+        except Exception as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+            told["trace"] = traceback.format_exc()
+        file = Path(cases).with_name(f"{asked['name']}.{os.environ['RANK']}.json")
+        file.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

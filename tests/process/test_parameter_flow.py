@@ -1,0 +1,131 @@
+"""Parameter Flow by real processes: what is equal to what, and who goes on without whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Nursery
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+WORKER = Path(__file__).with_name("flow_worker.py")
+RANKS, STEPS = 3, 16
+CHAIN = [[[1], [], [2], [0]]]  # the server to rank 1, rank 1 to 2, rank 2 to 0
+Told = dict[str, Any]
+
+DENSE = {"name": "dense", "strategy": "push_pull()"}
+WHOLE = {"name": "whole", "strategy": "parameter_flow(delta=0.0)"}
+FILTERED = {"name": "filtered", "strategy": "parameter_flow(delta='85%', chunk_bytes=4096)"}
+BY_VALUE = {"name": "by value", "strategy": "parameter_flow(delta={'first*': 0.003, '*': '80%'})"}
+ROUNDED = {"name": "rounded", "strategy": "parameter_flow(codec='bfloat16', delta='70%')"}
+STALE = {
+    "name": "stale",
+    "strategy": "parameter_flow(staleness=2)",
+    "pause_s": [0.0, 0.004, 0.012],
+}
+STALE_ADAM = {
+    "name": "stale adam",
+    "strategy": "parameter_flow(staleness=3, chunk_bytes=2048)",
+    "optimizer": "Adam",
+    "momentum": False,
+    "lr": 0.01,
+    "pause_s": [0.01, 0.0, 0.002],
+}
+OWN_STEPS = {"name": "own steps", "strategy": "parameter_flow(travels='steps', delta=0.0)"}
+STALE_STEPS = {
+    "name": "stale steps",
+    "strategy": "parameter_flow(travels='steps', staleness=1)",
+    "pause_s": [0.0, 0.003],
+}
+RELAYED = {"name": "relayed", "children": CHAIN, "options": {"delta": "85%", "chunk_bytes": 4096}}
+CASES = (
+    DENSE, WHOLE, FILTERED, BY_VALUE, ROUNDED, STALE, STALE_ADAM, OWN_STEPS, STALE_STEPS, RELAYED,
+)  # fmt: skip
+
+
+def run(nursery: Nursery, folder: Path, *cases: Told, ranks: int = RANKS) -> list[int]:
+    file = folder / "cases.json"
+    file.write_text(json.dumps([{"steps": STEPS, **case} for case in cases]))
+    run = nursery.run(WORKER, str(file), ranks=ranks, limit_s=200)
+    assert run.remains.left() == []
+    return [run.codes[rank] for rank in range(ranks)]
+
+
+def told(folder: Path, case: Told, ranks: int | list[int] = RANKS) -> list[Told]:
+    """What each rank said, none of which may be an error."""
+    of = range(ranks) if isinstance(ranks, int) else ranks
+    said = [json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in of]
+    for each in said:
+        assert "error" not in each, each["trace"]
+    return said
+
+
+def digest_of(said: list[Told]) -> str:
+    (digest,) = {each["digest"] for each in said}
+    return str(digest)
+
+
+@pytest.fixture(scope="module")
+def folder(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flow")
+    assert run(nursery, folder, *CASES) == [0] * RANKS
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_all_workers_end_with_the_same_bits_and_learn(folder: Path, case: Told) -> None:
+    said = told(folder, case)
+    assert digest_of(said)
+    assert {each["step"] for each in said} == {STEPS}
+    for each in said:
+        assert sum(each["losses"][-3:]) < 0.9 * sum(each["losses"][:3])
+
+
+def test_without_a_bound_it_is_push_pull_bit_for_bit(folder: Path) -> None:
+    assert digest_of(told(folder, WHOLE)) == digest_of(told(folder, DENSE))
+
+
+def test_a_tree_changes_nothing_but_the_way(folder: Path) -> None:
+    assert digest_of(told(folder, RELAYED)) == digest_of(told(folder, FILTERED))
+
+
+def test_what_waits_does_not_travel(folder: Path) -> None:
+    dense, filtered = told(folder, DENSE), told(folder, FILTERED)
+    assert digest_of(filtered) != digest_of(dense)
+    assert filtered[1]["sent"] < 0.45 * dense[1]["sent"]  # biases and statistics travel whole
+
+
+def test_training_goes_on_from_a_checkpoint_to_the_same_bits(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Residuals and the optimizer's state are in it; and nothing is under way when it is written."""
+    save = {"save_at": 8, "save": str(tmp_path / "checkpoint")}
+    through = {**FILTERED, "name": "through", **save}
+    resumed = {**FILTERED, "name": "resumed", "load": save["save"]}
+    ahead = {**STALE, "name": "ahead", "save_at": 8, "save": str(tmp_path / "ahead")}
+    again = {**STALE, "name": "again", "steps": 8, "load": ahead["save"]}
+    assert run(nursery, tmp_path, through, resumed, ahead, again) == [0] * RANKS
+    assert digest_of(told(tmp_path, resumed)) == digest_of(told(tmp_path, through))
+    (saved,) = {each["saved"] for each in told(tmp_path, ahead)}
+    assert {each["loaded"] for each in told(tmp_path, again)} == {saved}
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_relay_dies_and_nobody_misses_an_update(
+    nursery: Nursery, tmp_path: Path, staleness: int
+) -> None:
+    case = {
+        **RELAYED,
+        "name": "killed",
+        "options": {"delta": "85%", "chunk_bytes": 4096, "staleness": staleness},
+        "killed": [1, 6],
+        "steps": 30,
+    }
+    codes = run(nursery, tmp_path, case)
+    assert codes == [0, -9, 0]
+    said = told(tmp_path, case, [0, 2])
+    assert digest_of(said)
+    assert {each["step"] for each in said} == {30}
