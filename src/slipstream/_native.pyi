@@ -72,8 +72,8 @@ def bounded_pack(
 
     With `acc = gradient + residual`, an entry travels where `not (abs(acc) <= delta)`, so that a
     NaN does. One that stays leaves `acc` in `residual`; one that travels as float32 leaves +0, and
-    as bfloat16 what rounding (to nearest even, a finite one to a finite one) leaves, exactly. What is
-    not finite travels and leaves +0.
+    as bfloat16 what rounding (to nearest even, a finite one to a finite one) leaves, exactly. What
+    is not finite travels and leaves +0.
 
     The frame is at the start of `out`; the result is its size in bytes. It is dense, or a bitmap
     and values, or indexes and values, whichever is smallest: `native/bounded.h` has the layout.

@@ -101,7 +101,7 @@ def test_what_waits_does_not_travel(folder: Path) -> None:
 def test_training_goes_on_from_a_checkpoint_to_the_same_bits(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    """Residuals and the optimizer's state are in it; and nothing is under way when it is written."""
+    """Residuals and the optimizer's state are in it; nothing is under way when it is written."""
     save = {"save_at": 8, "save": str(tmp_path / "checkpoint")}
     through = {**FILTERED, "name": "through", **save}
     resumed = {**FILTERED, "name": "resumed", "load": save["save"]}

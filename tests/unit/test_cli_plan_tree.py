@@ -47,7 +47,7 @@ def test_the_chosen_trees_the_times_and_the_egress(slipstream) -> None:
     assert sum("rank " in line for line in lines) == 12
     assert sum("← across the core" in line for line in lines) == 1
     assert sum("on the same host" in line for line in lines) == 1
-    (star,) = (line.split() for line in lines if line.startswith("star "))
+    (star,) = (line.split() for line in lines if line.startswith(" star "))
     # 100 MiB at 100 Mbit/s take 8.39 s; three of the model cross an uplink of half a link.
     assert float(star[1]) == pytest.approx(6 * 8.389, rel=0.01)
     (chosen,) = (line.split() for line in lines if line.rstrip().endswith("chosen"))

@@ -57,8 +57,9 @@ def test_the_optimum_is_that_of_p3(problem: Problem) -> None:
     assert solve(problem).cost == pytest.approx(expected)
 
 
-# Few of them: P3 takes a second or more.
-@settings(max_examples=8, deadline=None)
+# Few of them, and always the same: P3 takes a second, and of some a minute.
+@pytest.mark.slow
+@settings(max_examples=6, derandomize=True, deadline=None)
 @given(problems(least=7, most=8))
 def test_the_optimum_is_that_of_p3_for_as_many_hosts_as_p3_can_bear(problem: Problem) -> None:
     expected = p3.mended(by_host(problem)).solve().cost

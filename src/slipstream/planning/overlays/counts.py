@@ -11,6 +11,10 @@ depth d+1 (from the root at depth 0).
 
 Every tree has such counts, at the same cost. And all such counts are those of a tree: deal the
 e_rsd links one by one to the I_rd hosts in turn, and nobody gets none or more than T.
+
+Its size grows with racks² · H, not with hosts: for 200 hosts HiGHS took 0.01 s in 2 racks, 0.01 to
+0.24 s in 4. Ten alike racks took from 0.2 s to a minute or two to prove the optimum, and 0.1 to
+1.4 s with a gap of 0.1.
 """
 
 from __future__ import annotations
