@@ -63,7 +63,7 @@ class Comparison:
         if self.target is not None and workload.goal is None:
             raise ConfigError(
                 f"{workload.name} learns nothing, so it has no target; take mnist, fashion, lr, "
-                "mf or text, or leave the target out"
+                "mf, alexnet or text, or leave the target out"
             )
 
 

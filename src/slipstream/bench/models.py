@@ -11,6 +11,10 @@ from slipstream.bench.data import SparseBatch
 from slipstream.bench.data.vocabulary import PADDING
 from slipstream.bench.tables import Table, table
 
+# The smallest image that leaves the last convolutions 3 × 3 places: every parameter has its shape,
+# and a step takes a fraction of the computing.
+ALEXNET_SIDE = 63
+
 
 def fc_net() -> nn.Sequential:
     """2048-2048-2048-1000: 10.4M parameters, nearly all in three matrices."""
@@ -53,28 +57,45 @@ def vgg_net(scale: float = 1.0) -> nn.Sequential:
     return nn.Sequential(*layers, *_classifier(net, 49 * inputs))
 
 
-def alexnet_net(scale: float = 1.0) -> nn.Sequential:
-    """AlexNet's layers, with one tower; small images are pooled up to 6 × 6."""
+def alexnet_net(scale: float = 1.0, *, classes: int = 1) -> nn.Sequential:
+    """AlexNet's layers, with one tower; small images are pooled up to 6 × 6.
+
+    The classifier's outputs shrink with every other layer's, but not below ``classes``.
+    """
     net = table("alexnet").scaled(scale)
     first, second, third, fourth, fifth = _outputs(net, "conv").values()
-    return nn.Sequential(
+    model = nn.Sequential(
         *(nn.Conv2d(3, first, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(first, second, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(second, third, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(third, fourth, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(fourth, fifth, 3, padding=1), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(6), nn.Flatten()),
-        *_classifier(net, 36 * fifth),
+        *_classifier(net, 36 * fifth, least=classes),
     )
+    return _ready_to_learn(model)
+
+
+def _ready_to_learn(model: nn.Sequential) -> nn.Sequential:
+    """Initial weights after He et al.; with torch's own, eight layers learn nothing for long."""
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+    return model
 
 
 def _outputs(net: Table, kind: str) -> dict[str, int]:
     return {layer.name: layer.shapes[0][0] for layer in net.layers if layer.kind == kind}
 
 
-def _classifier(net: Table, inputs: int) -> list[nn.Module]:
+def _classifier(net: Table, inputs: int, *, least: int = 1) -> list[nn.Module]:
+    """With at least so many outputs."""
     layers: list[nn.Module] = []
-    for outputs in _outputs(net, "fc").values():
+    widths = [*_outputs(net, "fc").values()]
+    widths[-1] = max(least, widths[-1])
+    for outputs in widths:
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         inputs = outputs
     return layers[:-1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from slipstream.errors import ConfigError
 
 MAKERS: dict[str, Callable[[int], torch.Tensor]] = {
     "images": lambda seed: generated.separable_images(count=50, seed=seed).train.inputs,
+    "coloured": lambda seed: generated.coloured_images(count=50, seed=seed).train.inputs,
     "rows": lambda seed: generated.random_rows((4,), classes=3, seed=seed).inputs,
     "sparse": lambda seed: generated.sparse_logistic(count=50, seed=seed).train.indices,
     "ratings": lambda seed: generated.low_rank_ratings(count=50, seed=seed).values,
@@ -34,6 +36,29 @@ def test_digits_are_enlarged_and_split() -> None:
     assert split.train.inputs.shape == (1438, 1, 28, 28)
     assert len(split.test) == 359
     assert 0 <= split.train.inputs.min() < split.train.inputs.max() <= 1
+
+
+def test_coloured_images_show_their_class_moved() -> None:
+    split = generated.coloured_images(count=600, classes=3, noise=0.0, shift=2, size=20)
+    images, targets = split.train.inputs, split.train.targets
+    assert images.shape == (480, 3, 20, 20)
+    assert images.dtype == torch.uint8
+    assert len(split.test) == 120
+    for label in range(3):
+        alike = images[targets == label]
+        first = alike[0]
+        moves = itertools.product(range(-4, 5), repeat=2)
+        shifted = torch.stack([first.roll(move, (1, 2)) for move in moves])
+        assert all((shifted == image).flatten(1).all(1).any() for image in alike)
+        assert len(alike.unique(dim=0)) == 25  # five ways either way
+        others = images[targets != label]
+        assert not any((shifted == image).flatten(1).all(1).any() for image in others)
+
+
+def test_noise_hides_but_does_not_saturate() -> None:
+    images = generated.coloured_images(count=100).train.inputs
+    assert 110 < float(images.float().mean()) < 146
+    assert float(((images == 0) | (images == 255)).float().mean()) < 0.02
 
 
 def test_without_scikit_learn_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.bench.workloads.learning import fashion, lr, mf, mnist, text
+from slipstream.bench.workloads.learning import alexnet, fashion, lr, mf, mnist, text
 from slipstream.bench.workloads.protocol import Goal, Workload
-from slipstream.bench.workloads.stepping import alexnet, conv, emulated, fc, vgg
+from slipstream.bench.workloads.stepping import conv, emulated, fc, vgg
 from slipstream.errors import ConfigError
 
 __all__ = ["WORKLOADS", "Goal", "Workload", "emulated", "known", "workload"]

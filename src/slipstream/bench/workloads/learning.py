@@ -21,14 +21,23 @@ from slipstream.bench.data import (
     read_ratings,
     read_sparse_rows,
 )
+from slipstream.bench.data.framed import Framed
 from slipstream.bench.data.generated import (
+    coloured_images,
     digits,
     labelled_sentences,
     low_rank_ratings,
     separable_images,
     sparse_logistic,
 )
-from slipstream.bench.models import Factorisation, SparseLogistic, TextNet, small_image_net
+from slipstream.bench.models import (
+    ALEXNET_SIDE,
+    Factorisation,
+    SparseLogistic,
+    TextNet,
+    alexnet_net,
+    small_image_net,
+)
 from slipstream.bench.workloads.protocol import Goal, Workload, sgd
 
 FACTOR_RANK = 32
@@ -54,6 +63,21 @@ def _images(name: str, split: Split[TensorExamples], *, target: float) -> Worklo
         F.cross_entropy,
         partial(sgd, lr=0.02, momentum=0.9),
         Goal("accuracy", target, True, split.test, _right),
+    )
+
+
+def alexnet(*, data: Path | None = None, scale: float = 1.0) -> Workload:
+    split = coloured_images() if data is None else read_images(data)
+    train, test = (Framed(part, ALEXNET_SIDE) for part in (split.train, split.test))
+    return Workload(
+        "alexnet",
+        f"AlexNet's layers, {61.1 * scale:.4g}M, images {ALEXNET_SIDE} wide: {split.origin}",
+        16,
+        partial(alexnet_net, scale, classes=split.classes),
+        train,
+        F.cross_entropy,
+        partial(sgd, lr=0.01, momentum=0.9),
+        Goal("accuracy", 0.9 if data is None else 0.8, True, test, _right),
     )
 
 

@@ -91,7 +91,7 @@ class Workload:
         if self.goal is None:
             raise ConfigError(
                 f"{self.name} only measures steps; to measure learning take one of mnist, "
-                "fashion, lr, mf, text"
+                "fashion, lr, mf, alexnet, text"
             )
         return self.goal.evaluate(model)
 

@@ -13,14 +13,14 @@ from torch import nn
 from slipstream.bench.data import Examples, TensorExamples
 from slipstream.bench.data.generated import random_rows
 from slipstream.bench.devices import EmulatedNet
-from slipstream.bench.models import alexnet_net, conv_net, fc_net, vgg_net
+from slipstream.bench.models import conv_net, fc_net, vgg_net
 from slipstream.bench.tables import Table
 from slipstream.bench.workloads.protocol import Workload, sgd
 
 ROWS = 512
 EMULATED_ROWS = 1 << 14
 # Small images leave every parameter its shape and take a fraction of the computing.
-CONV_SIDE, VGG_SIDE, ALEXNET_SIDE = 16, 32, 67
+CONV_SIDE, VGG_SIDE = 16, 32
 
 
 def fc() -> Workload:
@@ -37,12 +37,6 @@ def vgg(*, scale: float = 1.0) -> Workload:
     rows = random_rows((3, VGG_SIDE, VGG_SIDE), classes=_classes(scale), count=ROWS)
     what = f"VGG19's layers, {143.7 * scale:.4g}M, images {VGG_SIDE} wide"
     return _stepping("vgg", what, 4, partial(vgg_net, scale), rows)
-
-
-def alexnet(*, scale: float = 1.0) -> Workload:
-    rows = random_rows((3, ALEXNET_SIDE, ALEXNET_SIDE), classes=_classes(scale), count=ROWS)
-    what = f"AlexNet's layers, {61.1 * scale:.4g}M, images {ALEXNET_SIDE} wide"
-    return _stepping("alexnet", what, 8, partial(alexnet_net, scale), rows)
 
 
 def emulated(table: Table) -> Workload:
