@@ -257,6 +257,8 @@ class Strategy:
             raise ConfigError(f"clip_norm={self.clip_norm}: give a norm above 0")
         if self.clip_norm is not None and self.schedule.leaves_during_backward:
             raise ConfigError("a gradient that is to be clipped leaves after backward: no overlap")
+        if self.hybrid is not None and not self.consistency.lockstep:
+            raise ConfigError(f"{self.name}: compact gradients are of rounds; use Rounds()")
         if self.hybrid is not None and self.update == "server":
             raise ConfigError(
                 f"{self.name}: gradients in compact form never reach a server that could update "
@@ -279,6 +281,7 @@ class Strategy:
                     f"{spec.name!r} travels {route.scheme}, which has no server to update it; "
                     "use update='worker'"
                 )
+            self._check_followed(spec, route)
             if route not in routes:
                 routes.append(route)
             route_of.append(routes.index(route))
@@ -299,6 +302,15 @@ class Strategy:
             narrow_below=self.narrow_below,
         )
 
+    def _check_followed(self, spec: Spec, route: Route) -> None:
+        """Updates that come later, or around a lost worker, come from one place, in one order."""
+        followed = not self.consistency.lockstep or self.travels == "steps" or self.outlives_workers
+        if followed and not (route.topology.needs_servers and route.road == "links"):
+            raise IncompatibleRoute(
+                f"{spec.name!r} travels {route.scheme}, where every worker makes the update for "
+                "itself; with staleness, travels='steps' or outlives_workers=True use Sharded()"
+            )
+
     def portrait(self, specs: Sequence[Spec], workers: int) -> list[str]:
         """One line for each thing that must be equal on all ranks."""
         cluster = Cluster(workers, servers=1)
@@ -307,6 +319,7 @@ class Strategy:
             f"strategy {self.name}, update at the {self.update}, chunks of {self.chunk_bytes}",
             f"{self.consistency}, {self.schedule}, {self.hybrid}",
             f"averaged {self.averaged}, clip_norm {self.clip_norm}, {self.travels} travel",
+            f"outlives workers: {self.outlives_workers}, narrow below {self.narrow_below}",
             *sorted(routes),
         ]
 

@@ -20,7 +20,7 @@ from slipstream.strategy import Plan
 from slipstream.topologies import Topology
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Message, Publish, Push, Settings, checksum
-from slipstream.types import Buffer, Chunk, Hop, Rank, Values
+from slipstream.types import Buffer, Chunk, Hop, Rank, Segment, Values
 
 LEAVING_PAUSE_S = 0.0005
 
@@ -113,6 +113,7 @@ class LinkExchange:
         self._fired: set[int] = set()
         self._excused: Collection[int] = ()
         self._unwritten: dict[int, set[int]] = {}  # by tensor: chunks
+        self._absent: dict[int, list[Segment]] = {}  # by tensor: what nobody contributed to
         self._made_round = 0  # this worker's contributions were to the rounds before
         self._told_round = 0  # results have come of the rounds before
         self._sinks: dict[int, Values] = {}
@@ -295,25 +296,43 @@ class LinkExchange:
         # Who was late goes on with the round that is open.
         self._rounds[chunk.index] = max(self._rounds[chunk.index], body.round + 1)
         for segment, group in zip(chunk.segments, groups, strict=True):
-            if group is None:
-                continue
             tensor = segment.tensor
-            if tensor not in self._sinks:
-                self._sinks[tensor] = self._slots.sink(tensor)
-                self._unwritten[tensor] = set(self._of_tensor[tensor])
-            out = self._sinks[tensor].part(segment.start, segment.stop)
-            route.publish.decode_into(group, out)
-            self._unwritten[tensor].discard(chunk.index)
+            unwritten = self._unwritten.setdefault(tensor, set(self._of_tensor[tensor]))
+            unwritten.discard(chunk.index)
+            if group is None:
+                self._absent.setdefault(tensor, []).append(segment)
+            else:
+                if tensor not in self._sinks:
+                    self._sinks[tensor] = self._slots.sink(tensor)
+                out = self._sinks[tensor].part(segment.start, segment.stop)
+                route.publish.decode_into(group, out)
             # Results that are whole are of different rounds, and none is waited for.
-            if not self._unwritten[tensor] or not self.plan.together:
-                del self._sinks[tensor], self._unwritten[tensor]
-                self._slots.settle(tensor)
+            if not unwritten or not self.plan.together:
+                self._settle(tensor)
+
+    def _settle(self, tensor: int) -> None:
+        """All of a tensor's result has come, if there is any."""
+        del self._unwritten[tensor]
+        absent, sink = self._absent.pop(tensor, []), self._sinks.pop(tensor, None)
+        if sink is not None:
+            self._clear(tensor, sink, absent)
+            self._slots.settle(tensor)
+
+    def _clear(self, tensor: int, sink: Values, absent: Sequence[Segment]) -> None:
+        """Nobody contributed to these pieces: who did to the others may have died in between."""
+        if self.plan.specs[tensor].role == "parameter":
+            for segment in absent:
+                sink.part(segment.start, segment.stop).data[:] = 0
 
     # ---- the receiving thread
 
     def _on_publish(self, message: Message) -> None:
         body = message.body
         assert isinstance(body, Publish)
+        if body.chunk not in self._chunks:
+            raise FrameRefused(f"a result for chunk {body.chunk}, which does not travel links")
+        if not self._may_pass_on(message.sender, self._chunks[body.chunk]):
+            raise FrameRefused(f"{message.sender} does not hold chunk {body.chunk}")
         if self._has(body):
             return
         self._admit(message.sender, body, message.frames)
@@ -327,7 +346,12 @@ class LinkExchange:
     def _has(self, body: Publish) -> bool:
         """Whether this came before: it is sent again where somebody may not have got it."""
         sent_again = self.plan.outlives_workers and self.plan.together
-        return sent_again and body.round < self._seen.get(body.chunk, 0)
+        return sent_again and body.round < self._seen[body.chunk]
+
+    def _fits(self, body: Publish) -> bool:
+        return self.plan.consistency.follows(
+            seen=self._seen[body.chunk], begun=self._rounds[body.chunk], result=body.round
+        )
 
     def _park(self, body: Publish, frames: Sequence[Buffer]) -> None:
         self._arrived[body.chunk] = (body, frames)
@@ -348,14 +372,8 @@ class LinkExchange:
         self._holder.retire(rank)
 
     def _admit(self, sender: str, body: Publish, frames: Sequence[Buffer]) -> None:
-        chunk = self._chunks.get(body.chunk)
-        if chunk is None:
-            raise FrameRefused(f"a result for chunk {body.chunk}, which does not travel links")
-        if not self._may_pass_on(sender, chunk):
-            raise FrameRefused(f"{sender} does not hold chunk {chunk.index}")
-        if not self.plan.consistency.follows(
-            seen=self._seen[chunk.index], begun=self._rounds[chunk.index], result=body.round
-        ):
+        chunk = self._chunks[body.chunk]
+        if not self._fits(body):
             raise FrameRefused(f"a result for round {body.round} of chunk {chunk.index}")
         codec = self.plan.route(chunk).publish
         groups = split_frames(chunk, body.present, frames, codec.frames)

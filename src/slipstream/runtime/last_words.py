@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from slipstream.errors import LaunchError, PeerFailed, PeerLost, SlipstreamError
+from slipstream.errors import LaunchError, LeftBehind, PeerFailed, PeerLost, SlipstreamError
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -29,15 +29,18 @@ def speak_for(
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
-        if rank == speaker(error) or (is_local and not joined()):
+        if rank == speaker(error, rank) or (is_local and not joined()):
             print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
-        if isinstance(error, PeerLost | PeerFailed):
+        if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)
 
     sys.excepthook = say
 
 
-def speaker(error: SlipstreamError) -> int:
+def speaker(error: SlipstreamError, rank: int = -1) -> int:
+    """Who says it; ``rank`` has been given it."""
+    if isinstance(error, LeftBehind):
+        return rank
     if isinstance(error, PeerFailed) and error.told:
         return -1
     if isinstance(error, PeerLost | PeerFailed):

@@ -50,7 +50,7 @@ class LinkWatch:
         assert self._enough is not None
         nbytes, seconds = self._transport.pressed(peer)
         before = link.passive.bytes_s
-        link.passive.tell(nbytes - link.nbytes, seconds - link.seconds)
+        link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
         if link.passive.bytes_s != before:
             link.until = now + HOLDS_S
             link.nbytes, link.seconds = nbytes, seconds

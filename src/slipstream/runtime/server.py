@@ -28,8 +28,8 @@ from slipstream.runtime.accounts import figures_of
 from slipstream.runtime.configuration import Configuration
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.factor_holder import FactorHolder
-from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.holder import Holder, PublishMean, Result, Updater
+from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.member import HUB, Handler, Member, internal_fault
 from slipstream.strategy import Plan
 from slipstream.topologies import Topology
@@ -59,7 +59,7 @@ from slipstream.transports.wire import (
     checksum,
 )
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
-from slipstream.types import Chunk, Node, Rank
+from slipstream.types import Node, Rank
 
 DECIDING = "server 0"
 IDLE_S = 0.25
@@ -77,7 +77,8 @@ class Server:
         self._agreement: Agreement | None = None
         self._leases: Leases | None = None
         self._gone: set[Rank] = set()
-        self._unsure: dict[Rank, set[Rank]] = {}  # by who was lost: workers that may not know yet
+        self._lost: set[Rank] = set()
+        self._rerouted: dict[Rank, set[Rank]] = {}  # by who was lost: who passes on without it
         self._topologies: list[Topology] = []
         member.on(Configure, self._on_configure)
         member.on(Push, self._on_push)
@@ -231,7 +232,7 @@ class Server:
             raise FrameRefused(f"{message.sender} does not speak for rank {rank}")
         if rank not in self._gone:
             self._lose(self.holder.plan, rank, lost=sender != rank)
-        self._send_out(self.holder.plan, self.holder.retire(rank))
+        self._publish(self.holder.plan, self.holder.retire, rank)
         if self._agreement is not None:
             now, lost = self.member.now, sender != rank
             if self._leases is not None:
@@ -242,17 +243,20 @@ class Server:
         """Until all know, results go to everybody directly, and so does what may have been lost."""
         self._gone.add(rank)
         if lost and plan.together:
-            self._unsure[rank] = set(plan.cluster.worker_nodes) - self._gone
+            self._lost.add(rank)
             self._topologies = [topology.without(rank) for topology in self._topologies]
             assert self.holder is not None
-            self._send_out(plan, self.holder.replay())
+            for result in self.holder.replay():
+                self._send_to(plan, result, self._here(plan))
 
     def _on_rerouted(self, message: Message) -> None:
         assert isinstance(message.body, Rerouted)
         rank, lost = self._worker(message), message.body.rank
-        if lost not in self._gone:
-            raise FrameRefused(f"rank {lost} is not lost")
-        self._unsure.get(lost, set()).discard(rank)
+        assert self.holder is not None
+        if lost >= self.holder.plan.cluster.workers:
+            raise FrameRefused(f"there is no rank {lost}")
+        # It may come before rank 0's own word that this one is lost.
+        self._rerouted.setdefault(lost, set()).add(rank)
 
     def look(self) -> None:
         """Close what is due because of the time."""
@@ -329,12 +333,10 @@ class Server:
         body, frames = message.body, message.frames
         self._publish(self.holder.plan, self._factors.push, rank_of(message.sender), body, frames)
 
-    def _publish(
-        self, plan: Plan, push: Callable[..., list[Result]], rank: int, body: Any, frames: Any
-    ) -> None:
-        """Take a contribution and send out the results of what it closes."""
+    def _publish(self, plan: Plan, change: Callable[..., list[Result]], *what: Any) -> None:
+        """Take a contribution, or a farewell, and send out the results of what it closes."""
         try:
-            results = push(rank, body, frames)
+            results = change(*what)
         except FrameRefused:
             raise
         except RuntimeFault as fault:
@@ -345,20 +347,25 @@ class Server:
     def _send_out(self, plan: Plan, results: Iterable[Result]) -> None:
         node = plan.cluster.server_nodes[self.index]
         for result in results:
-            chunk = plan.chunks[result.body.chunk]
-            urgency = plan.priority(chunk)
-            for target in self._audience(plan, chunk, node, result):
-                name = plan.cluster.name(target)
-                self.member.send(name, result.body, result.frames, priority=urgency)
+            self._send_to(plan, result, self._audience(plan, node, result))
 
-    def _audience(self, plan: Plan, chunk: Chunk, node: Node, result: Result) -> Iterable[Node]:
+    def _send_to(self, plan: Plan, result: Result, targets: Iterable[Node]) -> None:
+        urgency = plan.priority(plan.chunks[result.body.chunk])
+        for target in targets:
+            name = plan.cluster.name(target)
+            self.member.send(name, result.body, result.frames, priority=urgency)
+
+    def _here(self, plan: Plan) -> set[Rank]:
+        return set(plan.cluster.worker_nodes) - self._gone
+
+    def _audience(self, plan: Plan, node: Node, result: Result) -> Iterable[Node]:
         """Whom to send it to from here; others get it from them."""
-        here = set(plan.cluster.worker_nodes) - self._gone
-        if result.audience is not None and set(result.audience) != here:
+        here = self._here(plan)
+        if result.audience is not None and not here <= set(result.audience):
             return result.audience
-        if any(here & unsure for unsure in self._unsure.values()):
+        if any(here - self._rerouted.get(lost, set()) for lost in self._lost):
             return here
-        topology = self._topologies[chunk.route]
+        topology = self._topologies[plan.chunks[result.body.chunk].route]
         return [to for to in topology.fanout(node, node, plan.cluster) if to in here]
 
 

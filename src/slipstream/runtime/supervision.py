@@ -80,8 +80,9 @@ class Verdict:
 class Supervision:
     """Takes events, says which signal to send to the workers still there, and when to look again.
 
-    Of workers, ``may_lose`` may fail without that. Another failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A
-    signal to the launcher starts at SIGTERM, a second one goes on to SIGKILL.
+    Of workers, ``may_lose`` may be lost without that. Another failure gives the rest ``grace_s`` to
+    end by themselves; then SIGTERM, then SIGKILL. A signal to the launcher starts at SIGTERM, a
+    second one goes on to SIGKILL.
     """
 
     limits: Limits
@@ -117,9 +118,12 @@ class Supervision:
         return None
 
     def _spared(self, event: Ended) -> bool:
-        """Rank 0 leads the job; the rest may be spared, as long as somebody is there to go on."""
+        """One that was killed, or left behind; who ends with an error of its own ends the job.
+
+        Rank 0 leads it, and cannot be spared.
+        """
         return (
-            event.code != 0
+            (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
             and event.member != "rank 0"
             and len(self.lost) < self.may_lose

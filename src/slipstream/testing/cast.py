@@ -18,6 +18,7 @@ from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer, Chunk, Spec, Values
 
 FOREVER_S = 1e9
+POISON = 0xFF  # four of them are no number
 Tensors = tuple[bytes | None, ...]  # by tensor; None: no contribution, or no result
 Owed = dict[int, np.ndarray[Any, np.dtype[np.float32]]]
 
@@ -114,6 +115,8 @@ class ByteSlots:
             self._given[tensor] = content is not None
             if content is not None:
                 memoryview(self._gradients[tensor].data)[:] = content
+            elif self._gradients is self._held:
+                self._held[tensor].data[:] = POISON  # as new memory, which may hold anything
 
     def results(self) -> Tensors:
         """What came back; None for tensors that nobody contributed to."""

@@ -18,7 +18,7 @@ from slipstream.runtime.joining import Membership
 from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.member import HUB, PATIENCE
 from slipstream.runtime.shard_service import ShardService
-from slipstream.runtime.shards import Shards, choose_cluster
+from slipstream.runtime.shards import LAST, Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
 from slipstream.runtime.update_stream import UpdateStream
 from slipstream.strategy import Plan, Strategy
@@ -95,6 +95,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
             "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
+        raise ConfigError(
+            "LBFGS runs backward itself, several times a step, so nobody can run ahead of its "
+            "updates: use rounds of all workers (staleness=0), or another optimizer"
         )
     inventory = Inventory.of(model)
     if not inventory.specs:
@@ -173,22 +178,24 @@ def replicate(
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
     membership.member.lockstep = plan.together
-    if plan.outlives_workers or plan.consistency.agreed or plan.consistency.alone:
-        go_on_without_the_lost(membership, shards, plan)
+    goes_on = plan.outlives_workers or plan.consistency.agreed or plan.consistency.alone
+    if goes_on and not plan.together:
+        membership.member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
     try:
         shards.start(plan, membership)
-        return _wire(model, optimizer, plan, inventory, shards, membership)
+        replica = _wire(model, optimizer, plan, inventory, shards, membership)
     except BaseException:
         shards.close()
         raise
+    if goes_on:  # not before: nobody could handle a loss while the job starts
+        go_on_without_the_lost(membership, shards, plan)
+    return replica
 
 
 def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -> None:
     """Where rounds do not need every worker, one that is stopped for a while is not an error; where
     they do, the rest make them without it, and it has missed too much to come back."""
     member = membership.member
-    if not plan.together:
-        member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
     member.takes_back = not plan.together
     membership.rendezvous.lost = member.lost
 
@@ -221,7 +228,8 @@ def reroute_around_the_lost(
             if isinstance(exchange, LinkExchange):
                 exchange.lose(lost)
         for k in range(len(shards.addresses)):
-            member.send(f"server {k}", Rerouted(lost))
+            # Rank 0's after its word that this one is lost.
+            member.send(f"server {k}", Rerouted(lost), priority=LAST)
 
     member.on(Lost, on_lost)
 
@@ -305,7 +313,10 @@ def runs_ahead(plan: Plan) -> bool:
 
 
 class RateShare:
-    """The learning rate as a part of the highest there has been: what it began with, or more."""
+    """The learning rate as a part of the highest there has been: what it began with, or more.
+
+    Of an optimizer without one, or with one that it finds for itself, it is always all of it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -313,10 +324,14 @@ class RateShare:
 
     def __call__(self) -> float:
         groups = self._optimizer.param_groups
-        now = max(float(group["lr"]) for group in groups)
-        began = max(float(group.get("initial_lr", 0.0)) for group in groups)
+        now, began = (highest_of(groups, name) for name in ("lr", "initial_lr"))
         self._highest = max(self._highest, now, began)
         return now / self._highest if self._highest > 0 else 1.0
+
+
+def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
+    numbers = int | float | torch.Tensor
+    return max((float(g[name]) for g in groups if isinstance(g.get(name), numbers)), default=0.0)
 
 
 def make_service(plan: Plan, membership: Membership) -> ShardService | None:

@@ -52,15 +52,11 @@ class Residuals:
             return {}
         for chunk in self._published:
             self._member.send(self._server(chunk), Fetch(chunk.index))
-        wanted = {(self._server(c), c.index) for c in self._published}
-        for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
-            if name not in self._member.lost:  # what it owed is lost with it
-                wanted |= {(name, chunk.index) for chunk in self._owed}
         self._member.wait_until(
-            lambda: wanted <= self._answers.keys(),
+            lambda: not self._awaited(),
             what="everybody's residuals",
             limit_s=self._limit_s,
-            missing=lambda: sorted({name for name, _ in wanted - self._answers.keys()}),
+            missing=lambda: sorted({name for name, _ in self._awaited()}),
         )
         found: dict[str, torch.Tensor] = {}
         for chunk in self._owed:
@@ -71,6 +67,14 @@ class Residuals:
             self._collect(found, whose, self._plan.chunks[index], parts)
         self._answers.clear()
         return found
+
+    def _awaited(self) -> set[tuple[str, int]]:
+        """Whose answers of which chunks have not come; what a lost worker owed is lost with it."""
+        wanted = {(self._server(c), c.index) for c in self._published}
+        for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
+            if name not in self._member.lost:
+                wanted |= {(name, chunk.index) for chunk in self._owed}
+        return wanted - self._answers.keys()
 
     def _collect(
         self, found: dict[str, torch.Tensor], whose: str, chunk: Chunk, parts: object
@@ -91,9 +95,10 @@ class Residuals:
                 "gradient; this one keeps none, so they are left out",
                 stacklevel=2,
             )
-        before = len({n.partition("/")[0] for n in named} - {"servers"})
-        now, rank = self._plan.cluster.workers, rank_of(self._member.name)
-        mine = [old for old in range(before) if old % now == rank]
+        # By rank; one that was lost before is not among them.
+        debtors = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
+        before, now = len(debtors), self._plan.cluster.workers
+        mine = debtors[rank_of(self._member.name) :: now]
         for chunk in self._owed:
             for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
                 name = self._plan.specs[segment.tensor].name

@@ -25,7 +25,6 @@ class ServerUpdates(Synchronizer):
         self._optimizer = optimizer
         self._sent: Settings | None = None
         self._refreshed_for = -1
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
         super().__init__(*args)
         self.resume(0)
 
@@ -61,11 +60,7 @@ class ServerUpdates(Synchronizer):
     def pass_ended(self) -> None:
         if self.plan.schedule.leaves_during_backward:
             self.flush()
-        self._gradients = [
-            (p, p.grad, 0 if p.grad is None else p.grad._version)
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-        ]
+        self._note_left()
 
     def before_step(self) -> None:
         self.tap.end()
@@ -75,7 +70,7 @@ class ServerUpdates(Synchronizer):
                 "weights were changed outside of the optimizer, but with update='server' they live "
                 "at the servers: use update='worker', or job.load for a checkpoint"
             )
-        if self._changed():
+        if self._changed_since():
             raise RuntimeFault(
                 "gradients were changed between backward() and step() (clipping?), but with "
                 "update='server' they are not the averaged ones: use update='worker' to see and "
@@ -91,13 +86,7 @@ class ServerUpdates(Synchronizer):
                 "update='server' it travels with the gradients: change it before backward()"
             )
         self._sent = None
-        self._gradients = []
-
-    def _changed(self) -> bool:
-        return any(
-            p.grad is not gradient or (gradient is not None and gradient._version != version)
-            for p, gradient, version in self._gradients
-        )
+        self._left = []
 
 
 class RemoteOptimizer(torch.optim.Optimizer):

@@ -34,6 +34,7 @@ class Synchronizer(ABC):
     ) -> None:
         self.plan = plan
         self._inventory = inventory
+        self._left: list[tuple[Tensor, Tensor | None, int]] = []
         self.step = 0
         self.exchanged = False
         self.takes_unasked = True
@@ -104,6 +105,17 @@ class Synchronizer(ABC):
             for exchange in self._exchanges:
                 exchange.ready(tensor)
         self._copying = []
+
+    def _note_left(self) -> None:
+        """These gradients have left: whoever changes them now would change nothing."""
+        parameters = [t for t in self._inventory.tensors if isinstance(t, nn.Parameter)]
+        self._left = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+
+    def _changed_since(self) -> bool:
+        return any(
+            p.grad is not gradient or (gradient is not None and gradient._version != version)
+            for p, gradient, version in self._left
+        )
 
     @abstractmethod
     def pass_ended(self) -> None:

@@ -35,7 +35,8 @@ from slipstream.types import LARGEST_CHUNK_BYTES, Buffer
 IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
-REFUSALS = 3  # connections refused in a row: nobody listens there any more
+REFUSALS = 3  # connections in a row that were not made, until the host is asked why
+ASKING_S = 0.2
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
 # A server's port takes a flow from each worker, and the other way round. With the kernel's own,
@@ -82,18 +83,24 @@ class Outbound:
     def __init__(self, link: zmq.Socket[bytes]) -> None:
         self.link = link
         self.waiting: list[Posted] = []
-        self.pressed_since: float | None = None
-        self.pressed_bytes = 0
-        self.pressed_s = 0.0
+        # Bytes and seconds under pressure, and since when there is some: in one piece, because
+        # other threads read it.
+        self.pressure: tuple[int, float, float | None] = (0, 0.0, None)
 
     def press(self, now: float) -> None:
         """More waits than the link takes."""
-        self.pressed_since = now
+        nbytes, seconds, _ = self.pressure
+        self.pressure = (nbytes, seconds, now)
 
     def relieve(self, now: float) -> None:
-        if self.pressed_since is not None:
-            self.pressed_s += now - self.pressed_since
-        self.pressed_since = None
+        nbytes, seconds, since = self.pressure
+        self.pressure = (nbytes, seconds + (0.0 if since is None else now - since), None)
+
+    def _count(self, parts: Sequence[Buffer]) -> None:
+        nbytes, seconds, since = self.pressure
+        if since is not None:
+            more = sum(memoryview(part).nbytes for part in parts)
+            self.pressure = (nbytes + more, seconds, since)
 
     def flush(self) -> bool:
         """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
@@ -107,9 +114,20 @@ class Outbound:
                 return False
             first.ticket.tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
             heapq.heappop(self.waiting)
-            if self.pressed_since is not None:
-                self.pressed_bytes += sum(memoryview(part).nbytes for part in first.parts)
+            self._count(first.parts)
         return True
+
+
+def refuses(address: str) -> bool:
+    """Whether the host is there and says that nobody listens."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ASKING_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class ZmqTransport:
@@ -227,12 +245,14 @@ class ZmqTransport:
         outbound = self._outbound.get((peer, False))
         if outbound is None:
             return 0, 0.0
-        since = outbound.pressed_since
-        more_s = 0.0 if since is None else time.monotonic() - since
-        return outbound.pressed_bytes, outbound.pressed_s + more_s
+        nbytes, seconds, since = outbound.pressure
+        return nbytes, seconds + (0.0 if since is None else max(0.0, time.monotonic() - since))
 
     def link_refused(self, peer: str) -> bool:
-        return peer not in self._alive and self._retried[peer] >= REFUSALS
+        if peer in self._alive or self._retried[peer] < REFUSALS:
+            return False
+        self._retried[peer] = 0  # a host that cannot be reached is asked again, but not at once
+        return refuses(self._addresses[peer])
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
