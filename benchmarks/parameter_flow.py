@@ -47,9 +47,9 @@ class Case:
 
 
 CASES = {
-    "lr": Case("lr", device_ms=25, steps=300, target=0.72, drop="90%"),
-    "mf": Case("mf", device_ms=25, steps=500, target=0.5, drop="85%"),
-    "alexnet": Case("alexnet", device_ms=80, steps=300, target=0.9, drop="90%", scale=1 / 64),
+    "lr": Case("lr", device_ms=25, steps=300, target=0.73, drop="90%"),
+    "mf": Case("mf", device_ms=25, steps=420, target=0.42, drop="90%"),
+    "alexnet": Case("alexnet", device_ms=60, steps=350, target=0.9, drop="85%", scale=1 / 64),
 }
 
 

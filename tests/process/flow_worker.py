@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -41,6 +42,18 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
+def die(after_s: float = 0.0) -> None:
+    """At once, or when what has been sent has left."""
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(seconds: float) -> None:
+    """Stand still, as a machine does that is suspended."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def strategy_of(asked: dict[str, Any]) -> Strategy:
     if asked.get("children"):
         return slipstream.parameter_flow(tree=Tree(asked["children"]), **asked["options"])
@@ -64,7 +77,11 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
         for step in job.steps(asked["steps"]):
             time.sleep(asked.get("pause_s", [0.0])[job.rank % len(asked.get("pause_s", [0.0]))])
             if [job.rank, step] == asked.get("killed"):
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
+            if [job.rank, step] == asked.get("killed_within"):
+                net.first.weight.register_hook(lambda _: die(after_s=0.3))
+            if [job.rank, step] == asked.get("stopped"):
+                stop(asked["stopped_s"])
             samples = torch.Generator().manual_seed(1000 * job.rank + step)
             inputs = torch.randn(BATCH, INPUTS, generator=samples)
             optimizer.zero_grad()
@@ -73,6 +90,8 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             optimizer.step()
             schedule.step()
             told["losses"].append(loss.item())
+            if [job.rank, step] == asked.get("killed_after"):
+                die()
             if step + 1 == asked.get("save_at"):
                 job.save(asked["save"])
                 told["saved"] = digest(net)

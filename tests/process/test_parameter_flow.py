@@ -46,10 +46,13 @@ CASES = (
 )  # fmt: skip
 
 
-def run(nursery: Nursery, folder: Path, *cases: Told, ranks: int = RANKS) -> list[int]:
+def run(
+    nursery: Nursery, folder: Path, *cases: Told, ranks: int = RANKS, servers: int = 1
+) -> list[int]:
     file = folder / "cases.json"
     file.write_text(json.dumps([{"steps": STEPS, **case} for case in cases]))
-    run = nursery.run(WORKER, str(file), ranks=ranks, limit_s=200)
+    settings = {"SLIPSTREAM_SERVERS": str(servers)}
+    run = nursery.run(WORKER, str(file), ranks=ranks, env=settings, limit_s=200)
     assert run.remains.left() == []
     return [run.codes[rank] for rank in range(ranks)]
 
@@ -129,3 +132,38 @@ def test_a_relay_dies_and_nobody_misses_an_update(
     said = told(tmp_path, case, [0, 2])
     assert digest_of(said)
     assert {each["step"] for each in said} == {30}
+
+
+DEATHS = {
+    "at the beginning of a step": {"killed": [1, 6]},
+    "with a gradient half sent": {"killed_within": [1, 6]},
+    "before a checkpoint": {"killed_after": [1, 6], "save_at": 7},
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_rest_go_on_whenever_one_dies(
+    nursery: Nursery, tmp_path: Path, staleness: int, death: str
+) -> None:
+    """Also where one of two servers has its gradient and the other has not."""
+    case = {
+        "name": "died",
+        "strategy": f"parameter_flow(staleness={staleness}, chunk_bytes=4096)",
+        "steps": 20,
+        "save": str(tmp_path / "checkpoint"),
+        **DEATHS[death],
+    }
+    assert run(nursery, tmp_path, case, servers=2) == [0, -9, 0]
+    said = told(tmp_path, case, [0, 2])
+    assert digest_of(said)
+    assert {each["step"] for each in said} == {20}
+    assert Path(case["save"]).exists() == ("save_at" in case)
+
+
+def test_one_that_was_away_for_too_long_is_told_so(nursery: Nursery, tmp_path: Path) -> None:
+    case = {**FILTERED, "name": "away", "steps": 20, "stopped": [1, 6], "stopped_s": 10}
+    run(nursery, tmp_path, case)
+    assert digest_of(told(tmp_path, case, [0, 2]))
+    away = json.loads((tmp_path / "away.1.json").read_text())
+    assert away["error"].startswith("LeftBehind: rank 1 was not heard")

@@ -134,3 +134,41 @@ def test_a_worker_that_hangs_is_named_rather_than_those_that_gave_up_on_it() -> 
     verdict = job.verdict()
     assert verdict.code == EXIT_PEER_FAILED
     assert verdict.line.startswith("rank 1 hung")
+
+
+def sparing(clock: Clock, may_lose: int) -> Supervision:
+    supervision = Supervision(Limits(), clock, may_lose)
+    for rank in range(4):
+        supervision.started(f"rank {rank}")
+    return supervision
+
+
+@pytest.mark.parametrize("code", [-9, EXIT_PEER_FAILED])
+def test_a_worker_that_may_be_lost_is(clock: Clock, code: int) -> None:
+    watch = sparing(clock, 1)
+    assert watch.take(Ended("rank 2", code)) is None
+    assert watch.deadline == math.inf
+    assert not watch.ending
+    assert [ended.member for ended in watch.lost] == ["rank 2"]
+    for rank in (0, 1, 3):
+        watch.take(Ended(f"rank {rank}", 0))
+    assert watch.verdict() == Verdict(0)
+
+
+@pytest.mark.parametrize(
+    ("may_lose", "ends"),
+    [
+        (0, [Ended("rank 2", -9)]),
+        (1, [Ended("rank 2", -9), Ended("rank 3", -9)]),
+        (2, [Ended("rank 0", -9)]),
+        (2, [Ended("rank 2", 1)]),  # an error of its own, of which it has told the others
+        (2, [Ended("server 0", -9)]),
+    ],
+)
+def test_more_than_may_be_lost_ends_the_job(clock: Clock, may_lose: int, ends: list[Ended]) -> None:
+    watch = sparing(clock, may_lose)
+    for ended in ends:
+        watch.take(ended)
+    assert watch.deadline < math.inf
+    assert watch.verdict().code
+    assert ends[-1].member in watch.verdict().line

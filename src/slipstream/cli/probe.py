@@ -16,7 +16,7 @@ from slipstream.cli.options import prepare_file
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.planning.bandwidth import Available
 from slipstream.runtime.environment import read_secret
-from slipstream.transports.udp_streams import LOOPBACK, PORT, Counts, Listener, measure
+from slipstream.runtime.probing import LOOPBACK, PORT, Counts, Listener, measure
 from slipstream.units import bits_per_second, human_bytes
 
 _AMOUNTS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -99,7 +99,7 @@ def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> li
         f"{found.seconds:.1f} s; {_END[found.ended]}; this machine paces up to "
         f"{_mbit(found.fastest_bytes_s)} Mbit/s",
     ]
-    if 4 * found.late_streams > found.streams:
+    if 2 * found.late_streams > found.streams:
         lines.append(
             f"{found.late_streams} of {found.streams} streams did not leave in time: this machine "
             "is too busy for the range to be trusted"
@@ -129,7 +129,11 @@ def _range(found: Available) -> str:
         return f"{low} to {high} Mbit/s, mean {_mbit(found.mean_bytes_s)}"
     if found.low_seen:
         return f"at least {low} Mbit/s (not seen to end below {high}, the fastest that was allowed)"
-    return f"less than {high} Mbit/s" if found.high_seen else "not known: too little was sent"
+    return (
+        f"less than {high} Mbit/s"
+        if found.high_seen
+        else "not known: no rate was seen to fit or not to fit"
+    )
 
 
 def _report(

@@ -14,32 +14,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, LaunchError, SecretError, WaitLimit
-from slipstream.planning.bandwidth import Trend
-from slipstream.transports import udp_streams
-from slipstream.transports.udp_streams import (
-    FEWEST_PACKETS,
+from slipstream.planning.bandwidth import Knee, Trend
+from slipstream.runtime.probing import _Path, measure, trend_of
+from slipstream.transports import probe_listener
+from slipstream.transports.probe_listener import MOST_SESSIONS, SESSION_S, Listener, Reception
+from slipstream.transports.probe_packets import (
     HEAD_NBYTES,
+    HEADER,
     LARGEST_NBYTES,
-    LONGEST_STREAM_S,
     LOOPBACK,
     MOST_PACKETS,
-    MOST_SESSIONS,
     PAGE_PACKETS,
-    SESSION_S,
+    Kind,
+    Packet,
+    genuine,
+    greeting_key,
+    parse,
+    session_key,
+)
+from slipstream.transports.udp_streams import (
+    FEWEST_PACKETS,
+    LONGEST_STREAM_S,
     SHORTEST_STREAM_S,
     STREAM_NBYTES,
     Flight,
-    Kind,
-    Listener,
-    Packet,
-    Reception,
     Shape,
     Streams,
-    genuine,
-    greeting_key,
-    measure,
-    parse,
-    session_key,
 )
 
 SECRET = b"correct horse battery staple"
@@ -144,7 +144,7 @@ def test_a_header_changed_on_the_way_is_a_strangers() -> None:
     reception = Reception(SECRET)
     key = greeted(reception)
     datagram = bytearray(a_probe(key, 1, 0, 100))
-    datagram[udp_streams._HEADER.size - 5] ^= 1  # the packet's index
+    datagram[HEADER.size - 5] ^= 1  # the packet's index
     assert parse(bytes(datagram)) is not None
     assert reception.take(bytes(datagram), 1, 0) is None
     assert (reception.counts.strangers, reception.counts.streams) == (1, 0)
@@ -252,7 +252,7 @@ def test_a_stream_arrives_and_its_times_come_back(listener: Listener) -> None:
 @pytest.mark.parametrize("kernel", [True, False])
 def test_stamps_of_the_kernel_or_of_our_own(monkeypatch: pytest.MonkeyPatch, kernel: bool) -> None:
     if not kernel:
-        monkeypatch.setattr(udp_streams, "_SO_TIMESTAMPNS", None)
+        monkeypatch.setattr(probe_listener, "_SO_TIMESTAMPNS", None)
     with Listener(port=0) as listener, Streams(LOOPBACK, listener.port) as streams:
         assert listener._stamped is kernel
         flight = streams.send(Shape(100, 200, 0.0))
@@ -351,26 +351,54 @@ def held_up(lag_s: list[float], queue_s: list[float]) -> Flight:
 
 def test_packets_that_left_late_do_not_vote() -> None:
     growing = [1e-4 * index for index in range(200)]
-    assert held_up([0.0] * 200, growing).trend() is Trend.INCREASING
+    assert trend_of(held_up([0.0] * 200, growing)) is Trend.INCREASING
     # Held up for 40 ms, five times: what then leaves at once finds an empty queue.
     lag = [max(0.0, 0.040 - 0.001 * (index % 40)) * (index % 40 < 15) for index in range(200)]
     queues = [0.0 if late > 0.001 else queue for late, queue in zip(lag, growing, strict=True)]
-    assert held_up([0.0] * 200, queues).trend() is not Trend.INCREASING
-    assert held_up(lag, queues).trend() is Trend.INCREASING
+    assert trend_of(held_up([0.0] * 200, queues)) is not Trend.INCREASING
+    assert trend_of(held_up(lag, queues)) is Trend.INCREASING
 
 
-def test_a_train_that_was_held_up_shows_how_fast_packets_leave_all_the_same() -> None:
+def test_a_train_knows_how_fast_it_left_and_whether_it_was_held_up() -> None:
     even = Flight(Shape(100, 1000, 0.0), [1e-5 * index for index in range(100)], [None] * 100)
     assert even.unbroken
     assert even.sent_bytes_s == pytest.approx(1e8)
     broken = replace(even, sent_s=[at + 0.004 * (at > 5e-4) for at in even.sent_s])
     assert not broken.unbroken
-    assert broken.sent_bytes_s == pytest.approx(1e8)
+    assert broken.sent_bytes_s == pytest.approx(99_000 / 0.00499)
 
 
 def test_a_stream_that_was_mostly_late_does_not_vote() -> None:
-    lag = [0.0] * 49 + [0.002] * 151
-    assert held_up(lag, [1e-4 * index for index in range(200)]).trend() is None
+    lag = ([0.0] * 24 + [0.002] * 76) * 2
+    assert trend_of(held_up(lag, [1e-4 * index for index in range(200)])) is None
+
+
+def test_a_stream_that_never_caught_up_does_not_vote() -> None:
+    growing = [1e-4 * index for index in range(200)]
+    assert trend_of(held_up([0.0] * 140 + [0.002] * 60, growing)) is None
+    assert trend_of(held_up([0.0] * 70 + [0.002] * 40 + [0.0] * 90, growing)) is Trend.INCREASING
+
+
+def test_what_went_before_a_stream_does_not_count() -> None:
+    drains = [0.010 - 2e-4 * index for index in range(60)]
+    level = [0.001] * 140
+    growing = [1e-4 * index for index in range(140)]
+    assert trend_of(held_up([0.0] * 200, drains + level)) is Trend.LEVEL
+    assert (
+        trend_of(held_up([0.0] * 200, [0.020 + at for at in drains] + growing)) is Trend.INCREASING
+    )
+    assert trend_of(held_up([0.0] * 200, [0.0] * 60 + growing)) is Trend.INCREASING
+
+
+@pytest.mark.parametrize("rate_bytes_s", [1e6, 3e7, 9e7])
+def test_what_goes_before_a_stream_empties_the_bucket_while_that_fills(rate_bytes_s: float) -> None:
+    path = _Path(fastest_bytes_s=1e8, seen=Knee(rate_bytes_s, 100_000, 300_000))
+    fill_nbytes = path.fill(1000) * 1000
+    at_full_speed_s = fill_nbytes / (1e8 / 0.8)
+    assert path.emptied(fill_nbytes, at_full_speed_s)
+    assert not path.emptied(fill_nbytes, at_full_speed_s + fill_nbytes / rate_bytes_s)
+    assert _Path(1e8, None).fill(1000) == 0
+    assert _Path(1e8, None).emptied(0, 5.0)
 
 
 # ---- a measurement

@@ -1,0 +1,94 @@
+"""``slipstream probe`` between two hosts of a lab: it finds what their link has free."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.lab import Lab, why_unavailable
+
+pytestmark = [
+    pytest.mark.net,
+    pytest.mark.slow,
+    pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
+]
+
+LIMIT_S = 100.0
+MBIT = 125_000.0
+SECRET = {"SLIPSTREAM_SECRET": "correct horse battery staple"}
+PROBE = [sys.executable, "-c", "from slipstream.cli import main; main()", "probe"]
+
+
+@contextmanager
+def listening(lab: Lab, host: int) -> Iterator[str]:
+    """A listener's address, for as long as the block runs."""
+    address = lab.hosts[host].address
+    command = [*PROBE, "--listen", address]
+    process = lab.hosts[host].popen(command, env=SECRET, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            assert process.stdout.readline().startswith(f"listening on {address}:")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(timeout=LIMIT_S)
+
+
+def measured(lab: Lab, host: int, address: str, file: Path, *options: str) -> dict[str, Any]:
+    """What the command wrote about the path from this host."""
+    command = [*PROBE, address, "--json", str(file), *options]
+    process = lab.hosts[host].popen(
+        command, env=SECRET, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    print(said)
+    return dict(json.loads(file.read_text()))
+
+
+def test_a_link_is_as_fast_as_it_is(tmp_path: Path) -> None:
+    with Lab(hosts=2, rate="40mbit") as lab, listening(lab, 0) as address:
+        before = lab.bytes()[1]
+        found = measured(lab, 1, address, tmp_path / "f.json", "--threshold=25mbit")
+        moved = lab.bytes()[1] - before
+    assert 0.8 * 40 * MBIT < found["mean_bytes_s"] < 1.2 * 40 * MBIT
+    assert found["low_seen"]
+    assert found["high_seen"]
+    assert found["sufficient"] is True
+    # What it says it sent is what the kernel saw, but for name resolution and the like.
+    assert moved.sent == pytest.approx(found["sent_nbytes"], rel=0.01)
+    assert moved.received <= moved.sent
+
+
+def test_what_others_take_is_not_free(tmp_path: Path) -> None:
+    with (
+        Lab(hosts=3, rate="40mbit") as lab,
+        listening(lab, 0) as address,
+        lab.traffic(2, 0, "20mbit"),
+    ):
+        before = lab.bytes()[2]
+        found = measured(lab, 1, address, tmp_path / "f.json", "--threshold=30mbit")
+        taken_bytes_s = (lab.bytes()[2] - before).sent / found["seconds"]
+    # The command starts and ends within the same time, so this is a little high.
+    assert taken_bytes_s > 19 * MBIT
+    assert 0.75 * 20 * MBIT < found["mean_bytes_s"] < 1.25 * 20 * MBIT
+    assert found["sufficient"] is False
+
+
+def test_the_way_back_does_not_count(tmp_path: Path) -> None:
+    """The path from here to there is measured; the other direction may be full."""
+    with (
+        Lab(hosts=3, rate="40mbit") as lab,
+        listening(lab, 0) as address,
+        lab.traffic(0, 2, "30mbit"),
+    ):
+        found = measured(lab, 1, address, tmp_path / "f.json")
+    assert 0.8 * 40 * MBIT < found["mean_bytes_s"] < 1.2 * 40 * MBIT
