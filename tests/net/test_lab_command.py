@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.lab import Network, existing, find, remove, why_unavailable
+from slipstream.lab import Lab, Network, existing, find, remove, why_unavailable
+from slipstream.planning.overlays import read_topology
 
 pytestmark = [
     pytest.mark.net,
@@ -62,6 +63,19 @@ def lab() -> Iterator[Network]:
         yield find(match[1])
     finally:
         remove(match[1])
+
+
+def test_a_lab_as_a_topology_file(lab: Network) -> None:
+    refused = slipstream("topology", f"--name={lab.name}")
+    assert refused.returncode == 2
+    assert "a link without a rate" in refused.stderr
+    with Lab(4, "100mbit", racks=2, core_rate="50mbit") as tiers:
+        text = told(slipstream("topology", f"--name={tiers.name}", "--servers=1"))
+    network = read_topology(text, "the lab")
+    assert [host.rack for host in network.hosts] == [0, 0, 1, 1]
+    assert {host.link_bits_s for host in network.hosts} == {1e8}
+    assert {rack.uplink_bits_s for rack in network.racks} == {5e7}
+    assert (network.workers, network.servers) == ((0, 1, 2), (3,))
 
 
 def test_status_shows_every_host(lab: Network) -> None:

@@ -12,15 +12,20 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from cases import digest
 from torch import nn
 
 import slipstream
+from slipstream._native import crc32c
+from slipstream.codecs import Bounded
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 from slipstream.topologies import Tree
+from slipstream.transports.wire import Push
+from slipstream.types import Hop, Values
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 24, 96, 16, 16
 
@@ -54,6 +59,31 @@ def stop(seconds: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def forge(job: slipstream.Job) -> None:
+    """Pushes that do not fit, each in its own way; the right ones follow."""
+    assert job._replica is not None
+    assert job._membership is not None
+    plan = job.plan
+    chunk = next(c for c in plan.chunks if isinstance(plan.route(c).push, Bounded))
+    codec = plan.route(chunk).push
+    numel = chunk.segments[0].numel
+    for frame in (
+        packed(codec, np.ones(numel + 64)),  # more bits than elements
+        packed(codec, np.ones(numel) * (np.arange(numel) % 2))[:-4],  # values short
+        packed(codec, np.eye(1, 2 * numel, 2 * numel - 1)[0]),  # an index out of range
+        b"",
+    ):
+        body = Push(chunk.index, job.step, job.step, b"\1" * len(chunk.segments), crc32c(frame))
+        server = plan.cluster.name(plan.holders[chunk.index][0])
+        job._membership.member.send(server, body, [frame] * len(chunk.segments))
+
+
+def packed(codec: Bounded, content: np.ndarray) -> bytes:
+    values = Values(content.astype(np.float32).view(np.uint8), "float32")
+    (frame,) = codec.encode(values, codec.init(values.numel, "float32"), Hop())
+    return bytes(memoryview(frame))
+
+
 def strategy_of(asked: dict[str, Any]) -> Strategy:
     if asked.get("children"):
         return slipstream.parameter_flow(tree=Tree(asked["children"]), **asked["options"])
@@ -82,6 +112,8 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 net.first.weight.register_hook(lambda _: die(after_s=0.3))
             if [job.rank, step] == asked.get("stopped"):
                 stop(asked["stopped_s"])
+            if [job.rank, step] == asked.get("forges"):
+                forge(job)
             samples = torch.Generator().manual_seed(1000 * job.rank + step)
             inputs = torch.randn(BATCH, INPUTS, generator=samples)
             optimizer.zero_grad()
@@ -96,6 +128,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 job.save(asked["save"])
                 told["saved"] = digest(net)
         told["step"] = job.step
+        told["refused"] = job.stats().get("refused_by_servers")
     told["digest"] = digest(net)
     told["sent"] = sum(exchange.sent.total() for exchange in job._replica.link_exchanges)
 

@@ -167,3 +167,17 @@ def test_one_that_was_away_for_too_long_is_told_so(nursery: Nursery, tmp_path: P
     assert digest_of(told(tmp_path, case, [0, 2]))
     away = json.loads((tmp_path / "away.1.json").read_text())
     assert away["error"].startswith("LeftBehind: rank 1 was not heard")
+
+
+def test_frames_that_do_not_fit_are_refused_named_and_counted(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """And the job goes on as if they had not come."""
+    plain = {**FILTERED, "name": "plain"}
+    forged = {**FILTERED, "name": "forged", "forges": [1, 5]}
+    assert run(nursery, tmp_path, plain, forged) == [0] * RANKS
+    assert digest_of(told(tmp_path, forged)) == digest_of(told(tmp_path, plain))
+    assert [each["refused"] for each in told(tmp_path, plain)] == [None] * RANKS
+    for each in told(tmp_path, forged):
+        assert each["refused"]["messages"] == 4
+        assert each["refused"]["last"][0].startswith("rank 1: ")

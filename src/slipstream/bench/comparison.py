@@ -5,6 +5,7 @@ Whatever else the machine does then falls on all of them alike, and what counts 
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import secrets
@@ -143,9 +144,11 @@ class Ground:
 
     def __init__(self, workers: int, servers: int, lab: Lab | None) -> None:
         self.workers, self.servers, self._lab = workers, servers, lab
+        # Another for each trial: the last one's first worker may still be on its way out.
+        self._ports = itertools.count(PORT)
 
     def places(self, env: dict[str, str]) -> list[Place]:
-        port = PORT if self._lab else free_port()
+        port = next(self._ports) if self._lab else free_port()
         return [self._place(rank, port, env) for rank in range(self.workers)]
 
     def _place(self, rank: int, port: int, env: dict[str, str]) -> Place:

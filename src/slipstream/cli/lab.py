@@ -76,6 +76,17 @@ def status(name: LabName = None) -> None:
             print(error)  # half made, or just removed: the others are still to be seen
 
 
+@app.command()
+def topology(
+    name: LabName = None,
+    servers: Annotated[
+        int, typer.Option(min=0, help="Dedicated servers, on the last hosts; 0: one beside each.")
+    ] = 0,
+) -> None:
+    """Print the lab as a topology file, for `slipstream plan-tree` and parameter_flow(tree=…)."""
+    print(topology_file(find(name), servers), end="")
+
+
 @app.command(name="exec", context_settings={"allow_interspersed_args": False})
 def execute(
     host: HostNumber,
@@ -168,6 +179,21 @@ def traffic(
     with lab.traffic(_host(lab, source), _host(lab, sink), offered, for_s) as sender:
         code = sender.wait()
     raise typer.Exit(code)
+
+
+def topology_file(lab: Network, servers: int) -> str:
+    """Workers on the first hosts, dedicated servers on the last, as `slipstream run --lab` does."""
+    workers = len(lab.hosts) - servers
+    if workers < 1:
+        raise LaunchError(f"{servers} servers leave no worker: the lab has {len(lab.hosts)} hosts")
+    if None in lab.rates:
+        raise LaunchError("a link without a rate has no place in a prediction; set one for it")
+    core = "" if lab.core_rate is None else f"core_rate = {lab.core_rate:.0f}\n"
+    tables = []
+    for index, (host, rate) in enumerate(zip(lab.hosts, lab.rates, strict=True)):
+        role = f"workers = [{index}]" if index < workers else f"servers = [{index - workers}]"
+        tables.append(f'[[hosts]]\nrack = "r{host.rack}"\nrate = {rate:.0f}\n{role}\n')
+    return core + "\n".join(tables)
 
 
 def _size(hosts: int | None, tiers: str | None) -> tuple[int, int]:

@@ -24,6 +24,8 @@ class ServerFigures(msgspec.Struct, frozen=True):
     first: list[tuple[int, int | None]] = []  # since which round how many made one
     durations_s: dict[int, list[float]] = {}  # by worker: its last steps
     arrivals: dict[int, list[tuple[float, int]]] = {}  # of the k-th gradient: histogram
+    refused: int = 0  # messages that did not fit
+    last_refusal: str = ""  # whose the last was, and why
 
 
 def figures_of(holder: Holder, agreement: Agreement | None) -> ServerFigures:
@@ -51,6 +53,11 @@ def together(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
         for name, counts in account.staleness.items():
             ages.setdefault(name, Counter()).update(counts)
     told: dict[str, Any] = {"staleness": {name: summarized(c) for name, c in ages.items() if c}}
+    if refused := [account for account in accounts if account.refused]:
+        told["refused_by_servers"] = {
+            "messages": sum(account.refused for account in refused),
+            "last": [account.last_refusal for account in refused],
+        }
     for account in accounts:
         if account.arrivals:
             told["rounds"] = {

@@ -321,7 +321,11 @@ class Server:
     def _on_inquire(self, message: Message) -> None:
         self._worker(message)
         assert self.holder is not None
-        figures = figures_of(self.holder, self._agreement)
+        figures = msgspec.structs.replace(
+            figures_of(self.holder, self._agreement),
+            refused=self.member.refused,
+            last_refusal=self.member.last_refusal,
+        )
         self.member.send(message.sender, Account(), [msgspec.json.encode(figures)])
 
     # ---- factors

@@ -335,8 +335,9 @@ def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def make_service(plan: Plan, membership: Membership) -> ShardService | None:
-    """Where servers update, they also deal batches and keep accounts."""
-    if plan.update != "server":
+    """Where servers update, they deal batches; and their accounts are worth asking for, as they are
+    where workers may be lost."""
+    if plan.update != "server" and not plan.outlives_workers:
         return None
     return ShardService(plan.cluster.servers, membership.member, membership.limits.wait_s)
 
