@@ -66,11 +66,11 @@ def lab() -> Iterator[Network]:
 
 
 def test_a_lab_as_a_topology_file(lab: Network) -> None:
-    refused = slipstream("topology", f"--name={lab.name}")
+    refused = slipstream("topology", f"--lab={lab.name}")
     assert refused.returncode == 2
     assert "a link without a rate" in refused.stderr
     with Lab(4, "100mbit", racks=2, core_rate="50mbit") as tiers:
-        text = told(slipstream("topology", f"--name={tiers.name}", "--servers=1"))
+        text = told(slipstream("topology", f"--lab={tiers.name}", "--servers=1"))
     network = read_topology(text, "the lab")
     assert [host.rack for host in network.hosts] == [0, 0, 1, 1]
     assert {host.link_bits_s for host in network.hosts} == {1e8}

@@ -162,7 +162,8 @@ def test_the_rest_go_on_whenever_one_dies(
 
 
 def test_one_that_was_away_for_too_long_is_told_so(nursery: Nursery, tmp_path: Path) -> None:
-    case = {**FILTERED, "name": "away", "steps": 20, "stopped": [1, 6], "stopped_s": 10}
+    case = {**FILTERED, "name": "away", "steps": 300, "pause_s": [0.03]}
+    case |= {"stopped": [1, 6], "stopped_s": 9}
     run(nursery, tmp_path, case)
     assert digest_of(told(tmp_path, case, [0, 2]))
     away = json.loads((tmp_path / "away.1.json").read_text())

@@ -92,7 +92,7 @@ class Member:
         self.retired: set[str] = set()  # rank 0 only: workers that have made their last round
         self.final: bool | None = None  # rank 0's word that nobody trains any more
         self.on_lost: Callable[[str], None] | None = None  # None: nobody may be lost
-        self.takes_back = True  # whether who was lost may come back
+        self.on_return: Callable[[str], None] | None = None  # None: who was lost may come back
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
         self.fault: RuntimeFault | None = None
@@ -220,7 +220,8 @@ class Member:
 
     def _handle(self, message: Message) -> None:
         if message.sender in self.lost:
-            if not self.takes_back:
+            if self.on_return is not None:
+                self.on_return(message.sender)
                 return
             self._welcome_back(message.sender)
         self.roster.hear(message.sender, self._clock())

@@ -230,7 +230,7 @@ class Server:
             raise FrameRefused(f"a farewell of rank {rank}")
         if sender != rank and message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not speak for rank {rank}")
-        if rank not in self._gone:
+        if self.holder.plan.together and rank not in self._gone:
             self._lose(self.holder.plan, rank, lost=sender != rank)
         self._publish(self.holder.plan, self.holder.retire, rank)
         if self._agreement is not None:
@@ -242,7 +242,7 @@ class Server:
     def _lose(self, plan: Plan, rank: Rank, *, lost: bool) -> None:
         """Until all know, results go to everybody directly, and so does what may have been lost."""
         self._gone.add(rank)
-        if lost and plan.together:
+        if lost:
             self._lost.add(rank)
             self._topologies = [topology.without(rank) for topology in self._topologies]
             assert self.holder is not None

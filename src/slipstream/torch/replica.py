@@ -196,7 +196,6 @@ def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -
     """Where rounds do not need every worker, one that is stopped for a while is not an error; where
     they do, the rest make them without it, and it has missed too much to come back."""
     member = membership.member
-    member.takes_back = not plan.together
     membership.rendezvous.lost = member.lost
 
     def on_lost(name: str) -> None:
@@ -205,7 +204,14 @@ def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -
             for rank in range(membership.env.world_size):
                 member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
 
+    def on_return(name: str) -> None:
+        # What was sent while it could not be reached may be lost.
+        if member.is_hub:
+            member.send(name, Lost(rank_of(name)), priority=CONTROL)
+
     member.on_lost = on_lost
+    if plan.together:
+        member.on_return = on_return
 
 
 def reroute_around_the_lost(
