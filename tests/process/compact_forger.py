@@ -54,10 +54,12 @@ def forge(member: Any) -> int:
     counting = Compact(EMBEDDING, FORGED_STEP, 5, True, ROWS, FLOATS, crc, early=True)
     member.send("rank 0", counting, good)
     member.send("rank 0", Rows(FORGED_STEP, [1, 1]))
+    beat_at, member._beat_at = member._beat_at, float("inf")  # a beat would be rank 2's, too
     member.name, own = "rank 2", member.name
     member.transport.name = "rank 2"
     member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, True, ROWS, FLOATS, crc), good)
     member.transport.name = member.name = own
+    member._beat_at = beat_at
     return len(KINDS) + 10
 
 
