@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs=2, default=["400mbit", "30mbit"])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each rate in turn")
     parser.add_argument("--deltas", nargs=2, default=["70%", "98%"])
-    parser.add_argument("--narrow-below", default="100mbit")
+    parser.add_argument("--narrow-below", default="25mbit", help="a connection")
     parser.add_argument("--device-ms", type=float, default=60)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--target", type=float, default=0.9)

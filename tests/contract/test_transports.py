@@ -103,6 +103,20 @@ def test_both_ends_count_the_same_bytes(hall: Hall) -> None:
     assert not b.refused
 
 
+def test_a_sender_learns_what_arrived_and_how_long_it_was_under_way(zmq_hall: ZmqHall) -> None:
+    a, _ = zmq_hall.join("a", "b")
+    assert a.delivered("b") == (0, 0.0)
+    for chunk in range(4):
+        a.send("b", Fetch(chunk), [bytes(LARGE)])
+    zmq_hall.until_arrived("b", 4)
+    zmq_hall.until(lambda: a.delivered("b")[0] >= 4 * LARGE)
+    nbytes, seconds = a.delivered("b")
+    assert nbytes < 4 * LARGE * 1.01
+    assert 0 < seconds < 100
+    zmq_hall.members.pop("b").close(0.0)
+    zmq_hall.until(lambda: a.delivered("b") == (0, 0.0))
+
+
 # ---- in what order
 
 

@@ -22,9 +22,9 @@ class Watched:
 
 
 class LinkWatch:
-    """Narrow is a link that took less than ``enough`` bytes/s when it was given more.
+    """Narrow is a link that brought less than ``enough`` bytes/s to a peer while it was busy.
 
-    A link that is given little shows nothing, so an old estimate is dropped: one clock in so many
+    A link that is given little shows little, so an old estimate is dropped: one clock in so many
     seconds is sent as if there were room, and tells anew.
     """
 
@@ -48,8 +48,10 @@ class LinkWatch:
 
     def _lacks(self, peer: str, link: Watched, now: float) -> bool:
         assert self._enough is not None
-        nbytes, seconds = self._transport.pressed(peer)
+        nbytes, seconds = self._transport.delivered(peer)
         before = link.passive.bytes_s
+        if nbytes < link.nbytes:  # another connection, which counts from the beginning
+            link.nbytes, link.seconds = 0, 0.0
         link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
         if link.passive.bytes_s != before:
             link.until = now + HOLDS_S

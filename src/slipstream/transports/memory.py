@@ -112,7 +112,7 @@ class MemoryTransport:
         """Never known: there is nothing below the messages."""
         return False
 
-    def pressed(self, peer: str) -> tuple[int, float]:
+    def delivered(self, peer: str) -> tuple[int, float]:
         return 0, 0.0
 
     def link_refused(self, peer: str) -> bool:

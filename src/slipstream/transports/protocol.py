@@ -40,9 +40,9 @@ class Transport(Protocol):
         """Whether the link itself still answers, even if the peer's program says nothing."""
         ...
 
-    def pressed(self, peer: str) -> tuple[int, float]:
-        """Bytes that left for a peer while more were waiting than the link took, and in how many
-        seconds: what the link had to give."""
+    def delivered(self, peer: str) -> tuple[int, float]:
+        """Bytes that have arrived at a peer so far, and in how many seconds some were under way;
+        from any thread. Nothing where that is not known."""
         ...
 
     def link_refused(self, peer: str) -> bool:

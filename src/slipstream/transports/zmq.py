@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from slipstream.errors import FrameRefused, LaunchError
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
+from slipstream.transports.tcp_counters import acknowledged
 from slipstream.transports.wire import (
     HEADER_BYTES,
     AnyBody,
@@ -47,6 +48,12 @@ LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
 WORKER_SEND_BUFFER_BYTES = 192 * 1024
 SERVER_SEND_BUFFER_BYTES = 64 * 1024
 Lane = tuple[str, bool]  # a peer, and whether for control messages
+LINK_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+)
 LOOPBACK = "//127.0.0.1:"  # in an address
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -83,24 +90,6 @@ class Outbound:
     def __init__(self, link: zmq.Socket[bytes]) -> None:
         self.link = link
         self.waiting: list[Posted] = []
-        # Bytes and seconds under pressure, and since when there is some: in one piece, because
-        # other threads read it.
-        self.pressure: tuple[int, float, float | None] = (0, 0.0, None)
-
-    def press(self, now: float) -> None:
-        """More waits than the link takes."""
-        nbytes, seconds, _ = self.pressure
-        self.pressure = (nbytes, seconds, now)
-
-    def relieve(self, now: float) -> None:
-        nbytes, seconds, since = self.pressure
-        self.pressure = (nbytes, seconds + (0.0 if since is None else now - since), None)
-
-    def _count(self, parts: Sequence[Buffer]) -> None:
-        nbytes, seconds, since = self.pressure
-        if since is not None:
-            more = sum(memoryview(part).nbytes for part in parts)
-            self.pressure = (nbytes + more, seconds, since)
 
     def flush(self) -> bool:
         """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
@@ -114,15 +103,19 @@ class Outbound:
                 return False
             first.ticket.tracker = zmq.MessageTracker(*(frame.tracker for frame in frames))
             heapq.heappop(self.waiting)
-            self._count(first.parts)
         return True
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """``tcp://[::1]:5555`` → ``("::1", 5555)``."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def refuses(address: str) -> bool:
     """Whether the host is there and says that nobody listens."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ASKING_S).close()
+        socket.create_connection(place_of(address), ASKING_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -154,7 +147,8 @@ class ZmqTransport:
         self._posted: deque[tuple[str, Posted | str]] = deque()
         self._addresses: dict[str, str] = {}
         self._outbound: dict[Lane, Outbound] = {}
-        self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._monitors: dict[zmq.Socket[bytes], Lane] = {}
+        self._connections: dict[str, int] = {}  # descriptors of data lanes, which ZeroMQ owns
         self._alive: set[str] = set()
         self._retried: Counter[str] = Counter()  # connections in a row that were not made
         self._blocked: set[Lane] = set()
@@ -216,19 +210,21 @@ class ZmqTransport:
         link.connect(address)
         return Outbound(link)
 
-    def _watch(self, peer: str, link: zmq.Socket[bytes]) -> None:
-        events = (
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CONNECTED
-            | zmq.EVENT_CONNECT_RETRIED
-        )
-        monitor = link.get_monitor_socket(events)
-        self._monitors[monitor] = peer
+    def _watch(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
+        monitor = link.get_monitor_socket(LINK_EVENTS)
+        self._monitors[monitor] = lane
         self._poller.register(monitor, zmq.POLLIN)
 
     def _note_link(self, monitor: zmq.Socket[bytes]) -> None:
-        event, peer = recv_monitor_message(monitor)["event"], self._monitors[monitor]
+        told, (peer, for_control) = recv_monitor_message(monitor), self._monitors[monitor]
+        if for_control:
+            self._note_life(peer, told["event"])
+        elif told["event"] == zmq.EVENT_CONNECTED:
+            self._connections[peer] = told["value"]
+        elif told["event"] == zmq.EVENT_DISCONNECTED:
+            self._connections.pop(peer, None)
+
+    def _note_life(self, peer: str, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._alive.add(peer)
         elif event == zmq.EVENT_DISCONNECTED:
@@ -241,12 +237,9 @@ class ZmqTransport:
     def link_alive(self, peer: str) -> bool:
         return peer in self._alive
 
-    def pressed(self, peer: str) -> tuple[int, float]:
-        outbound = self._outbound.get((peer, False))
-        if outbound is None:
-            return 0, 0.0
-        nbytes, seconds, since = outbound.pressure
-        return nbytes, seconds + (0.0 if since is None else max(0.0, time.monotonic() - since))
+    def delivered(self, peer: str) -> tuple[int, float]:
+        fd = self._connections.get(peer)
+        return (0, 0.0) if fd is None else acknowledged(fd, place_of(self._addresses[peer])[1])
 
     def link_refused(self, peer: str) -> bool:
         if peer in self._alive or self._retried[peer] < REFUSALS:
@@ -312,8 +305,7 @@ class ZmqTransport:
             lane = (peer, posted.priority <= CONTROL)
             if lane not in self._outbound:
                 self._outbound[lane] = self._open(peer, watched=lane[1])
-                if lane[1]:
-                    self._watch(peer, self._outbound[lane].link)
+                self._watch(lane, self._outbound[lane].link)
             heapq.heappush(self._outbound[lane].waiting, posted)
             touched.append(lane)
         for lane in dict.fromkeys(touched):
@@ -325,11 +317,9 @@ class ZmqTransport:
             if lane in self._blocked:
                 self._blocked.discard(lane)
                 self._poller.unregister(outbound.link)
-                outbound.relieve(time.monotonic())
         elif lane not in self._blocked:
             self._blocked.add(lane)
             self._poller.register(outbound.link, zmq.POLLOUT)
-            outbound.press(time.monotonic())
 
     def _take(self) -> Message | None:
         try:

@@ -1,4 +1,4 @@
-"""Narrow links are told by what left while more was waiting, and only for a while."""
+"""Narrow links are told by what arrived while they were busy, and only for a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MEGABYTE = 1_000_000
 ENOUGH = 5 * MEGABYTE  # a second
 
 
-class Pressed:
+class Delivering:
     """A transport of which only this is asked."""
 
     def __init__(self) -> None:
@@ -18,14 +18,14 @@ class Pressed:
         before, took = self.moved[peer]
         self.moved[peer] = (before + nbytes, took + seconds)
 
-    def pressed(self, peer: str) -> tuple[int, float]:
+    def delivered(self, peer: str) -> tuple[int, float]:
         return self.moved[peer]
 
 
 class Scene:
     def __init__(self, enough: float | None = ENOUGH) -> None:
         self.now = 0.0
-        self.transport = Pressed()
+        self.transport = Delivering()
         self.watch = LinkWatch(self.transport, list(self.transport.moved), enough, lambda: self.now)
 
 
@@ -83,3 +83,11 @@ def test_a_clock_read_out_of_turn_does_no_harm() -> None:
     scene.watch.narrow()
     scene.transport.move("server 0", 0, -0.5)
     assert not scene.watch.narrow()
+
+
+def test_a_new_connection_counts_from_the_beginning() -> None:
+    scene = Scene()
+    scene.transport.move("server 0", 20 * MEGABYTE, 1.0)
+    assert not scene.watch.narrow()
+    scene.transport.moved["server 0"] = (MEGABYTE, 8.0)
+    assert scene.watch.narrow()

@@ -411,7 +411,6 @@ def test_a_measurement_keeps_to_what_it_may_send(listener: Listener) -> None:
     assert listener.counts.sent_nbytes <= listener.counts.received_nbytes
     assert 0 <= found.low_bytes_s <= found.high_bytes_s <= 4e6
     assert found.ended == "traffic"
-    assert found.streams > 0
     assert found.fastest_bytes_s > 0
 
 

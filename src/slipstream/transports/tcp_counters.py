@@ -1,0 +1,30 @@
+"""What Linux counts of a TCP connection, whoever opened it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+
+# Bytes acknowledged and microseconds busy, in struct tcp_info as it is since Linux 4.10.
+_BYTES_ACKED_AT, _BUSY_US_AT, _NBYTES = 120, 168, 176
+_COUNTER = struct.Struct("@Q")
+
+
+def acknowledged(fd: int, port: int) -> tuple[int, float]:
+    """Bytes that the other end has acknowledged, and in how many seconds some were under way.
+
+    Both are 0 where the kernel does not tell, or where the descriptor is by now another's than the
+    connection to this port.
+    """
+    if sys.platform != "linux":
+        return 0, 0.0
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+        if connection.getpeername()[1] == port and len(info) == _NBYTES:
+            (nbytes,) = _COUNTER.unpack_from(info, _BYTES_ACKED_AT)
+            (busy_us,) = _COUNTER.unpack_from(info, _BUSY_US_AT)
+            return nbytes, busy_us / 1e6
+    return 0, 0.0
