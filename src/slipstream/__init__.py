@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.strategy import Plan, Route, Strategy
     from slipstream.systems import (
         adam_factors,
+        ako,
         all_to_all,
         allreduce,
         async_sgd,
@@ -45,6 +46,7 @@ __all__ = [
     "SlipstreamError",
     "Strategy",
     "adam_factors",
+    "ako",
     "all_to_all",
     "allreduce",
     "async_sgd",
@@ -74,6 +76,7 @@ _HOMES = {
     "SlipstreamError": "errors",
     "Strategy": "strategy",
     "adam_factors": "systems",
+    "ako": "systems",
     "all_to_all": "systems",
     "allreduce": "systems",
     "async_sgd": "systems",

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watche
 from slipstream.strategy import Plan, Strategy
 from slipstream.systems import parse
 from slipstream.torch.averages import Averages, lent
-from slipstream.torch.inventory import whole_state
+from slipstream.torch.inventory import floating_state, whole_state, whole_vector
 from slipstream.torch.replica import Replica, copy_state, prepare, replicate
 from slipstream.torch.sampler import LeasedBatches
 from slipstream.torch.saving import load_job, save_job, save_servers, take_weights
@@ -341,6 +341,33 @@ class Job:
         if self._replica is not None:
             self._replica.synchronizer.wait()
 
+    def flush(self) -> None:
+        """Until every worker has every update that any of them has made; every rank must call it.
+
+        Where workers exchange slices (``ako``) they have the same weights then, to the last bit if
+        nobody was lost. Elsewhere it is ``wait``.
+        """
+        if self._replica is None or self._replica.partial is None:
+            self.wait()
+            return
+        assert self._membership is not None
+        assert self._model is not None
+        self._replica.partial.drain()
+        with self._replica.chain.opened():
+            if self.share(not self._membership.member.lost):
+                copy_state(self._replica.chain, self._model)
+            # Who trains on sends slices: they may not be overwritten by a copy still under way.
+            self.share(None)
+
+    def consensus(self) -> MeanWeights:
+        """The mean of all workers' weights and how far apart they are; every rank must call it."""
+        model, _ = self._distributed("consensus")
+        mean, spread = whole_vector(model), 0.0
+        if self._replica is not None and self._replica.consensus is not None:
+            found, spread = self._replica.consensus.reach(mean.numpy())
+            mean = torch.from_numpy(found)
+        return MeanWeights(by_name_of(model, mean), spread)
+
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank; every rank must call it.
 
@@ -381,7 +408,7 @@ class Job:
                 step = self._resumed_at if self._replica.plan.consistency.agreed else self.step
                 save_servers(Path(path), model, optimizer, self._replica, self._facts(step))
             return
-        self.wait()
+        self.flush()
         self._saves += 1
         with self._together("job.save"):
             self._save(Path(path), model, optimizer)
@@ -410,7 +437,7 @@ class Job:
         model, optimizer = self._distributed("load")
         if not self.plan.together and self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
-        self.wait()
+        self.flush()
         self._saves += 1
         occasion = f"load/{self._saves}"
         with self._together("job.load"):
@@ -470,6 +497,8 @@ class Job:
 
     def _accounts(self) -> dict[str, Any]:
         """What servers can tell of rounds and of gradients' age."""
+        if self._replica is not None and self._replica.partial is not None:
+            return {"slices": self._replica.partial.account()}
         if self._replica is None or self._replica.service is None:
             return {}
         return together(self._replica.service.accounts())
@@ -512,7 +541,8 @@ class Job:
         local = sum(moved[peer] for peer in beside)
         by_links = sum(
             exchange.sent.total() + exchange.received.total()
-            for exchange in self._replica.link_exchanges
+            for exchange in (*self._replica.link_exchanges, self._replica.partial)
+            if exchange is not None
         )
         return Traffic(
             sent=sent.total(),
@@ -601,14 +631,16 @@ class Job:
         if self._replica is None or self._membership is None or self._model is None:
             return
         replica, membership, model = self._replica, self._membership, self._model
-        if replica.plan.together:
+        if replica.plan.together and replica.partial is None:
             return
+        if replica.partial is not None:
+            replica.partial.drain(final=True)
         for exchange in replica.link_exchanges:
             exchange.drain()
         replica.shards.retire(self.rank, membership.member)
         with replica.chain.opened():
             complete = settle(membership)
-            if self.rank == 0 or not complete:
+            if replica.partial is None and (self.rank == 0 or not complete):
                 take_weights(model, replica)
             if complete:
                 copy_state(replica.chain, model)
@@ -624,6 +656,25 @@ class Job:
             self._membership.member.stop()
             if self._replica is not None:
                 self._replica.close()
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWeights:
+    """``weights``: the mean of all workers', by name. ``spread``: the root mean square distance of
+    workers' weights from it, as a part of its own length."""
+
+    weights: dict[str, torch.Tensor]
+    spread: float
+
+
+def by_name_of(model: nn.Module, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of which ``whole_vector`` made this."""
+    named, at = {}, 0
+    for name, tensor in floating_state(model):
+        part = vector[at : at + tensor.numel()]
+        named[name] = part.view(tensor.shape).to(tensor.dtype)
+        at += tensor.numel()
+    return named
 
 
 def number(name: str, value: float | torch.Tensor) -> float:

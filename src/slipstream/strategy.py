@@ -11,12 +11,19 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from slipstream.codecs import Bounded, Codec, Dense, Drop, OneBit
-from slipstream.consistency import Asynchronous, BoundedStaleness, Consistency, Rounds
+from slipstream.consistency import (
+    Asynchronous,
+    BoundedStaleness,
+    Consistency,
+    Rounds,
+    WithinReach,
+)
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import Verdict, Ways
 from slipstream.planning.costs import Form, Speeds
 from slipstream.planning.hybrid import Hybrid
 from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.planning.slices import Slices
 from slipstream.planning.table import Row, shapes_of, tabulate
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology, Tree
@@ -86,6 +93,7 @@ class Plan:
     travels: Travels = "gradients"
     outlives_workers: bool = False
     narrow_below: float | None = None
+    slices: Slices | None = None
 
     @classmethod
     def make(
@@ -105,6 +113,7 @@ class Plan:
         travels: Travels = "gradients",
         outlives_workers: bool = False,
         narrow_below: float | None = None,
+        slices: Slices | None = None,
     ) -> Plan:
         groups = [
             Group(
@@ -150,6 +159,7 @@ class Plan:
             travels,
             outlives_workers,
             narrow_below,
+            slices,
         )
 
     @property
@@ -227,6 +237,7 @@ class Strategy:
     travels: Travels = "gradients"
     outlives_workers: bool = False  # whether the rest go on when one is lost
     narrow_below: float | None = None  # bytes/s; links with less to spare are narrow
+    slices: Slices | None = None  # workers send each other slices of their steps, out of lockstep
 
     def __post_init__(self) -> None:
         if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -246,6 +257,10 @@ class Strategy:
                 f"{self.name}: a worker's step is known after its optimizer's; use "
                 "update='worker' and AfterBackward()"
             )
+        if (self.slices is not None) != isinstance(self.consistency, WithinReach):
+            raise ConfigError(f"{self.name}: slices and WithinReach() belong together")
+        if self.slices is not None and self.travels != "steps":
+            raise ConfigError(f"{self.name}: what travels in slices are steps")
         for name in ("averaged", "clip_norm"):
             if not isinstance(value := getattr(self, name), int | float | None):
                 raise ConfigError(f"{name}={value!r}: give a number")
@@ -300,11 +315,14 @@ class Strategy:
             travels=self.travels,
             outlives_workers=self.outlives_workers,
             narrow_below=self.narrow_below,
+            slices=self.slices,
         )
 
     def _check_followed(self, spec: Spec, route: Route) -> None:
         """Updates that come later, or around a lost worker, come from one place, in one order."""
         followed = not self.consistency.lockstep or self.travels == "steps" or self.outlives_workers
+        if self.slices is not None:
+            return  # there is no such order
         if followed and not (route.topology.needs_servers and route.road == "links"):
             raise IncompatibleRoute(
                 f"{spec.name!r} travels {route.scheme}, where every worker makes the update for "
@@ -320,6 +338,7 @@ class Strategy:
             f"{self.consistency}, {self.schedule}, {self.hybrid}",
             f"averaged {self.averaged}, clip_norm {self.clip_norm}, {self.travels} travel",
             f"outlives workers: {self.outlives_workers}, narrow below {self.narrow_below}",
+            f"{self.slices}",
             *sorted(routes),
         ]
 

@@ -1,6 +1,7 @@
 """When a worker may go on, and which contributions count. Pure."""
 
 from slipstream.consistency.protocol import Book, Closed, Consistency, Progress
+from slipstream.consistency.reach import WithinReach
 from slipstream.consistency.rounds import Rounds
 from slipstream.consistency.staleness import Asynchronous, BoundedStaleness
 
@@ -12,4 +13,5 @@ __all__ = [
     "Consistency",
     "Progress",
     "Rounds",
+    "WithinReach",
 ]

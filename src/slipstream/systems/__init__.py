@@ -10,6 +10,7 @@ from collections.abc import Callable
 from slipstream.errors import UnknownStrategy
 from slipstream.strategy import Strategy
 from slipstream.systems.adam_factors import adam_factors
+from slipstream.systems.ako import ako
 from slipstream.systems.all_to_all import all_to_all
 from slipstream.systems.allreduce import allreduce
 from slipstream.systems.async_sgd import async_sgd
@@ -23,6 +24,7 @@ from slipstream.systems.push_pull import push_pull
 __all__ = [
     "SYSTEMS",
     "adam_factors",
+    "ako",
     "all_to_all",
     "allreduce",
     "async_sgd",
@@ -37,6 +39,7 @@ __all__ = [
 
 SYSTEMS: dict[str, Callable[..., Strategy]] = {
     "adam_factors": adam_factors,
+    "ako": ako,
     "all_to_all": all_to_all,
     "allreduce": allreduce,
     "async_sgd": async_sgd,

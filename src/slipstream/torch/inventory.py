@@ -89,6 +89,21 @@ def whole_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.detach()) for name, tensor in named]
 
 
+def floating_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer that a mean makes sense of."""
+    return [
+        (name, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        for name, tensor in whole_state(model)
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
+
+
+def whole_vector(model: nn.Module) -> torch.Tensor:
+    """All of it one after the other, in fp32."""
+    parts = [tensor.float().reshape(-1).cpu() for _, tensor in floating_state(model)]
+    return torch.cat(parts)
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Every parameter the optimizer holds must be the model's."""
     known = {id(parameter) for parameter in model.parameters()}

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.consistency import WithinReach
 from slipstream.errors import ConfigError, FrameRefused, LeftBehind, ModelMismatch, SlipstreamError
+from slipstream.planning.slices import Slices
 from slipstream.runtime.configuration import OptimizerRecipe
+from slipstream.runtime.consensus import Consensus
 from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.member import HUB, PATIENCE
+from slipstream.runtime.pace import Pace
+from slipstream.runtime.partial_exchange import PartialExchange
 from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import LAST, Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
@@ -25,20 +30,30 @@ from slipstream.strategy import Plan, Strategy
 from slipstream.torch.collective_exchange import CollectiveExchange
 from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
+from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.forward_gate import ForwardGate
-from slipstream.torch.inventory import Inventory, check_optimizer, portrait, whole_state
+from slipstream.torch.inventory import (
+    Inventory,
+    check_optimizer,
+    portrait,
+    whole_state,
+    whole_vector,
+)
+from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import check_elementwise, settings_of
 from slipstream.torch.slots import LiveTensors
-from slipstream.torch.speeds import measure_speeds
+from slipstream.torch.speeds import measure_link, measure_speeds
 from slipstream.torch.staging import Staging
-from slipstream.torch.streamed_updates import StreamedOptimizer, StreamedUpdates
+from slipstream.torch.streamed_updates import StreamedUpdates
 from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
 from slipstream.transports.collective import Collectives
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Lost, Message, Rerouted
+from slipstream.types import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,11 @@ class Replica:
     compact: CompactExchange | None = None
     service: ShardService | None = None
     residuals: Residuals | None = None
+    consensus: Consensus | None = None
+
+    @property
+    def partial(self) -> PartialExchange | None:
+        return next((e for e in self.exchanges if isinstance(e, PartialExchange)), None)
 
     @property
     def link_exchanges(self) -> tuple[LinkExchange, ...]:
@@ -104,6 +124,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     inventory = Inventory.of(model)
     if not inventory.specs:
         raise ConfigError("the model has no parameter that requires a gradient")
+    if strategy.slices is not None:
+        FlatWeights(inventory)
     if strategy.update != "server":
         return inventory
     check_elementwise(optimizer)
@@ -177,7 +199,7 @@ def replicate(
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
-    membership.member.lockstep = plan.together
+    membership.member.lockstep = plan.together and plan.slices is None
     goes_on = plan.outlives_workers or plan.consistency.agreed or plan.consistency.alone
     if goes_on and not plan.together:
         membership.member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
@@ -231,7 +253,7 @@ def reroute_around_the_lost(
         if not member.is_hub:
             member.lost.append(f"rank {lost}")
         for exchange in exchanges:
-            if isinstance(exchange, LinkExchange):
+            if isinstance(exchange, LinkExchange | PartialExchange):
                 exchange.lose(lost)
         for k in range(len(shards.addresses)):
             # Rank 0's after its word that this one is lost.
@@ -256,6 +278,8 @@ def _wire(
     membership.rendezvous.gather("configured", True, bool)
     copy_state(chain, model)
     chain.open = False
+    numel = len(whole_vector(model))
+    consensus = Consensus(env.rank, env.world_size, member, numel, limits.wait_s)
     slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
     if plan.outlives_workers and plan.together:
@@ -279,10 +303,14 @@ def _wire(
             assert service is not None
             service.accounts()  # answered after the weights have come: nobody updates before
         optimizer = remote
+    elif plan.slices is not None:
+        loop = LoopOptimizer(optimizer)
+        synchronizer = loop.synchronizer = PartialUpdates(optimizer, *parts)
+        optimizer = loop
     elif runs_ahead(plan):
-        streamed = StreamedOptimizer(optimizer)
-        synchronizer = streamed.synchronizer = StreamedUpdates(optimizer, *parts)
-        optimizer = streamed
+        loop = LoopOptimizer(optimizer)
+        synchronizer = loop.synchronizer = StreamedUpdates(optimizer, *parts)
+        optimizer = loop
     else:
         synchronizer = WorkerUpdates(optimizer, *parts)
     for exchange in exchanges:
@@ -310,12 +338,14 @@ def _wire(
         compact,
         service,
         make_residuals(plan, exchanges, membership),
+        consensus,
     )
 
 
 def runs_ahead(plan: Plan) -> bool:
     """Whether updates are applied by workers that need not have waited for them."""
-    return plan.update == "worker" and (not plan.consistency.lockstep or plan.travels == "steps")
+    later = not plan.consistency.lockstep or plan.travels == "steps"
+    return plan.update == "worker" and later and plan.slices is None
 
 
 class RateShare:
@@ -343,7 +373,7 @@ def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
 def make_service(plan: Plan, membership: Membership) -> ShardService | None:
     """Where servers update, they deal batches; and their accounts are worth asking for, as they are
     where workers may be lost."""
-    if plan.update != "server" and not plan.outlives_workers:
+    if not plan.cluster.servers or (plan.update != "server" and not plan.outlives_workers):
         return None
     return ShardService(plan.cluster.servers, membership.member, membership.limits.wait_s)
 
@@ -409,7 +439,9 @@ def make_exchanges(
         exchanges.append(
             CollectiveExchange(plan, inventory.tensors, collectives, membership.member)
         )
-    if "links" in roads:
+    if plan.slices is not None:
+        exchanges.append(make_partial(plan, plan.slices, inventory, membership))
+    elif "links" in roads:
         kind = UpdateStream if runs_ahead(plan) else LinkExchange
         exchanges.append(
             kind(
@@ -422,6 +454,30 @@ def make_exchanges(
             )
         )
     return tuple(exchanges), collectives
+
+
+def make_partial(
+    plan: Plan, slices: Slices, inventory: Inventory, membership: Membership
+) -> PartialExchange:
+    """The exchange where workers send each other slices."""
+    env, transport = membership.env, membership.transport
+    weights = FlatWeights(inventory)
+    peers = [rank for rank in range(env.world_size) if rank != env.rank]
+    bytes_s = slices.bytes_s or measure_link(membership) / 8
+    names = [f"rank {rank}" for rank in peers]
+    model_bytes = weights.numel * ITEM_BYTES["float32"]
+    pace = Pace(slices, model_bytes, names, bytes_s, transport, time.monotonic)
+    assert isinstance(plan.consistency, WithinReach)
+    return PartialExchange(
+        env.rank,
+        slices,
+        plan.consistency,
+        membership.member,
+        weights,
+        peers,
+        pace,
+        limit_s=membership.limits.wait_s,
+    )
 
 
 def make_compact(

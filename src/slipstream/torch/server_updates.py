@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from slipstream.errors import RuntimeFault
+from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.transports.wire import Settings
@@ -49,12 +49,7 @@ class ServerUpdates(Synchronizer):
         return self._sent
 
     def _gradient_ready(self, tensor: int) -> None:
-        if self.exchanged:
-            raise RuntimeFault(
-                "a second backward() before step(), but with update='server' the first one's "
-                "gradients have already left: put all passes but the last into "
-                "`with job.accumulate():`, or use overlap=False"
-            )
+        self._refuse_second_pass("update='server'")
         super()._gradient_ready(tensor)
 
     def pass_ended(self) -> None:
@@ -88,28 +83,15 @@ class ServerUpdates(Synchronizer):
         self._sent = None
         self._left = []
 
+    def end_step(self) -> None:
+        self.before_step()
+        self.after_step()
 
-class RemoteOptimizer(torch.optim.Optimizer):
-    """Shares the user's parameter groups; ``step`` only marks the end of a step."""
 
-    def __init__(self, local: torch.optim.Optimizer) -> None:
-        super().__init__(local.param_groups, local.defaults)
-        self.local = local
-        self.synchronizer: ServerUpdates | None = None
+class RemoteOptimizer(LoopOptimizer):
+    """Its ``step`` only marks the end of a step."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeFault(
             "with update='server' the optimizer's state lives at the servers: job.save keeps it"
         )
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.synchronizer is not None:
-            self.synchronizer.before_step()
-            self.synchronizer.after_step()
-        # A scheduler made before job.distribute watches the local one.
-        setattr(self.local, "_opt_called", True)  # noqa: B010
-        return loss

@@ -5,7 +5,7 @@ What enters the optimizer may travel, or what the optimizer makes of it (``trave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,12 +36,7 @@ class StreamedUpdates(Synchronizer):
         self._clock = 0
 
     def _gradient_ready(self, tensor: int) -> None:
-        if self.exchanged:
-            raise RuntimeFault(
-                f"a second backward() before step(), but with {self.plan.consistency} the first "
-                "one's gradients have already left: put all passes but the last into "
-                "`with job.accumulate():`, or use overlap=False"
-            )
+        self._refuse_second_pass(str(self.plan.consistency))
         super()._gradient_ready(tensor)
 
     def pass_ended(self) -> None:
@@ -176,28 +171,3 @@ def differ(old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return not torch.equal(old, new)
     return bool(old != new)
-
-
-class StreamedOptimizer(torch.optim.Optimizer):
-    """What the loop and schedulers see; the user's own optimizer runs once an update."""
-
-    def __init__(self, local: torch.optim.Optimizer) -> None:
-        super().__init__(local.param_groups, local.defaults)
-        self.local = local
-        self.param_groups, self.state = local.param_groups, local.state
-        self.synchronizer: StreamedUpdates | None = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.local.load_state_dict(state_dict)
-        self.param_groups, self.state = self.local.param_groups, self.local.state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.synchronizer is not None:
-            self.synchronizer.end_step()
-        # A scheduler made before job.distribute watches the local one.
-        setattr(self.local, "_opt_called", True)  # noqa: B010
-        return loss

@@ -100,6 +100,14 @@ class Synchronizer(ABC):
             else:
                 self._copying = [tensor]
 
+    def _refuse_second_pass(self, how: str) -> None:
+        if self.exchanged:
+            raise RuntimeFault(
+                f"a second backward() before step(), but with {how} the first one's gradients have "
+                "already left: put all passes but the last into `with job.accumulate():`, or use "
+                "overlap=False"
+            )
+
     def _hand_over(self, tensors: Iterable[int]) -> None:
         for tensor in tensors:
             for exchange in self._exchanges:

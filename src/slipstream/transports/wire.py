@@ -87,6 +87,37 @@ class Early(Body, tag="early", frozen=True):
     crc: Checksum
 
 
+class Part(Body, tag="part", frozen=True):
+    """A worker's updates of some weights since it last sent these: fp32, from weight ``start`` on.
+
+    ``steps`` is how many the worker has made, known to be complete with the ``last`` message of a
+    part. ``number`` counts the messages on this link, so that a lost one is noticed.
+    """
+
+    number: Count
+    steps: Count
+    start: Count
+    last: bool
+    crc: Checksum
+
+
+class Tail(Body, tag="tail", frozen=True):
+    """All of my updates have been sent, for the ``drain``-th time; ``final``: I make no more."""
+
+    number: Count
+    drain: Count
+    final: bool
+
+
+class Opinion(Body, tag="opinion", frozen=True):
+    """A worker's weights from ``start`` on, fp32, to rank 0; or everybody's mean, from it, and how
+    far apart they are."""
+
+    start: Count
+    spread: float
+    crc: Checksum
+
+
 class Rows(Body, tag="rows", frozen=True):
     """Rank 0's word on a step: how many rows each layer's compact gradient had there."""
 
@@ -263,6 +294,9 @@ AnyBody = (
     | Publish
     | Compact
     | Early
+    | Part
+    | Tail
+    | Opinion
     | Rows
     | Arrived
     | Commit

@@ -1,0 +1,99 @@
+"""How fast this worker steps and its links carry, and how many partitions follow from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.planning.slices import Load, Slices
+from slipstream.transports.protocol import Transport
+
+LOOK_S = 2.0  # how often, and after how many steps at the least
+LOOK_STEPS = 10
+
+
+class Pace:
+    """Tells p after every step; a given one stays.
+
+    What links carry is told by the bytes acknowledged on all of them while the busiest was busy:
+    they share the way out of this host. That can show that there is more than was known. Less it
+    shows only where slices had to wait: of links that are given little nothing else can be said.
+    """
+
+    def __init__(
+        self,
+        slices: Slices,
+        model_bytes: int,
+        peers: Sequence[str],
+        bytes_s: float,
+        transport: Transport,
+        clock: Callable[[], float],
+    ) -> None:
+        self.load: Load | None = None  # the last one seen
+        self._basis: Load | None = None  # the one that p follows from
+        self._slices, self._model_bytes, self._bytes_s = slices, model_bytes, bytes_s
+        self._peers = list(peers)
+        self._transport, self._clock = transport, clock
+        # Until steps have been timed: as few bytes as rounds of all workers would take.
+        self.partitions = slices.partitions or max(1, len(peers))
+        self._begun_s = clock()
+        self._steps = 0
+        self._waited_s = 0.0
+        self._held_up = False
+        self._before = self._delivered()
+
+    def stepped(self, waited_s: float, held_up: bool) -> int:
+        """After a step, which waited for others for so long; whether slices had to wait, too."""
+        self._steps += 1
+        self._waited_s += waited_s
+        self._held_up = self._held_up or held_up
+        elapsed_s = self._clock() - self._begun_s
+        if self._steps >= LOOK_STEPS and elapsed_s >= (LOOK_S if self.load else 0.0):
+            self._look(elapsed_s)
+        return self.partitions
+
+    def lose(self, peer: str) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._before.pop(peer, None)
+
+    def _look(self, elapsed_s: float) -> None:
+        if self._slices.bytes_s is None:
+            self._listen()
+        self.load = Load(
+            self._steps / max(1e-9, elapsed_s - self._waited_s),
+            self._model_bytes,
+            len(self._peers) + 1,
+            self._bytes_s,
+        )
+        if self._basis is None or self._basis.differs(self.load):
+            self._basis = self.load
+            if self._slices.partitions is None:
+                self.partitions = self.load.partitions()
+        self._begun_s, self._steps, self._waited_s, self._held_up = self._clock(), 0, 0.0, False
+
+    def _listen(self) -> None:
+        """To what the links have shown since the last look."""
+        now = self._delivered()
+        moved = [
+            (now[peer][0] - nbytes, now[peer][1] - seconds)
+            for peer, (nbytes, seconds) in self._before.items()
+            if now[peer][0] >= nbytes  # else it is another connection
+        ]
+        self._before = now
+        nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
+        if busy_s > 0 and nbytes > 0 and (self._held_up or nbytes / busy_s > self._bytes_s):
+            self._bytes_s = nbytes / busy_s
+
+    def _delivered(self) -> dict[str, tuple[int, float]]:
+        return {peer: self._transport.delivered(peer) for peer in self._peers}
+
+    def account(self) -> dict[str, Any]:
+        if self.load is None:
+            return {"partitions": self.partitions}
+        return {
+            "partitions": self.partitions,
+            "predicted_bytes_s": self.load.used_bytes_s(self.partitions),
+            "link_bytes_s": self.load.bytes_s,
+            "steps_s": self.load.steps_s,
+        }

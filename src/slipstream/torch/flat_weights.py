@@ -1,0 +1,83 @@
+"""A model's trained parameters as one vector, to which two threads add."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from slipstream.codecs.partition import Floats
+from slipstream.errors import ConfigError
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.staging import as_real
+
+
+class FlatWeights:
+    """Whoever changes weights holds the lock, so that no change is lost; whoever reads them does
+    not, and may see some that are older than others."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        named = [
+            (spec.name, tensor)
+            for spec, tensor in zip(inventory.specs, inventory.tensors, strict=True)
+            if spec.role == "parameter"
+        ]
+        for name, tensor in named:
+            if not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{name!r} is not laid out row by row, as slices of it are: call "
+                    "model.to(memory_format=torch.contiguous_format) before job.distribute"
+                )
+        self._parameters = [tensor for _, tensor in named]
+        self._starts = [0, *accumulate(live(p).numel() for p in self._parameters)]
+        self._lock = threading.Lock()
+
+    @property
+    def numel(self) -> int:
+        return self._starts[-1]
+
+    def add(self, start: int, values: Floats) -> None:
+        """To the weights from ``start`` on; in a thread of its own, beside forward and backward."""
+        stop = start + len(values)
+        with self._lock:
+            at = bisect_right(self._starts, start) - 1
+            while start < stop:
+                flat, first = live(self._parameters[at]), self._starts[at]
+                upto = min(stop, first + flat.numel())
+                add_to(flat[start - first : upto - first], values[: upto - start])
+                values, start, at = values[upto - start :], upto, at + 1
+
+    def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
+        """What ``step`` does to the weights, times the coefficient; so much of it is done."""
+        update = torch.empty(self.numel, dtype=torch.float32)
+        with self._lock, torch.no_grad():
+            before = [live(parameter).clone() for parameter in self._parameters]
+            step()
+            for parameter, old, part in zip(
+                self._parameters, before, self._parts(update), strict=True
+            ):
+                flat = live(parameter)
+                part.copy_(torch.sub(flat, old, out=flat)).mul_(coefficient)
+                torch.add(old, part.to(flat.device, flat.dtype), out=flat)
+        changed: Floats = update.numpy()
+        return changed
+
+    def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        return [vector[start:stop] for start, stop in pairwise(self._starts)]
+
+
+def live(parameter: torch.Tensor) -> torch.Tensor:
+    """Flat, real, and without autograd's knowledge: a pass under way may read older weights."""
+    return as_real(parameter.data).view(-1)
+
+
+def add_to(weights: torch.Tensor, values: Floats) -> None:
+    if weights.device.type == "cpu" and weights.dtype == torch.float32:
+        memory = weights.numpy()
+        np.add(memory, values, out=memory)
+    else:
+        weights.add_(torch.from_numpy(values.copy()).to(weights.device, weights.dtype))

@@ -1,0 +1,37 @@
+"""What the loop and schedulers see where ``step`` is more than the optimizer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class EndsSteps(Protocol):
+    def end_step(self) -> None: ...
+
+
+class LoopOptimizer(torch.optim.Optimizer):
+    """Shares the user's parameter groups and state; ``step`` ends a step of the synchronizer."""
+
+    def __init__(self, local: torch.optim.Optimizer) -> None:
+        super().__init__(local.param_groups, local.defaults)
+        self.local = local
+        self.param_groups, self.state = local.param_groups, local.state
+        self.synchronizer: EndsSteps | None = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.local.load_state_dict(state_dict)
+        self.param_groups, self.state = self.local.param_groups, self.local.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.synchronizer is not None:
+            self.synchronizer.end_step()
+        # A scheduler made before job.distribute watches the local one.
+        setattr(self.local, "_opt_called", True)  # noqa: B010
+        return loss

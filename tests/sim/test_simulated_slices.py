@@ -1,0 +1,289 @@
+"""Every value of every update reaches every peer exactly once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.consistency import WithinReach
+from slipstream.errors import RuntimeFault
+from slipstream.planning.slices import Slices
+from slipstream.runtime.member import Member
+from slipstream.runtime.pace import Pace
+from slipstream.runtime.partial_exchange import PartialExchange
+from slipstream.transports.memory import MemoryNetwork
+from slipstream.transports.wire import Part, Tail, checksum
+
+NUMEL = 23
+
+
+class Vector:
+    """Weights that also remember what was added."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(NUMEL)
+
+    @property
+    def numel(self) -> int:
+        return NUMEL
+
+    def add(self, start: int, values: np.ndarray[Any, Any]) -> None:
+        self.values[start : start + len(values)] += values
+
+    def stepped(self, step: Callable[[], object], coefficient: float) -> np.ndarray[Any, Any]:
+        raise AssertionError("steps are made by hand here")
+
+
+class Whim(Pace):
+    """A p that changes when the test says so."""
+
+    def stepped(self, waited_s: float, held_up: bool) -> int:
+        return self.partitions
+
+
+class Trainer:
+    """One worker of a world in which links are queues."""
+
+    def __init__(self, rank: int, world: World) -> None:
+        self.rank, self.world = rank, world
+        self.member = Member(
+            f"rank {rank}", world.network.endpoint(f"rank {rank}"), clock=lambda: 0.0
+        )
+        peers = [peer for peer in range(world.workers) if peer != rank]
+        for peer in peers:
+            self.member.transport.connect(f"rank {peer}", "")
+        names = [f"rank {peer}" for peer in peers]
+        transport = self.member.transport
+        self.pace = Whim(world.slices, 4 * NUMEL, names, 1e6, transport, lambda: 0.0)
+        self.weights = Vector()
+        self.exchange = PartialExchange(
+            rank, world.slices, world.rule, self.member, self.weights, peers, self.pace, limit_s=0.0
+        )
+        self.given = np.zeros(NUMEL)
+        self.moves = True
+
+    def step(self) -> None:
+        update = self.moves * self.world.numbers.integers(-9, 10, NUMEL).astype(np.float32)
+        self.given += update
+        self.weights.add(0, update)
+        self.exchange.give(update)
+
+
+class World:
+    def __init__(self, workers: int, slices: Slices, tau: int, seed: int) -> None:
+        self.workers, self.slices, self.rule = workers, slices, WithinReach(tau)
+        self.network = MemoryNetwork(seed)
+        self.numbers = np.random.default_rng(seed)
+        self.random = random.Random(seed)
+        self.trainers = [Trainer(rank, self) for rank in range(workers)]
+        self.alive = list(self.trainers)
+
+    def deliver(self) -> bool:
+        name = self.network.deliver()
+        if name is None:
+            return False
+        trainer = self.trainers[int(name.removeprefix("rank "))]
+        if trainer in self.alive:
+            trainer.member.pump_once(0.0)
+            trainer.member.check()
+        return True
+
+    def step(self, trainer: Trainer) -> None:
+        """Like a loop that has asked whether it may; by what the others have really made."""
+        if not trainer.exchange.may_begin():
+            return
+        slowest = min(t.exchange.made for t in self.alive if t is not trainer)
+        reach = trainer.exchange.partitions + (self.rule.tau or 0)
+        assert trainer.exchange.made < slowest + reach
+        trainer.step()
+
+    def kill(self, trainer: Trainer) -> None:
+        self.alive.remove(trainer)
+        for other in self.alive:
+            other.exchange.lose(trainer.rank)
+
+    def drain(self, *, final: bool = False) -> None:
+        for trainer in self.random.sample(self.alive, len(self.alive)):
+            trainer.exchange.begin_drain(final=final)
+        while [trainer for trainer in self.alive if not trainer.exchange.drained()]:
+            for trainer in self.alive:
+                trainer.exchange.offer()
+            assert self.deliver(), "nothing moves, and updates are still missing"
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "workers": st.integers(2, 8),
+        "partitions": st.integers(1, 9),
+        "same": st.booleans(),
+        "tau": st.integers(0, 12),
+        "seed": st.integers(0, 2**32),
+        "actions": st.integers(0, 250),
+        "haste": st.floats(0.05, 0.95),  # how often somebody steps rather than something arrives
+        "whims": st.floats(0, 0.2),  # how often p changes
+    }
+)
+
+
+def play(world: World, actions: int, haste: float, whims: float) -> None:
+    speeds = [world.random.uniform(0.1, 1.0) for _ in world.trainers]
+    for _ in range(actions):
+        if world.random.random() < haste:
+            (trainer,) = world.random.choices(world.alive, [speeds[t.rank] for t in world.alive])
+            if world.random.random() < whims:
+                trainer.pace.partitions = world.random.randint(1, 9)
+            world.step(trainer)
+        elif not world.deliver():
+            world.random.choice(world.alive).exchange.offer()
+
+
+@given(schedules)
+@settings(max_examples=2000, deadline=None)
+def test_each_update_is_applied_by_everybody_exactly_once(drawn: dict[str, Any]) -> None:
+    slices = Slices(drawn["partitions"], same_for_all=drawn["same"])
+    world = World(drawn["workers"], slices, drawn["tau"], drawn["seed"])
+    for final in (False, True):
+        play(world, drawn["actions"], drawn["haste"], drawn["whims"])
+        world.drain(final=final)
+        everything = sum((t.given for t in world.trainers), np.zeros(NUMEL))
+        for trainer in world.trainers:
+            np.testing.assert_array_equal(trainer.weights.values, everything)
+
+
+@given(schedules, st.integers(0, 100))
+@settings(max_examples=500, deadline=None)
+def test_the_rest_lose_nothing_of_each_other_when_one_dies(
+    drawn: dict[str, Any], dies_at: int
+) -> None:
+    slices = Slices(drawn["partitions"], same_for_all=drawn["same"])
+    world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
+    dead = world.random.choice(world.trainers)
+    dead.moves = False  # who has got how much of its updates would be anybody's guess
+    play(world, dies_at, drawn["haste"], drawn["whims"])
+    world.kill(dead)
+    play(world, drawn["actions"], drawn["haste"], drawn["whims"])
+    world.drain()
+    everything = sum((t.given for t in world.alive), np.zeros(NUMEL))
+    for trainer in world.alive:
+        np.testing.assert_array_equal(trainer.weights.values, everything)
+
+
+def test_a_link_that_is_busy_makes_slices_fuller_and_no_queue() -> None:
+    world = World(2, Slices(3), 50, seed=1)
+    trainer = world.trainers[0]
+    for _ in range(40):
+        trainer.step()
+    assert trainer.exchange.merged == 39
+    assert world.deliver()
+    assert not world.deliver()  # one slice was under way
+    trainer.exchange.offer()
+    assert world.deliver()
+    world.drain()
+    np.testing.assert_array_equal(world.trainers[1].weights.values, trainer.given)
+
+
+def test_where_slices_must_wait_every_partition_has_its_turn() -> None:
+    """A link that is free every second step, and p even: half of them would never leave."""
+    world = World(2, Slices(4), 50, seed=1)
+    trainer, peer = world.trainers
+    for _ in range(8):
+        trainer.step()
+        trainer.step()
+        world.deliver()
+    assert (peer.weights.values != 0).sum() > NUMEL * 0.9
+
+
+def test_memory_is_what_the_turns_take() -> None:
+    assert len(World(8, Slices(3), 4, seed=0).trainers[0].exchange.debts) == 3
+    assert len(World(8, Slices(20), 4, seed=0).trainers[0].exchange.debts) == 7
+    assert len(World(8, Slices(3, same_for_all=True), 4, 0).trainers[0].exchange.debts) == 1
+
+
+def test_who_has_finished_is_not_waited_for() -> None:
+    world = World(2, Slices(1), 0, seed=0)
+    ahead, finished = world.trainers
+    world.step(ahead)
+    world.step(ahead)
+    assert ahead.exchange.made == 1
+    finished.exchange.begin_drain(final=True)
+    assert not finished.exchange.drained()
+    for _ in range(2):
+        finished.exchange.offer()
+        finished.exchange.drained()
+        while world.deliver():
+            pass
+    for _ in range(5):
+        assert ahead.exchange.may_begin()
+        ahead.step()
+        while world.deliver():
+            pass
+    world.alive = [ahead]
+    ahead.exchange.begin_drain(final=True)
+    while not ahead.exchange.drained():
+        ahead.exchange.offer()
+        world.deliver()
+    while world.deliver():
+        pass
+
+
+def refused(world: World, body: Part | Tail, *frames: bytes, sender: int = 1) -> str:
+    target = world.trainers[0]
+    before = target.weights.values.copy()
+    world.trainers[sender].member.send("rank 0", body, list(frames))
+    world.deliver()
+    np.testing.assert_array_equal(target.weights.values, before)
+    return target.member.last_refusal
+
+
+ONES = np.ones(4, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("body", "frames", "word"),
+    [
+        (Part(0, 1, 20, True, checksum([ONES])), [ONES], "from weight 20 of 23"),
+        (Part(0, 1, 2**61, True, checksum([ONES])), [ONES], "of 23"),
+        (Part(0, 1, 0, True, checksum([ONES[:-1]])), [ONES[:-1]], "15 bytes"),
+        (Part(0, 1, 0, True, checksum([ONES, ONES])), [ONES, ONES], "2 frames"),
+        (Part(0, 1, 0, True, 0), [], "0 frames"),
+        (Part(0, 1, 0, True, 7), [ONES], "checksum"),
+    ],
+)
+def test_a_slice_that_does_not_fit_is_refused_and_training_goes_on(
+    body: Part, frames: list[bytes], word: str
+) -> None:
+    world = World(2, Slices(1), 3, seed=0)
+    assert word in refused(world, body, *frames)
+    world.trainers[1].step()
+    world.drain()
+    np.testing.assert_array_equal(world.trainers[0].weights.values, world.trainers[1].given)
+
+
+def test_a_slice_that_comes_twice_counts_once() -> None:
+    world = World(2, Slices(1), 3, seed=0)
+    part = Part(0, 1, 0, True, checksum([ONES]))
+    world.trainers[1].member.send("rank 0", part, [ONES])
+    world.deliver()
+    assert "has come before" in refused(world, part, ONES)
+    assert world.trainers[0].weights.values.sum() == 4
+
+
+def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
+    world = World(2, Slices(1), 3, seed=0)
+    world.trainers[1].member.send("rank 0", Part(1, 1, 0, True, checksum([ONES])), [ONES])
+    with pytest.raises(RuntimeFault, match=r"rank 1.*message 0 of its updates was lost"):
+        world.deliver()
+    assert not world.trainers[0].weights.values.any()
+
+
+def test_slices_of_one_that_has_died_are_refused() -> None:
+    world = World(3, Slices(1), 3, seed=0)
+    world.kill(world.trainers[2])
+    body = Part(0, 1, 0, True, checksum([ONES]))
+    assert "no peer" in refused(world, body, ONES, sender=2)
