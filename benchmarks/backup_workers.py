@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.comparison import Comparison, Run, compare, machine_facts
+from slipstream.bench.curves import time_to
 from slipstream.bench.trial import Trial
 
 PLAIN = "push_pull(update='server')"
@@ -123,15 +124,6 @@ def time_to_target(args: argparse.Namespace) -> list[dict[str, Any]]:
                 one.label, f"{run.step_s:.3f} s a round, target after", reached, final, flush=True
             )
     return rows
-
-
-def time_to(curve: list[list[float]], target: float) -> float | None:
-    """When the accuracy was there, and stayed there on the average of three evaluations."""
-    for at in range(len(curve) - 2):
-        three = [metric for _, metric in curve[at : at + 3]]
-        if three[0] >= target and statistics.mean(three) >= target:
-            return curve[at][0]
-    return None
 
 
 def replace_trial(trial: Trial, **changes: Any) -> Trial:

@@ -26,6 +26,7 @@ from slipstream.planning.table import as_text
 from slipstream.runtime.accounts import staleness_text, together
 from slipstream.runtime.departure import depart, settle
 from slipstream.runtime.environment import Environment
+from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.joining import Limits, Membership, join
 from slipstream.runtime.last_words import speak_for
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
@@ -344,18 +345,25 @@ class Job:
     def flush(self) -> None:
         """Until every worker has every update that any of them has made; every rank must call it.
 
-        Where workers exchange slices (``ako``) they have the same weights then, to the last bit if
-        nobody was lost. Elsewhere it is ``wait``.
+        Where workers exchange slices (``ako``) they have the same weights then, to the last bit.
+        Elsewhere it is ``wait``.
         """
         if self._replica is None or self._replica.partial is None:
             self.wait()
             return
+        self._replica.partial.drain()
+        self._take_the_first_ones(self._replica)
+
+    def _take_the_first_ones(self, replica: Replica) -> None:
+        """All take rank 0's weights. They have all updates alike then, but added in another order;
+        and some may have got more than others of one that has died."""
         assert self._membership is not None
         assert self._model is not None
-        self._replica.partial.drain()
-        with self._replica.chain.opened():
-            if self.share(not self._membership.member.lost):
-                copy_state(self._replica.chain, self._model)
+        with replica.chain.opened():
+            lost = [rank_of(name) for name in self._membership.member.lost]
+            replica.chain.among(self.share(lost))
+            self.share(None)  # everybody knows now whose pieces to take
+            copy_state(replica.chain, self._model)
             # Who trains on sends slices: they may not be overwritten by a copy still under way.
             self.share(None)
 
@@ -631,16 +639,17 @@ class Job:
         if self._replica is None or self._membership is None or self._model is None:
             return
         replica, membership, model = self._replica, self._membership, self._model
-        if replica.plan.together and replica.partial is None:
-            return
         if replica.partial is not None:
             replica.partial.drain(final=True)
+            self._take_the_first_ones(replica)
+        if replica.plan.together:
+            return
         for exchange in replica.link_exchanges:
             exchange.drain()
         replica.shards.retire(self.rank, membership.member)
         with replica.chain.opened():
             complete = settle(membership)
-            if replica.partial is None and (self.rank == 0 or not complete):
+            if self.rank == 0 or not complete:
                 take_weights(model, replica)
             if complete:
                 copy_state(replica.chain, model)

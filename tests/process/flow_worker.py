@@ -102,6 +102,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
         if asked.get("load"):
             job.load(asked["load"])
             told["loaded"] = digest(net)
+            job.share(None)
             schedule.last_epoch = job.step
         told["losses"] = []
         for step in job.steps(asked["steps"]):
@@ -124,13 +125,21 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             told["losses"].append(loss.item())
             if [job.rank, step] == asked.get("killed_after"):
                 die()
+            if step + 1 == asked.get("mean_at"):
+                told["apart"] = job.consensus().spread
+                job.flush()
+                told["flushed"] = digest(net)
+                job.share(None)  # before anybody trains on, and sends what others would add
+                told["together"] = job.consensus().spread
             if step + 1 == asked.get("save_at"):
                 job.save(asked["save"])
                 told["saved"] = digest(net)
+                job.share(None)
         told["step"] = job.step
         told["refused"] = job.stats().get("refused_by_servers")
+        told["slices"] = job.stats().get("slices")
     told["digest"] = digest(net)
-    told["sent"] = sum(exchange.sent.total() for exchange in job._replica.link_exchanges)
+    told["sent"] = job._replica.bytes()[0].total()
 
 
 def main(cases: str) -> None:

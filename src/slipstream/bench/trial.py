@@ -30,6 +30,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     straggle: str = ""
     base_s: float | None = None  # what stragglers multiply; by default the step's own computing
     lr: float | None = None
+    momentum: float | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
     threads: int = 1
 

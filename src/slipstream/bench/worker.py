@@ -133,9 +133,9 @@ def work(
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model)
-    if trial.lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = trial.lr
+    given = {"lr": trial.lr, "momentum": trial.momentum}
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in given.items() if value is not None})
     with training(trial.system, model, optimizer) as session:
         loop = Loop(trial, workload, session, rank, world)
         loop.run(trial.warmup)

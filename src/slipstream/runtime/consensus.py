@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,50 +16,71 @@ MESSAGE_VALUES = 1 << 18
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
+class Differences:
+    """Some vectors, by how they differ from whatever came first: close ones are told apart, and
+    equal ones are not."""
+
+    def __init__(self, numel: int) -> None:
+        self._first: Floats = np.zeros(numel, np.float32)
+        self._begun: set[int] = set()
+        self._total = np.zeros(numel)
+        self._squares = 0.0
+
+    def add(self, start: int, values: Floats) -> None:
+        place = slice(start, start + len(values))
+        if start not in self._begun:
+            self._begun.add(start)
+            self._first[place] = values
+        apart = values.astype(np.float64) - self._first[place]
+        self._total[place] += apart
+        self._squares += float(apart @ apart)
+
+    def mean(self, count: int) -> tuple[Floats, float]:
+        """Of so many; and the root mean square distance from it, as a part of its own length."""
+        shift = self._total / count
+        mean: Floats = (self._first + shift).astype(np.float32)
+        apart = max(0.0, self._squares / count - float(shift @ shift))
+        length = float(np.linalg.norm(mean.astype(np.float64)))
+        return mean, math.sqrt(apart) / length if length > 0 else 0.0
+
+
 class Consensus:
-    """One worker's part; ``reach`` must be called on every rank. One vector is held at a time."""
+    """One worker's part; ``reach`` must be called on every rank. One is under way at a time."""
 
     def __init__(self, rank: int, workers: int, member: Member, numel: int, limit_s: float) -> None:
         self._rank, self._workers, self._member = rank, workers, member
         self._numel, self._limit_s = numel, limit_s
-        self._total = np.zeros(0)  # of what has come: at rank 0 a sum, elsewhere the mean
-        self._squares = 0.0
+        self._told = Differences(0)
         self._spread = 0.0
         self._taken: dict[int, int] = {}  # by rank: values
         member.on(Opinion, self._on_opinion)
 
     def reach(self, own: Floats) -> tuple[Floats, float]:
-        """The mean, and the root mean square distance from it as a part of its own length."""
+        """The mean, and how far workers are from it."""
         if self._rank != 0:
             self._send(HUB, own, 0.0)
         else:
             self._take(0, 0, own)
-        self._wait(lambda: not self._missing())
+        self._member.wait_until(
+            lambda: not self._missing(),
+            what="everybody's weights",
+            limit_s=self._limit_s,
+            missing=self._missing,
+        )
         with self._member.changed:
-            total, squares, taken = self._total, self._squares, sorted(self._taken)
-            self._total, self._squares, self._taken = np.zeros(0), 0.0, {}
+            told, taken, self._taken = self._told, sorted(self._taken), {}
+        mean, spread = told.mean(len(taken))
         if self._rank != 0:
-            return total.astype(np.float32), self._spread
-        mean = total / len(taken)
-        length = float(mean @ mean)
-        apart = max(0.0, squares / len(taken) - length)
-        spread = math.sqrt(apart / length) if length > 0 else 0.0
-        found: Floats = mean.astype(np.float32)
-        for rank in taken:
-            if rank != 0:
-                self._send(f"rank {rank}", found, spread)
-        return found, spread
+            return mean, self._spread
+        for rank in taken[1:]:
+            self._send(f"rank {rank}", mean, spread)
+        return mean, spread
 
     def _missing(self) -> list[str]:
         here = {rank for rank, values in self._taken.items() if values == self._numel}
         expected = range(self._workers) if self._rank == 0 else (0,)
         names = [f"rank {rank}" for rank in expected if rank not in here]
         return [name for name in names if name not in self._member.lost]
-
-    def _wait(self, holds: Callable[[], bool]) -> None:
-        self._member.wait_until(
-            holds, what="everybody's weights", limit_s=self._limit_s, missing=self._missing
-        )
 
     def _send(self, peer: str, values: Floats, spread: float) -> None:
         for start in range(0, len(values), MESSAGE_VALUES):
@@ -69,10 +89,10 @@ class Consensus:
 
     def _take(self, rank: int, start: int, values: Floats) -> None:
         with self._member.changed:
-            if not len(self._total):
-                self._total = np.zeros(self._numel)
-            self._total[start : start + len(values)] += values
-            self._squares += float(np.dot(values.astype(np.float64), values))
+            if not self._taken:
+                self._told = Differences(self._numel)
+            for at in range(0, len(values), MESSAGE_VALUES):
+                self._told.add(start + at, values[at : at + MESSAGE_VALUES])
             self._taken[rank] = start + len(values)
             self._member.changed.notify_all()
 

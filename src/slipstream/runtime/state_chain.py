@@ -6,7 +6,7 @@ link, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from slipstream.errors import FrameRefused
@@ -22,8 +22,8 @@ class StateChain:
 
     def __init__(self, rank: int, world_size: int, member: Member, limit_s: float) -> None:
         self.open = True  # while a run may begin: else what comes early would fill the memory
-        self._rank = rank
-        self._next = f"rank {rank + 1}" if rank + 1 < world_size else None
+        self._rank, self._world_size = rank, world_size
+        self.among(())
         self._member = member
         self._limit_s = limit_s
         self._sync = 0
@@ -31,6 +31,13 @@ class StateChain:
         self._left = 0
         self._early: list[Message] = []
         member.on(Piece, self._on_piece)
+
+    def among(self, lost: Collection[int]) -> None:
+        """Who passes pieces on to whom, without the lost ones; everybody must be told the same."""
+        after = [r for r in range(self._rank + 1, self._world_size) if r not in lost]
+        before = [r for r in range(self._rank) if r not in lost]
+        self._next = f"rank {after[0]}" if after else None
+        self._before = f"rank {before[-1]}" if before else ""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -55,7 +62,7 @@ class StateChain:
                 lambda: not self._left,
                 what="rank 0's weights",
                 limit_s=self._limit_s,
-                missing=lambda: [f"rank {self._rank - 1}"],
+                missing=lambda: [self._before],
             )
         self._sync += 1
         finish()
@@ -80,7 +87,7 @@ class StateChain:
 
     def _on_piece(self, message: Message) -> None:
         assert isinstance(message.body, Piece)
-        if message.sender != f"rank {self._rank - 1}" or len(message.frames) != 1:
+        if message.sender != self._before or len(message.frames) != 1:
             raise FrameRefused(f"a piece of state from {message.sender}")
         with self._member.changed:
             if self._left == 0 or message.body.sync != self._sync:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from slipstream.bench.contestants import ddp, hivemind, ours, torchft
+from slipstream.bench.contestants import ablation, ddp, hivemind, ours, torchft
 from slipstream.bench.contestants.session import Session
 from slipstream.errors import UnknownStrategy
 from slipstream.systems import parse
@@ -41,6 +41,7 @@ def alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sessio
 
 PEERS: dict[str, Peer] = {
     "local": Peer(alone),
+    "ako-accumulation": Peer(ablation.without_accumulation),
     "ddp": Peer(ddp.contestant(ddp.plain)),
     "ddp+fp16": Peer(ddp.contestant(ddp.fp16)),
     "ddp+powersgd": Peer(ddp.contestant(ddp.powersgd, ddp.ONE_BUCKET_MB)),

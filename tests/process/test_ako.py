@@ -1,0 +1,134 @@
+"""Slices by real processes: exactly once, past the dead, and to the same weights in the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Nursery
+from slices_worker import factor
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+LEARNER = Path(__file__).with_name("flow_worker.py")
+COUNTER = Path(__file__).with_name("slices_worker.py")
+RANKS, STEPS = 4, 40
+Told = dict[str, Any]
+
+
+def run(nursery: Nursery, folder: Path, worker: Path, *cases: Told, ranks: int) -> list[int]:
+    file = folder / "cases.json"
+    file.write_text(json.dumps([{"steps": STEPS, **case} for case in cases]))
+    run = nursery.run(worker, str(file), ranks=ranks, env={}, limit_s=200)
+    assert run.remains.left() == []
+    return [run.codes[rank] for rank in range(ranks)]
+
+
+def told(folder: Path, case: Told, ranks: list[int]) -> list[Told]:
+    """What each rank said, none of which may be an error."""
+    said = [json.loads((folder / f"{case['name']}.{rank}.json").read_text()) for rank in ranks]
+    for each in said:
+        assert "error" not in each, each["trace"]
+    return said
+
+
+# ---- exactly once
+
+COUNTED = [
+    {"name": "all at once", "strategy": "ako(partitions=1)"},
+    {"name": "rotating", "strategy": "ako(partitions=3)", "flushes": [11, 12]},
+    {"name": "many", "strategy": "ako(partitions=11, staleness=2)"},
+    {"name": "the same to all", "strategy": "ako(partitions=3, schedule='same')", "flushes": [7]},
+    {"name": "one slow link's worth", "strategy": "ako(rate='20mbit')", "flushes": [30]},
+]
+
+
+@pytest.fixture(scope="module")
+def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("counted")
+    assert run(nursery, folder, COUNTER, *COUNTED, ranks=RANKS) == [0] * RANKS
+    return folder
+
+
+def everything(steps: int) -> float:
+    return float(sum(factor(rank, step) for rank in range(RANKS) for step in range(steps)))
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=[case["name"] for case in COUNTED])
+def test_every_worker_has_every_update_of_every_worker_once(counted: Path, case: Told) -> None:
+    for each in told(counted, case, list(range(RANKS))):
+        assert each["counted"] == [everything(STEPS)] * 2
+        drained = [[everything(at + 1)] * 2 for at in case.get("flushes", [])]
+        assert each.get("drained", []) == drained
+
+
+def test_partitions_follow_from_the_rate_that_is_given(counted: Path) -> None:
+    for each in told(counted, COUNTED[-1], list(range(RANKS))):
+        slices = each["slices"]
+        assert slices["partitions"] > 1
+        assert slices["link_bytes_s"] == 20e6 / 8
+        assert slices["predicted_bytes_s"] < 20e6 / 8 * 1.2
+
+
+# ---- learning
+
+LEARNT = [
+    {"name": "plain", "strategy": "ako(partitions=2)", "momentum": False, "lr": 0.3},
+    {"name": "momentum", "strategy": "ako(partitions=3)", "mean_at": 30},
+    {"name": "adam", "strategy": "ako()", "optimizer": "Adam", "momentum": False, "lr": 0.01},
+    {
+        "name": "grown",
+        "strategy": "ako(partitions=2, growth='sqrt', warm_steps=10)",
+        "pause_s": [0.0, 0.004, 0.008],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def learnt(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learnt")
+    assert run(nursery, folder, LEARNER, *LEARNT, ranks=3) == [0] * 3
+    return folder
+
+
+@pytest.mark.parametrize("case", LEARNT, ids=[case["name"] for case in LEARNT])
+def test_workers_learn_and_end_with_the_same_bits(learnt: Path, case: Told) -> None:
+    said = told(learnt, case, [0, 1, 2])
+    assert len({each["digest"] for each in said}) == 1
+    assert {each["step"] for each in said} == {STEPS}
+    for each in said:
+        assert sum(each["losses"][-3:]) < 0.8 * sum(each["losses"][:3])
+
+
+def test_workers_are_apart_until_they_flush(learnt: Path) -> None:
+    said = told(learnt, LEARNT[1], [0, 1, 2])
+    (apart,) = {each["apart"] for each in said}
+    assert 1e-5 < apart < 0.5
+    assert {each["together"] for each in said} == {0.0}
+    assert len({each["flushed"] for each in said}) == 1
+
+
+def test_training_goes_on_from_a_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
+    through = {**LEARNT[1], "name": "through", "save_at": 20, "save": str(tmp_path / "saved")}
+    again = {**LEARNT[1], "name": "again", "load": through["save"]}
+    assert run(nursery, tmp_path, LEARNER, through, again, ranks=3) == [0] * 3
+    (saved,) = {each["saved"] for each in told(tmp_path, through, [0, 1, 2])}
+    said = told(tmp_path, again, [0, 1, 2])
+    assert {each["loaded"] for each in said} == {saved}
+    assert {len(each["losses"]) for each in said} == {STEPS - 20}
+
+
+# ---- the dead
+
+
+@pytest.mark.parametrize("schedule", ["rotate", "same"])
+def test_the_rest_go_on_when_one_dies(nursery: Nursery, tmp_path: Path, schedule: str) -> None:
+    strategy = f"ako(partitions=2, staleness=2, schedule='{schedule}')"
+    case = {"name": "died", "strategy": strategy, "killed": [1, 9], "mean_at": 30}
+    assert run(nursery, tmp_path, LEARNER, case, ranks=3) == [0, -9, 0]
+    said = told(tmp_path, case, [0, 2])
+    assert {each["step"] for each in said} == {STEPS}
+    assert {each["together"] for each in said} == {0.0}  # whatever each has got of the dead one's
+    assert len({each["digest"] for each in said}) == 1
