@@ -96,13 +96,9 @@ class PeerFailed(RuntimeFault):
 class LeftBehind(RuntimeFault):
     """The others took this worker for lost and went on without it."""
 
-    def __init__(self, name: str, silence_s: float) -> None:
+    def __init__(self, name: str, why: str) -> None:
         self.name = name
-        super().__init__(
-            f"{name} was not heard for {silence_s:.0f} s, and the others went on without it: it "
-            "has missed updates and cannot come back; start it again from a checkpoint, or give "
-            "slipstream.init a longer silence_limit_s"
-        )
+        super().__init__(f"{name} {why}")
 
 
 class WaitLimit(RuntimeFault):

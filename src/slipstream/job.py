@@ -35,7 +35,7 @@ from slipstream.strategy import Plan, Strategy
 from slipstream.systems import parse
 from slipstream.torch.averages import Averages, lent
 from slipstream.torch.inventory import floating_state, whole_state, whole_vector
-from slipstream.torch.replica import Replica, copy_state, prepare, replicate
+from slipstream.torch.replica import Replica, come_back, copy_state, prepare, replicate
 from slipstream.torch.sampler import LeasedBatches
 from slipstream.torch.saving import load_job, save_job, save_servers, take_weights
 from slipstream.torch.shard_optimizer import AVERAGE
@@ -89,18 +89,27 @@ def clip_to(norm: float) -> Callable[..., None]:
     return clip
 
 
-def in_turn(rank: int, workers: int) -> Callable[[int, int], Batch]:
+def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
     """Batches where every gradient counts: each worker takes every n-th, and all equally many.
 
-    Where that does not come out even, the first of an epoch are dealt again at its end.
+    Where that does not come out even, the first of an epoch are dealt again at its end. ``first``
+    are those that a worker missed before it came back.
     """
-    turns = itertools.count()
+    turns = itertools.count(first)
 
     def lease(batches: int, _returned: int) -> Batch:
         epoch, turn = divmod(next(turns), -(-batches // workers))
         return Batch(epoch, (turn * workers + rank) % batches)
 
     return lease
+
+
+def catch_up(scheduler: Any, steps: int) -> None:
+    """For steps that this worker took no part in; torch would warn if it has taken none at all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(steps):
+            scheduler.step()
 
 
 def spoken_rank(env: Mapping[str, str]) -> int:
@@ -130,6 +139,7 @@ class Job:
         self._saves = 0
         self._shared = 0
         self._resumed_at = 0
+        self._back_at = 0
         self._sampled = False
         self._own_averages: Averages | None = None
 
@@ -171,14 +181,19 @@ class Job:
         and it ends for all of them when ``total`` are committed. A ``scheduler`` that the loop
         steps once a step is stepped for the rounds in between as well.
         """
-        expected = self.step
+        expected = 0 if self._just_back else self.step
         while (step := self._next_step()) < total:
-            for _ in range(step - expected if scheduler is not None else 0):
-                scheduler.step()
+            if scheduler is not None:
+                catch_up(scheduler, step - expected)
             yield step
             expected = step + 1
             if not self._misses_rounds and self.step == step:
                 raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
+
+    @property
+    def _just_back(self) -> bool:
+        """Whether this worker was started again, and has taken no step since."""
+        return bool(self._env.life) and self._own_steps == self._back_at
 
     def _next_step(self) -> int:
         if self._replica is None or not self._misses_rounds:
@@ -201,7 +216,7 @@ class Job:
                 "use a plain DataLoader for others, such as those of an evaluation"
             )
         self._sampled = True
-        lease = in_turn(self.rank, self.world_size)
+        lease = in_turn(self.rank, self.world_size, self._back_at)
         if self._replica is not None and not self._replica.plan.together:
             assert self._replica.service is not None
             lease = self._replica.service.lease
@@ -311,12 +326,22 @@ class Job:
         else:
             self._replica = replicate(model, optimizer, chosen, self._membership)
             self._plan, optimizer = self._replica.plan, self._replica.optimizer
+            if self._replica.doorkeeper is not None:
+                self._replica.doorkeeper.standing = self._standing
+            if self._env.life:
+                self._shared, self._saves = come_back(model, self._replica, self._membership)
+                self._back_at = self.step
             self._warn_of_momentum(chosen, optimizer)
         self._model, self._optimizer = model, optimizer
         self._label = said if isinstance(said, str) else chosen.name
         self._watch()
         self._begun = time.monotonic()
         return model, optimizer
+
+    def _standing(self) -> list[int]:
+        """How often all workers did what they do together."""
+        assert self._replica is not None
+        return [self._shared, self._saves, self._replica.chain.sync]
 
     def _warn_of_momentum(self, chosen: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
@@ -440,9 +465,12 @@ class Job:
         """Continue from a checkpoint; every rank must call it, rank 0 reads the file.
 
         Any number of workers and servers may have written it. Random generators are restored on
-        ranks that the writing job had too.
+        ranks that the writing job had too. A worker that was started again has the others' weights
+        already, which are newer: it reads nothing.
         """
         model, optimizer = self._distributed("load")
+        if self._just_back:
+            return
         if not self.plan.together and self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.flush()

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from slipstream.consistency import WithinReach
 from slipstream.errors import RuntimeFault
 from slipstream.planning.slices import Slices
-from slipstream.runtime.member import Member
 from slipstream.runtime.pace import Pace
 from slipstream.runtime.partial_exchange import PartialExchange
+from slipstream.runtime.returning import Doorkeeper, Neighbour, Returner
+from slipstream.testing.cast import SimulatedMember
+from slipstream.testing.clock import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Part, Tail, checksum
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Lost, Message, Part, Tail, checksum
 
 NUMEL = 23
 
@@ -36,6 +39,12 @@ class Vector:
     def add(self, start: int, values: np.ndarray[Any, Any]) -> None:
         self.values[start : start + len(values)] += values
 
+    def whole(self) -> np.ndarray[Any, Any]:
+        return self.values.astype(np.float32)
+
+    def clear(self) -> None:
+        self.values[:] = 0
+
     def stepped(self, step: Callable[[], object], coefficient: float) -> np.ndarray[Any, Any]:
         raise AssertionError("steps are made by hand here")
 
@@ -50,23 +59,60 @@ class Whim(Pace):
 class Trainer:
     """One worker of a world in which links are queues."""
 
-    def __init__(self, rank: int, world: World) -> None:
-        self.rank, self.world = rank, world
-        self.member = Member(
-            f"rank {rank}", world.network.endpoint(f"rank {rank}"), clock=lambda: 0.0
+    def __init__(self, rank: int, world: World, life: int = 0) -> None:
+        self.rank, self.world, self.life = rank, world, life
+        transport = world.network.endpoint(f"rank {rank}")
+        transport.address = f"{rank} in life {life}"
+        self.member = SimulatedMember(
+            f"rank {rank}",
+            world.network,
+            VirtualClock(),
+            move=lambda: False,
+            waits=lambda: False,
+            trace=[],
         )
         peers = [peer for peer in range(world.workers) if peer != rank]
-        for peer in peers:
-            self.member.transport.connect(f"rank {peer}", "")
+        self.member.on_return = lambda name: None
+        self.member.on_lost = self.tell_lost if rank == 0 else None
+        self.member.on(Lost, self.on_lost)
         names = [f"rank {peer}" for peer in peers]
-        transport = self.member.transport
         self.pace = Whim(world.slices, 4 * NUMEL, names, 1e6, transport, lambda: 0.0)
         self.weights = Vector()
         self.exchange = PartialExchange(
-            rank, world.slices, world.rule, self.member, self.weights, peers, self.pace, limit_s=0.0
+            rank,
+            world.slices,
+            world.rule,
+            self.member,
+            self.weights,
+            peers,
+            self.pace,
+            limit_s=0.0,
+            life=life,
         )
+        if rank == 0:
+            Doorkeeper(self.exchange, self.member)
+        else:
+            Neighbour(self.exchange, self.member)
         self.given = np.zeros(NUMEL)
         self.moves = True
+
+    def meet(self, others: list[Trainer]) -> None:
+        for other in others:
+            if other is not self:
+                self.member.transport.connect(f"rank {other.rank}", other.member.transport.address)
+
+    def tell_lost(self, name: str) -> None:
+        """What rank 0 does, as in a job."""
+        for peer in range(self.world.workers):
+            self.member.send(
+                f"rank {peer}", Lost(int(name.removeprefix("rank "))), priority=CONTROL
+            )
+
+    def on_lost(self, message: Message) -> None:
+        assert isinstance(message.body, Lost)
+        if self.rank != 0 and message.body.rank != self.rank:
+            self.member.lost.append(f"rank {message.body.rank}")
+        self.exchange.lose(message.body.rank)
 
     def step(self) -> None:
         update = self.moves * self.world.numbers.integers(-9, 10, NUMEL).astype(np.float32)
@@ -83,30 +129,60 @@ class World:
         self.random = random.Random(seed)
         self.trainers = [Trainer(rank, self) for rank in range(workers)]
         self.alive = list(self.trainers)
+        self.coming: dict[Trainer, Returner] = {}
+        for trainer in self.trainers:
+            trainer.meet(self.trainers)
+        everybody = [f"rank {rank}" for rank in range(workers)]
+        self.trainers[0].member.expect(*everybody)
 
     def deliver(self) -> bool:
         name = self.network.deliver()
         if name is None:
             return False
         trainer = self.trainers[int(name.removeprefix("rank "))]
-        if trainer in self.alive:
-            trainer.member.pump_once(0.0)
+        if trainer in self.alive or trainer in self.coming:
+            trainer.member.take(1)
             trainer.member.check()
+        else:
+            trainer.member.transport.receive(0.0)
         return True
 
     def step(self, trainer: Trainer) -> None:
         """Like a loop that has asked whether it may; by what the others have really made."""
         if not trainer.exchange.may_begin():
             return
-        slowest = min(t.exchange.made for t in self.alive if t is not trainer)
+        known = [t for t in self.alive if trainer.exchange.heard_of(t.rank)]
+        slowest = min((t.exchange.made for t in known), default=trainer.exchange.made)
         reach = trainer.exchange.partitions + (self.rule.tau or 0)
         assert trainer.exchange.made < slowest + reach
         trainer.step()
 
     def kill(self, trainer: Trainer) -> None:
         self.alive.remove(trainer)
-        for other in self.alive:
-            other.exchange.lose(trainer.rank)
+        self.trainers[0].member.give_up(f"rank {trainer.rank}")
+        self.trainers[0].member.take(0)
+
+    def start_again(self, dead: Trainer) -> None:
+        newcomer = Trainer(dead.rank, self, dead.life + 1)
+        newcomer.meet(self.trainers)
+        self.trainers[dead.rank] = newcomer
+        self.coming[newcomer] = Returner(newcomer.exchange, newcomer.member, 0.0)
+        self.coming[newcomer].ask()
+
+    def let_in(self) -> None:
+        for newcomer, returner in list(self.coming.items()):
+            if returner.ready():
+                returner.enter()
+                del self.coming[newcomer]
+                self.alive.append(newcomer)
+
+    def gather(self) -> None:
+        """Until all who were started again are back."""
+        while self.coming:
+            for trainer in self.alive:
+                trainer.exchange.offer()
+            assert self.deliver(), "nothing moves, and somebody is still outside"
+            self.let_in()
 
     def drain(self, *, final: bool = False) -> None:
         for trainer in self.random.sample(self.alive, len(self.alive)):
@@ -141,6 +217,7 @@ def play(world: World, actions: int, haste: float, whims: float) -> None:
             world.step(trainer)
         elif not world.deliver():
             world.random.choice(world.alive).exchange.offer()
+        world.let_in()
 
 
 @given(schedules)
@@ -163,7 +240,7 @@ def test_the_rest_lose_nothing_of_each_other_when_one_dies(
 ) -> None:
     slices = Slices(drawn["partitions"], same_for_all=drawn["same"])
     world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
-    dead = world.random.choice(world.trainers)
+    dead = world.random.choice(world.trainers[1:])
     dead.moves = False  # who has got how much of its updates would be anybody's guess
     play(world, dies_at, drawn["haste"], drawn["whims"])
     world.kill(dead)
@@ -171,6 +248,34 @@ def test_the_rest_lose_nothing_of_each_other_when_one_dies(
     world.drain()
     everything = sum((t.given for t in world.alive), np.zeros(NUMEL))
     for trainer in world.alive:
+        np.testing.assert_array_equal(trainer.weights.values, everything)
+
+
+@given(schedules, st.lists(st.integers(0, 60), min_size=2, max_size=5))
+@settings(max_examples=400, deadline=None)
+def test_who_comes_back_has_each_update_once(drawn: dict[str, Any], pauses: list[int]) -> None:
+    """Whatever was under way when it died, and when it came, also if it dies on the way."""
+    slices = Slices(drawn["partitions"], same_for_all=drawn["same"])
+    world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
+    unlucky = world.random.randint(1, world.workers - 1)
+    world.trainers[unlucky].moves = False
+    for pause in pauses:
+        play(world, pause, drawn["haste"], drawn["whims"])
+        trainer = world.trainers[unlucky]
+        if trainer in world.alive:
+            world.kill(trainer)
+        elif trainer not in world.coming:
+            world.start_again(trainer)
+            world.trainers[unlucky].moves = False
+    if world.trainers[unlucky] not in world.alive:
+        if world.trainers[unlucky] not in world.coming:
+            world.start_again(world.trainers[unlucky])
+        world.gather()
+    world.trainers[unlucky].moves = True  # from now on it lives
+    play(world, drawn["actions"], drawn["haste"], drawn["whims"])
+    world.drain()
+    everything = sum((t.given for t in world.trainers), np.zeros(NUMEL))
+    for trainer in world.trainers:
         np.testing.assert_array_equal(trainer.weights.values, everything)
 
 
@@ -236,7 +341,8 @@ def refused(world: World, body: Part | Tail, *frames: bytes, sender: int = 1) ->
     target = world.trainers[0]
     before = target.weights.values.copy()
     world.trainers[sender].member.send("rank 0", body, list(frames))
-    world.deliver()
+    while world.deliver():
+        pass
     np.testing.assert_array_equal(target.weights.values, before)
     return target.member.last_refusal
 
@@ -247,12 +353,12 @@ ONES = np.ones(4, np.float32).tobytes()
 @pytest.mark.parametrize(
     ("body", "frames", "word"),
     [
-        (Part(0, 1, 20, True, checksum([ONES])), [ONES], "from weight 20 of 23"),
-        (Part(0, 1, 2**61, True, checksum([ONES])), [ONES], "of 23"),
-        (Part(0, 1, 0, True, checksum([ONES[:-1]])), [ONES[:-1]], "15 bytes"),
-        (Part(0, 1, 0, True, checksum([ONES, ONES])), [ONES, ONES], "2 frames"),
-        (Part(0, 1, 0, True, 0), [], "0 frames"),
-        (Part(0, 1, 0, True, 7), [ONES], "checksum"),
+        (Part(0, 0, 1, 20, True, checksum([ONES])), [ONES], "from weight 20 of 23"),
+        (Part(0, 0, 1, 2**61, True, checksum([ONES])), [ONES], "of 23"),
+        (Part(0, 0, 1, 0, True, checksum([ONES[:-1]])), [ONES[:-1]], "15 bytes"),
+        (Part(0, 0, 1, 0, True, checksum([ONES, ONES])), [ONES, ONES], "2 frames"),
+        (Part(0, 0, 1, 0, True, 0), [], "0 frames"),
+        (Part(0, 0, 1, 0, True, 7), [ONES], "checksum"),
     ],
 )
 def test_a_slice_that_does_not_fit_is_refused_and_training_goes_on(
@@ -267,7 +373,7 @@ def test_a_slice_that_does_not_fit_is_refused_and_training_goes_on(
 
 def test_a_slice_that_comes_twice_counts_once() -> None:
     world = World(2, Slices(1), 3, seed=0)
-    part = Part(0, 1, 0, True, checksum([ONES]))
+    part = Part(0, 0, 1, 0, True, checksum([ONES]))
     world.trainers[1].member.send("rank 0", part, [ONES])
     world.deliver()
     assert "has come before" in refused(world, part, ONES)
@@ -276,7 +382,7 @@ def test_a_slice_that_comes_twice_counts_once() -> None:
 
 def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
     world = World(2, Slices(1), 3, seed=0)
-    world.trainers[1].member.send("rank 0", Part(1, 1, 0, True, checksum([ONES])), [ONES])
+    world.trainers[1].member.send("rank 0", Part(0, 1, 1, 0, True, checksum([ONES])), [ONES])
     with pytest.raises(RuntimeFault, match=r"rank 1.*message 0 of its updates was lost"):
         world.deliver()
     assert not world.trainers[0].weights.values.any()
@@ -285,5 +391,6 @@ def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
 def test_slices_of_one_that_has_died_are_refused() -> None:
     world = World(3, Slices(1), 3, seed=0)
     world.kill(world.trainers[2])
-    body = Part(0, 1, 0, True, checksum([ONES]))
+    world.trainers[0].member.on_return = None  # to see what would become of it
+    body = Part(0, 0, 1, 0, True, checksum([ONES]))
     assert "no peer" in refused(world, body, ONES, sender=2)

@@ -172,3 +172,51 @@ def test_more_than_may_be_lost_ends_the_job(clock: Clock, may_lose: int, ends: l
     assert watch.deadline < math.inf
     assert watch.verdict().code
     assert ends[-1].member in watch.verdict().line
+
+
+def restarting(clock: Clock, restarts: int) -> Supervision:
+    watch = sparing(clock, 0)
+    watch.restarts = restarts
+    return watch
+
+
+def test_a_worker_that_was_killed_is_started_again_so_often(clock: Clock) -> None:
+    watch = restarting(clock, 2)
+    for _ in range(2):
+        watch.take(Ended("rank 2", -9))
+        assert not watch.ending
+        watch.started("rank 2")
+    assert [ended.member for ended in watch.replaced] == ["rank 2", "rank 2"]
+    watch.take(Ended("rank 2", -9))
+    assert watch.ending
+
+
+@pytest.mark.parametrize(
+    "ended", [Ended("rank 0", -9), Ended("rank 2", 1), Ended("rank 2", EXIT_PEER_FAILED)]
+)
+def test_who_leads_or_fails_by_itself_is_not_started_again(clock: Clock, ended: Ended) -> None:
+    watch = restarting(clock, 2)
+    watch.take(ended)
+    assert watch.ending
+    assert not watch.replaced
+
+
+def test_who_comes_back_after_the_end_does_not_spoil_it(clock: Clock) -> None:
+    watch = restarting(clock, 1)
+    watch.take(Ended("rank 2", -9))
+    watch.started("rank 2")
+    for rank in (1, 3, 0):
+        watch.take(Ended(f"rank {rank}", 0))
+    assert watch.deadline < math.inf
+    assert watch.press() == signal.SIGTERM
+    watch.take(Ended("rank 2", -signal.SIGTERM))
+    assert not watch.running
+    assert watch.verdict() == Verdict(0)
+
+
+def test_who_finds_that_the_others_have_finished_is_lost(clock: Clock) -> None:
+    watch = restarting(clock, 1)
+    watch.take(Ended("rank 2", -9))
+    watch.started("rank 2")
+    watch.take(Ended("rank 2", EXIT_PEER_FAILED))
+    assert not watch.ending

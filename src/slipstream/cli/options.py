@@ -43,6 +43,14 @@ MayLose = Annotated[
         help="Workers that may die while the rest go on, where the strategy can do without.",
     ),
 ]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Workers that are killed and started again, to come back where the strategy lets them "
+        "(ako).",
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the job's figures to this file at its end.")
 ]

@@ -27,6 +27,7 @@ def run(
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
     may_lose: options.MayLose = 0,
+    restarts: options.Restarts = 0,
     lab: options.LabHosts = None,
     json: options.JsonFile = None,
     log: options.LogFile = None,
@@ -57,6 +58,7 @@ def run(
             servers=where.servers,
             settings=where.settings,
             may_lose=may_lose,
+            restarts=restarts,
         )
     raise typer.Exit(code)
 

@@ -57,6 +57,7 @@ class Owed:
     ) -> None:
         self.rotation = rotation
         self.numel = numel
+        self._sender = sender
         by_turn: dict[int, set[Rank]] = {}
         for peer in sorted(peers):
             by_turn.setdefault(rotation.turn(sender, peer), set()).add(peer)
@@ -79,6 +80,11 @@ class Owed:
         debt.taken += 1
         debt.fresh = False
         return part.start, taken
+
+    def include(self, peer: Rank) -> None:
+        """One more, to whom nothing is owed yet."""
+        turn = self.rotation.turn(self._sender, peer)
+        self.debts.append(Debt(turn, {peer}, np.zeros(self.numel, np.float32)))
 
     def forget(self, peer: Rank) -> None:
         """A peer has died; an accumulator that nobody else waits for goes with it."""

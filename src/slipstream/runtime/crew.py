@@ -33,10 +33,11 @@ OUTPUT_S = 1.0
 class Crew:
     """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
 
-    def __init__(self, limits: Limits, *, may_lose: int = 0) -> None:
+    def __init__(self, limits: Limits, *, may_lose: int = 0, restarts: int = 0) -> None:
         self._limits = limits
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._watch = Supervision(limits, time.monotonic, may_lose)
+        self._watch = Supervision(limits, time.monotonic, may_lose, restarts)
+        self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: list[ServerProcess] = []
         self._output: list[threading.Thread] = []
@@ -82,6 +83,7 @@ class Crew:
             pass_fds=pass_fds,
         )
         self._watch.started(name)
+        self._starts.setdefault(name, (command, env, placement))
         self._add(name, process)
         for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
             if stream is not None:
@@ -121,11 +123,21 @@ class Crew:
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-        lost = len(self._watch.lost)
+        lost, replaced = len(self._watch.lost), len(self._watch.replaced)
         with contextlib.suppress(queue.Empty):
             self._kill_workers(self._watch.take(self._events.get(timeout=remaining_s)))
         for ended in self._watch.lost[lost:]:
             say(f"{ended}; the others go on")
+        for ended in self._watch.replaced[replaced:]:
+            say(f"{ended}; it is started again")
+            self._start_again(ended.member)
+
+    def _start_again(self, name: str) -> None:
+        guardian.sweep([self._processes[name].pid])  # what the old one has left behind
+        command, env, placement = self._starts[name]
+        life = sum(ended.member == name for ended in self._watch.replaced)
+        again = {**env, "SLIPSTREAM_LIFE": str(life)}
+        self.add_worker(name, command, again, placement, has_terminal=False)
 
     def _kill_workers(self, signum: signal.Signals | None) -> None:
         if signum is None:

@@ -40,6 +40,7 @@ class Environment:
     tensorboard: Path | None = None
     prometheus: int | None = None
     launcher: int | None = None
+    life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Environment:
@@ -77,6 +78,7 @@ class Environment:
             tensorboard=path(env, "SLIPSTREAM_TENSORBOARD"),
             prometheus=optional(env, "SLIPSTREAM_PROMETHEUS"),
             launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
+            life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 
     @property

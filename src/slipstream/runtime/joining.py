@@ -58,11 +58,14 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
     transport = ZmqTransport(name, host=host, credentials=rendezvous.credentials)
     member = Member(name, transport, silence_s=limits.silence_s)
     try:
+        # One that comes back finds what the others said in the beginning, and says its own again.
         addresses = rendezvous.gather("address", transport.address, str)
         for rank, address in enumerate(addresses):
             if rank != env.rank:
                 transport.connect(f"rank {rank}", address)
-        member.expect(*(f"rank {r}" for r in range(env.world_size)) if env.rank == 0 else (HUB,))
+        if not env.life:  # else rank 0 does not expect it yet, either
+            everybody = tuple(f"rank {r}" for r in range(env.world_size))
+            member.expect(*(everybody if env.rank == 0 else (HUB,)))
         member.start()
         rendezvous.watch(member.check)
         # Nobody goes on before everybody listens: a message to come must find its reader.

@@ -54,13 +54,15 @@ def launch(
     settings: Settings | None = None,
     limits: Limits | None = None,
     may_lose: int = 0,
+    restarts: int = 0,
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
     """Runs ``command`` once a placement; returns the exit code of the job.
 
     Rank 0 has this process's terminal, the others' lines come under their name. When one fails,
     the rest are stopped, one line says which, and its code is returned (128 + n for signal n);
-    of workers after rank 0, ``may_lose`` may fail while the rest go on.
+    of workers after rank 0, ``may_lose`` may fail while the rest go on, and ``restarts`` are
+    started again, to come back into the job.
     Nothing it started is left when it returns, nor when this process is killed. Call it from the
     main thread: it takes over SIGINT, SIGTERM and SIGHUP for as long as it runs.
     """
@@ -69,7 +71,7 @@ def launch(
     job = secrets.token_hex(8)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(settings)) if _holds_port(settings) else None
-        crew = stack.enter_context(Crew(limits or Limits(), may_lose=may_lose))
+        crew = stack.enter_context(Crew(limits or Limits(), may_lose=may_lose, restarts=restarts))
         shards = _add_servers(crew, servers, secret, job, settings, server_command)
         if crew.servers_announced():
             env = _job_environment(settings, secret, job, listener, len(workers), shards)

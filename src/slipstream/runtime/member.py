@@ -14,7 +14,16 @@ from typing import Any
 
 from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, WaitLimit
 from slipstream.transports.protocol import CONTROL, Ticket, Transport
-from slipstream.transports.wire import AnyBody, Beat, Fault, Final, Leave, Message, Retire
+from slipstream.transports.wire import (
+    AnyBody,
+    Beat,
+    Fault,
+    Final,
+    Leave,
+    Message,
+    Retire,
+    Return,
+)
 from slipstream.types import Buffer
 
 HUB = "rank 0"
@@ -140,6 +149,10 @@ class Member:
         self.transport.wake()
         return None
 
+    def handle_again(self, message: Message) -> None:
+        """After what this member has told itself."""
+        self._own.append(message)
+
     # ---- waiting (the training thread)
 
     def check(self) -> None:
@@ -219,7 +232,7 @@ class Member:
         return max(0.0, self._beat_at - self._clock())
 
     def _handle(self, message: Message) -> None:
-        if message.sender in self.lost:
+        if message.sender in self.lost and not isinstance(message.body, Return):
             if self.on_return is not None:
                 self.on_return(message.sender)
                 return
@@ -274,11 +287,23 @@ class Member:
             self.changed.notify_all()
         self.on_lost(name)
 
+    def give_up(self, name: str) -> None:
+        """Rank 0: a worker has died, and somebody knows it already."""
+        if name in self.roster.heard:
+            self._miss(name, 0.0)
+
+    def readmit(self, name: str, address: str) -> None:
+        """A worker that was lost is back, somewhere else."""
+        self.transport.connect(name, address)
+        if name in self.lost:
+            self._welcome_back(name)
+
     def _welcome_back(self, name: str) -> None:
         with self.changed:
             self.lost.remove(name)
             self.roster.left.discard(name)
-            self.roster.expect(name, self._clock())
+            if self.is_hub:
+                self.roster.expect(name, self._clock())
 
     def _miss_the_finished(self) -> None:
         early = [name for name, at in self.roster.finished.items() if at < self.round]

@@ -31,7 +31,7 @@ class Pace:
     ) -> None:
         self.load: Load | None = None  # the last one seen
         self._basis: Load | None = None  # the one that p follows from
-        self._slices, self._model_bytes, self._bytes_s = slices, model_bytes, bytes_s
+        self._slices, self._model_bytes, self.bytes_s = slices, model_bytes, bytes_s
         self._peers = list(peers)
         self._transport, self._clock = transport, clock
         # Until steps have been timed: as few bytes as rounds of all workers would take.
@@ -57,6 +57,10 @@ class Pace:
             self._peers.remove(peer)
             self._before.pop(peer, None)
 
+    def gain(self, peer: str) -> None:
+        self._peers.append(peer)
+        self._before[peer] = (0, 0.0)
+
     def _look(self, elapsed_s: float) -> None:
         if self._slices.bytes_s is None:
             self._listen()
@@ -64,7 +68,7 @@ class Pace:
             self._steps / max(1e-9, elapsed_s - self._waited_s),
             self._model_bytes,
             len(self._peers) + 1,
-            self._bytes_s,
+            self.bytes_s,
         )
         if self._basis is None or self._basis.differs(self.load):
             self._basis = self.load
@@ -82,8 +86,8 @@ class Pace:
         ]
         self._before = now
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
-        if busy_s > 0 and nbytes > 0 and (self._held_up or nbytes / busy_s > self._bytes_s):
-            self._bytes_s = nbytes / busy_s
+        if busy_s > 0 and nbytes > 0 and (self._held_up or nbytes / busy_s > self.bytes_s):
+            self.bytes_s = nbytes / busy_s
 
     def _delivered(self) -> dict[str, tuple[int, float]]:
         return {peer: self._transport.delivered(peer) for peer in self._peers}

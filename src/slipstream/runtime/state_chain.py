@@ -26,7 +26,7 @@ class StateChain:
         self.among(())
         self._member = member
         self._limit_s = limit_s
-        self._sync = 0
+        self.sync = 0
         self._targets: Sequence[Values] = ()
         self._left = 0
         self._early: list[Message] = []
@@ -64,7 +64,7 @@ class StateChain:
                 limit_s=self._limit_s,
                 missing=lambda: [self._before],
             )
-        self._sync += 1
+        self.sync += 1
         finish()
 
     def _take_out_early(self) -> list[Message]:
@@ -72,25 +72,28 @@ class StateChain:
         of_run: dict[bool, list[Message]] = {True: [], False: []}
         for message in self._early:
             assert isinstance(message.body, Piece)
-            of_run[message.body.sync == self._sync].append(message)
+            of_run[message.body.sync == self.sync].append(message)
         self._early = of_run[False]
         return of_run[True]
 
     def _send_all(self, tensors: Sequence[Values]) -> None:
-        if self._next is None:
-            return
+        if self._next is not None:
+            self.send_to(self._next, self.sync, tensors)
+
+    def send_to(self, peer: str, sync: int, tensors: Sequence[Values]) -> None:
+        """For the peer's run of this number."""
         for index, values in enumerate(tensors):
             for offset in range(0, values.data.nbytes, PIECE_BYTES):
                 piece = values.data[offset : offset + PIECE_BYTES]
-                body = Piece(self._sync, index, offset, checksum([piece]))
-                self._member.send(self._next, body, [piece])
+                body = Piece(sync, index, offset, checksum([piece]))
+                self._member.send(peer, body, [piece])
 
     def _on_piece(self, message: Message) -> None:
         assert isinstance(message.body, Piece)
         if message.sender != self._before or len(message.frames) != 1:
             raise FrameRefused(f"a piece of state from {message.sender}")
         with self._member.changed:
-            if self._left == 0 or message.body.sync != self._sync:
+            if self._left == 0 or message.body.sync != self.sync:
                 self._keep(message)
             else:
                 self._take(message)
@@ -99,7 +102,7 @@ class StateChain:
     def _keep(self, message: Message) -> None:
         """The rank before may be further: what is for a run to come waits for it."""
         assert isinstance(message.body, Piece)
-        if not self.open or message.body.sync < self._sync:
+        if not self.open or message.body.sync < self.sync:
             raise FrameRefused(f"a piece of copy {message.body.sync}, which nobody waits for")
         self._early.append(message)
 

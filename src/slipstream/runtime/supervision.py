@@ -80,17 +80,19 @@ class Verdict:
 class Supervision:
     """Takes events, says which signal to send to the workers still there, and when to look again.
 
-    Of workers, ``may_lose`` may be lost without that. Another failure gives the rest ``grace_s`` to
-    end by themselves; then SIGTERM, then SIGKILL. A signal to the launcher starts at SIGTERM, a
-    second one goes on to SIGKILL.
+    Of workers, ``may_lose`` may be lost without that, and ``restarts`` be started again. Another
+    failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A signal to
+    the launcher starts at SIGTERM, a second one goes on to SIGKILL.
     """
 
     limits: Limits
     clock: Callable[[], float]
     may_lose: int = 0  # workers that may fail while the rest go on
+    restarts: int = 0  # of workers that failed while the rest went on
     running: set[str] = field(default_factory=set)
     deadline: float = math.inf
     lost: list[Ended] = field(default_factory=list)
+    replaced: list[Ended] = field(default_factory=list)  # to be started again
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
@@ -109,8 +111,12 @@ class Supervision:
             return self.press()
         self.running.discard(event.member)
         if self._spared(event):
-            self.lost.append(event)
+            again = event.code < 0 and len(self.replaced) < self.restarts
+            (self.replaced if again else self.lost).append(event)
             return None
+        if event.member == "rank 0" and self.replaced:
+            # The job is over; one that was started again may be looking for it for long.
+            self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
         # A server may well be gone before the workers are: rank 0 dismisses it at the end.
         if event.code != 0 and not self._sent:
             self._failures.append(event)
@@ -126,9 +132,15 @@ class Supervision:
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
             and event.member != "rank 0"
-            and len(self.lost) < self.may_lose
+            and (len(self.lost) < self.may_lose or self._restartable(event))
             and not self.ending
         )
+
+    def _restartable(self, event: Ended) -> bool:
+        """Also where one that was started again finds that the others have finished."""
+        if event.code < 0:
+            return len(self.replaced) < self.restarts
+        return event.member in {ended.member for ended in self.replaced}
 
     def press(self) -> signal.Signals | None:
         """The deadline has passed, or somebody is impatient: the next harder signal."""

@@ -66,6 +66,21 @@ class FlatWeights:
         changed: Floats = update.numpy()
         return changed
 
+    def whole(self) -> Floats:
+        """All of them as they are now."""
+        vector = torch.empty(self.numel, dtype=torch.float32)
+        with self._lock:
+            for parameter, part in zip(self._parameters, self._parts(vector), strict=True):
+                part.copy_(live(parameter))
+        found: Floats = vector.numpy()
+        return found
+
+    def clear(self) -> None:
+        """Zeros, to which everything is added."""
+        with self._lock:
+            for parameter in self._parameters:
+                live(parameter).zero_()
+
     def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
         return [vector[start:stop] for start, stop in pairwise(self._starts)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,24 @@ import torch
 from torch import nn
 
 from slipstream.consistency import WithinReach
-from slipstream.errors import ConfigError, FrameRefused, LeftBehind, ModelMismatch, SlipstreamError
+from slipstream.errors import (
+    ConfigError,
+    FrameRefused,
+    LaunchError,
+    LeftBehind,
+    ModelMismatch,
+    SlipstreamError,
+)
 from slipstream.planning.slices import Slices
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.runtime.consensus import Consensus
 from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.link_watch import LinkWatch
-from slipstream.runtime.member import HUB, PATIENCE
+from slipstream.runtime.member import HUB, PATIENCE, Member
 from slipstream.runtime.pace import Pace
 from slipstream.runtime.partial_exchange import PartialExchange
+from slipstream.runtime.returning import Doorkeeper, Neighbour, Returner
 from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import LAST, Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
@@ -53,7 +61,9 @@ from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
 from slipstream.transports.collective import Collectives
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Lost, Message, Rerouted
-from slipstream.types import ITEM_BYTES
+from slipstream.types import ITEM_BYTES, Values
+
+UNKNOWN_BYTES_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class Replica:
     service: ShardService | None = None
     residuals: Residuals | None = None
     consensus: Consensus | None = None
+    doorkeeper: Doorkeeper | None = None
 
     @property
     def partial(self) -> PartialExchange | None:
@@ -196,6 +207,11 @@ def replicate(
     membership: Membership,
 ) -> Replica:
     """Plan, start servers, copy rank 0's state, and hook into the model."""
+    if membership.env.life and strategy.slices is None:
+        raise LaunchError(
+            f"a worker cannot come back with {strategy.name}: only where workers exchange slices, "
+            "as ako does; start the job again from a checkpoint"
+        )
     inventory = agree(model, optimizer, strategy, membership)
     plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
     shards = Shards()
@@ -212,6 +228,46 @@ def replicate(
     if goes_on:  # not before: nobody could handle a loss while the job starts
         go_on_without_the_lost(membership, shards, plan)
     return replica
+
+
+def come_back(model: nn.Module, replica: Replica, membership: Membership) -> list[int]:
+    """Take the weights of a job that has gone on; how often its workers did what they do together.
+
+    Trained weights come as updates, added to zeros; the rest as it is at rank 0.
+    """
+    exchange, chain = replica.partial, replica.chain
+    assert exchange is not None
+    exchange.weights.clear()
+    chain.among(range(1, membership.env.rank))
+    with chain.opened():
+        welcome = Returner(exchange, membership.member, membership.limits.start_s).come_back()
+        shared, saved, chain.sync = welcome.standing
+        chain.run(*staged(untrained(model, replica.plan)))
+        chain.sync -= 1  # the others have not taken part
+    replica.synchronizer.resume(welcome.steps)
+    return [shared, saved]
+
+
+def untrained(model: nn.Module, plan: Plan) -> list[torch.Tensor]:
+    trained = {spec.name for spec in plan.specs if spec.role == "parameter"}
+    return [tensor for name, tensor in whole_state(model) if name not in trained]
+
+
+def keep_the_door(
+    model: nn.Module, plan: Plan, exchange: PartialExchange, chain: StateChain, member: Member
+) -> Doorkeeper | None:
+    """Who has died may come back, where workers exchange slices."""
+    if not member.is_hub:
+        Neighbour(exchange, member)
+        return None
+    door = Doorkeeper(exchange, member)
+
+    def give(name: str) -> None:
+        views, _ = staged(untrained(model, plan))
+        chain.send_to(name, chain.sync, views)
+
+    door.give = give
+    return door
 
 
 def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -> None:
@@ -236,6 +292,14 @@ def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -
         member.on_return = on_return
 
 
+def left_behind(silence_s: float) -> str:
+    return (
+        f"was not heard for {silence_s:.0f} s, and the others went on without it: it has missed "
+        "updates and cannot come back; start it again from a checkpoint, or give slipstream.init a "
+        "longer silence_limit_s"
+    )
+
+
 def reroute_around_the_lost(
     exchanges: Sequence[Exchange], shards: Shards, membership: Membership
 ) -> None:
@@ -248,7 +312,7 @@ def reroute_around_the_lost(
         if message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not say who is lost")
         if lost == membership.env.rank:
-            member.fail(LeftBehind(member.name, member.roster.silence_s))
+            member.fail(LeftBehind(member.name, left_behind(member.roster.silence_s)))
             return
         if not member.is_hub:
             member.lost.append(f"rank {lost}")
@@ -276,12 +340,17 @@ def _wire(
     chain = StateChain(env.rank, env.world_size, member, limits.wait_s)
     shards.configure(plan, membership, recipe)
     membership.rendezvous.gather("configured", True, bool)
-    copy_state(chain, model)
+    if not env.life:
+        copy_state(chain, model)
     chain.open = False
     numel = len(whole_vector(model))
     consensus = Consensus(env.rank, env.world_size, member, numel, limits.wait_s)
     slots = LiveTensors(plan, inventory, Staging())
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
+    door = None
+    for exchange in exchanges:
+        if isinstance(exchange, PartialExchange):
+            door = keep_the_door(model, plan, exchange, chain, member)
     if plan.outlives_workers and plan.together:
         reroute_around_the_lost(exchanges, shards, membership)
     compact = make_compact(model, plan, inventory, exchanges, membership)
@@ -339,6 +408,7 @@ def _wire(
         service,
         make_residuals(plan, exchanges, membership),
         consensus,
+        door,
     )
 
 
@@ -399,8 +469,12 @@ def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> Optimi
 
 def copy_state(chain: StateChain, model: nn.Module) -> None:
     """Every parameter and buffer of rank 0's model to all ranks."""
+    chain.run(*staged([tensor for _, tensor in whole_state(model)]))
+
+
+def staged(tensors: Sequence[torch.Tensor]) -> tuple[list[Values], Callable[[], None]]:
+    """Host memory with these tensors' values, and what brings it back into them."""
     staging = Staging()
-    tensors = [tensor for _, tensor in whole_state(model)]
     views = []
     for key, tensor in enumerate(tensors):
         staging.fetch(key, tensor)
@@ -411,7 +485,7 @@ def copy_state(chain: StateChain, model: nn.Module) -> None:
         for key, tensor in enumerate(tensors):
             staging.commit(key, tensor)
 
-    chain.run(views, finish)
+    return views, finish
 
 
 def make_exchanges(
@@ -463,7 +537,8 @@ def make_partial(
     env, transport = membership.env, membership.transport
     weights = FlatWeights(inventory)
     peers = [rank for rank in range(env.world_size) if rank != env.rank]
-    bytes_s = slices.bytes_s or measure_link(membership) / 8
+    # One that comes back is told by rank 0.
+    bytes_s = slices.bytes_s or (UNKNOWN_BYTES_S if env.life else measure_link(membership) / 8)
     names = [f"rank {rank}" for rank in peers]
     model_bytes = weights.numel * ITEM_BYTES["float32"]
     pace = Pace(slices, model_bytes, names, bytes_s, transport, time.monotonic)
@@ -477,6 +552,7 @@ def make_partial(
         peers,
         pace,
         limit_s=membership.limits.wait_s,
+        life=env.life,
     )
 
 

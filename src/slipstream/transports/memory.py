@@ -30,6 +30,7 @@ class Waiting:
     header: bytes = field(compare=False)
     frames: Sequence[Buffer] = field(compare=False)
     ticket: DeliveryTicket = field(compare=False)
+    address: str | None = field(compare=False)  # where the peer was when it was sent
 
 
 class MemoryNetwork:
@@ -48,11 +49,21 @@ class MemoryNetwork:
         return self._endpoints.setdefault(name, MemoryTransport(name, self))
 
     def post(
-        self, source: str, peer: str, header: bytes, frames: Sequence[Buffer], priority: int
+        self,
+        source: str,
+        peer: str,
+        header: bytes,
+        frames: Sequence[Buffer],
+        priority: int,
+        address: str | None = None,
     ) -> DeliveryTicket:
-        waiting = Waiting(priority, next(self._order), header, frames, DeliveryTicket())
+        waiting = Waiting(priority, next(self._order), header, frames, DeliveryTicket(), address)
         heapq.heappush(self._links[source, peer], waiting)
         return waiting.ticket
+
+    def cut(self, source: str, peer: str) -> None:
+        """What is under way is gone."""
+        self._links[source, peer].clear()
 
     def deliver(self) -> str | None:
         """Move one message over a randomly chosen busy link; its receiver, None if all are idle."""
@@ -61,6 +72,8 @@ class MemoryNetwork:
             return None
         source, peer = self._random.choice(busy)
         waiting = heapq.heappop(self._links[source, peer])
+        if waiting.address not in (None, self._endpoints[peer].address):
+            return self.deliver()  # nobody listens there any more
         frames = tuple(bytes(memoryview(frame)) for frame in waiting.frames)
         waiting.ticket.done = True
         self._endpoints[peer].arrive(waiting.header, frames)
@@ -78,10 +91,12 @@ class MemoryTransport:
         self.refused: Counter[str] = Counter()
         self._network = network
         self._inbox: deque[Message] = deque()
-        self._peers: set[str] = set()
+        self._peers: dict[str, str] = {}
 
     def connect(self, peer: str, address: str) -> None:
-        self._peers.add(peer)
+        if self._peers.get(peer, address) != address:
+            self._network.cut(self.name, peer)
+        self._peers[peer] = address
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
@@ -90,7 +105,7 @@ class MemoryTransport:
             raise KeyError(peer)
         header = encode_header(self.name, body)
         self.sent[peer] += len(header) + sum(memoryview(frame).nbytes for frame in frames)
-        return self._network.post(self.name, peer, header, frames, priority)
+        return self._network.post(self.name, peer, header, frames, priority, self._peers[peer])
 
     def arrive(self, header: bytes, frames: Sequence[Buffer]) -> None:
         try:

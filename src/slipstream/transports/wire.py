@@ -91,9 +91,11 @@ class Part(Body, tag="part", frozen=True):
     """A worker's updates of some weights since it last sent these: fp32, from weight ``start`` on.
 
     ``steps`` is how many the worker has made, known to be complete with the ``last`` message of a
-    part. ``number`` counts the messages on this link, so that a lost one is noticed.
+    part. ``number`` counts the messages on this link in this ``life`` of the worker, so that a lost
+    one is noticed.
     """
 
+    life: Count
     number: Count
     steps: Count
     start: Count
@@ -104,9 +106,53 @@ class Part(Body, tag="part", frozen=True):
 class Tail(Body, tag="tail", frozen=True):
     """All of my updates have been sent, for the ``drain``-th time; ``final``: I make no more."""
 
+    life: Count
     number: Count
     drain: Count
     final: bool
+
+
+class Adopted(Body, tag="adopted", frozen=True):
+    """A worker to rank 0, after all that it has sent before: this rank, which is back in such a
+    life, gets my updates from myself from now on."""
+
+    life: Count
+    number: Count
+    rank: Count
+    back_in: Count
+
+
+class Return(Body, tag="return", frozen=True):
+    """A worker that was started again to rank 0: I am here, for the ``life``-th time."""
+
+    address: Name
+    life: Count
+
+
+class Returned(Body, tag="returned", frozen=True):
+    """Rank 0 to workers: this one is back, and counts as having drained so many times."""
+
+    rank: Count
+    address: Name
+    life: Count
+    drains: Count
+
+
+class Greeting(Body, tag="greeting", frozen=True):
+    """A worker to one that has come back: your updates are welcome."""
+
+
+class Welcome(Body, tag="welcome", frozen=True):
+    """Rank 0 to one that has come back: where the job stands, and who else is there.
+
+    My weights follow as updates, to be added to zeros.
+    """
+
+    steps: Count
+    drains: Count
+    peers: list[Count]
+    standing: list[Count]
+    bytes_s: float
 
 
 class Opinion(Body, tag="opinion", frozen=True):
@@ -296,6 +342,11 @@ AnyBody = (
     | Early
     | Part
     | Tail
+    | Adopted
+    | Return
+    | Returned
+    | Greeting
+    | Welcome
     | Opinion
     | Rows
     | Arrived

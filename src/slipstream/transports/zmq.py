@@ -193,7 +193,8 @@ class ZmqTransport:
         self._posted.append((peer, address))
         self.wake()
 
-    def _open(self, peer: str, *, watched: bool) -> Outbound:
+    def _open(self, lane: Lane) -> Outbound:
+        peer, for_control = lane
         address = self._addresses[peer]
         link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
@@ -201,12 +202,13 @@ class ZmqTransport:
             link.sndbuf = self._send_buffer_bytes
         link.ipv6 = "[" in address
         self._credentials.present(link)
-        if watched:
+        if for_control:
             # Answered by ZeroMQ's own thread, so also while Python is busy with something else. Not
             # on other links: where no answer comes they would be cut, and lose what is under way to
             # a peer that was only stopped for a while.
             link.heartbeat_ivl = round(PING_S * 1000)
             link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
+        self._watch(lane, link)  # first: of a connection that is there already nothing is told
         link.connect(address)
         return Outbound(link)
 
@@ -297,6 +299,8 @@ class ZmqTransport:
         while self._posted:
             peer, posted = self._posted.popleft()
             if isinstance(posted, str):
+                if self._addresses.get(peer) != posted:
+                    self._cut(peer)
                 self._addresses[peer] = posted
                 continue
             if peer not in self._addresses:
@@ -304,12 +308,30 @@ class ZmqTransport:
                 continue
             lane = (peer, posted.priority <= CONTROL)
             if lane not in self._outbound:
-                self._outbound[lane] = self._open(peer, watched=lane[1])
-                self._watch(lane, self._outbound[lane].link)
+                self._outbound[lane] = self._open(lane)
             heapq.heappush(self._outbound[lane].waiting, posted)
             touched.append(lane)
         for lane in dict.fromkeys(touched):
             self._push_out(lane)
+
+    def _cut(self, peer: str) -> None:
+        """A peer listens somewhere else now; what was on its way to the old place is gone."""
+        for lane in ((peer, True), (peer, False)):
+            outbound = self._outbound.pop(lane, None)
+            if outbound is None:
+                continue
+            if lane in self._blocked:
+                self._blocked.discard(lane)
+                self._poller.unregister(outbound.link)
+            outbound.link.disable_monitor()
+            for monitor in [m for m, of in self._monitors.items() if of == lane]:
+                self._poller.unregister(monitor)
+                del self._monitors[monitor]
+                monitor.close(0)
+            outbound.link.close(0)
+        self._alive.discard(peer)
+        self._retried[peer] = 0
+        self._connections.pop(peer, None)
 
     def _push_out(self, lane: Lane) -> None:
         outbound = self._outbound[lane]
