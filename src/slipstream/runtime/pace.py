@@ -10,14 +10,16 @@ from slipstream.transports.protocol import Transport
 
 LOOK_S = 2.0  # how often, and after how many steps at the least
 LOOK_STEPS = 10
+BUSY = 0.25  # of the time, for a link to show what it has
 
 
 class Pace:
     """Tells p after every step; a given one stays.
 
     What links carry is told by the bytes acknowledged on all of them while the busiest was busy:
-    they share the way out of this host. That can show that there is more than was known. Less it
-    shows only where slices had to wait: of links that are given little nothing else can be said.
+    they share the way out of this host. More than was known it shows only where that one was busy
+    for long: a little at a time goes through a shaper's bucket as if it were not there. Less it
+    shows only where slices had to wait.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Pace:
 
     def _look(self, elapsed_s: float) -> None:
         if self._slices.bytes_s is None:
-            self._listen()
+            self._listen(elapsed_s)
         self.load = Load(
             self._steps / max(1e-9, elapsed_s - self._waited_s),
             self._model_bytes,
@@ -76,7 +78,7 @@ class Pace:
                 self.partitions = self.load.partitions()
         self._begun_s, self._steps, self._waited_s, self._held_up = self._clock(), 0, 0.0, False
 
-    def _listen(self) -> None:
+    def _listen(self, elapsed_s: float) -> None:
         """To what the links have shown since the last look."""
         now = self._delivered()
         moved = [
@@ -86,7 +88,10 @@ class Pace:
         ]
         self._before = now
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
-        if busy_s > 0 and nbytes > 0 and (self._held_up or nbytes / busy_s > self.bytes_s):
+        if busy_s <= 0 or nbytes <= 0:
+            return
+        wider = nbytes / busy_s > self.bytes_s and busy_s > BUSY * elapsed_s
+        if wider or self._held_up:
             self.bytes_s = nbytes / busy_s
 
     def _delivered(self) -> dict[str, tuple[int, float]]:

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from samples import vector
 
 from slipstream.codecs import Dense
+from slipstream.consistency import WithinReach
 from slipstream.errors import ConfigError, UnknownStrategy
+from slipstream.planning.slices import Slices
 from slipstream.schedules import AfterBackward, Priority, WaitFree
 from slipstream.strategy import Plan, Strategy
 from slipstream.systems import SYSTEMS, parse
@@ -48,6 +50,22 @@ def test_allreduce_sends_buffers_between_workers() -> None:
     parameters, buffers = planned(parse("allreduce(wire='bfloat16')")).routes
     assert (parameters.road, parameters.push) == ("collective", Dense("bfloat16"))
     assert (buffers.road, buffers.push, buffers.topology) == ("links", Dense(), Mesh())
+
+
+def test_ako_is_slices_within_reach() -> None:
+    plan = planned(parse("ako(partitions=3, staleness=7, schedule='same', rate='8mbit')"))
+    assert plan.slices == Slices(3, same_for_all=True, bytes_s=1e6)
+    assert plan.consistency == WithinReach(7)
+    assert planned(parse("ako")).consistency == WithinReach(4 * 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["schedule='other'", "partitions=0", "partitions='many'", "staleness=-1", "growth='fast'"],
+)
+def test_ako_refuses_what_makes_no_sense(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(f"ako({wrong})")
 
 
 def test_all_to_all_is_a_mesh_over_links() -> None:
