@@ -34,12 +34,11 @@ WITHOUT_ACCUMULATION = "ako-accumulation"
 
 @dataclass(frozen=True)
 class Contestant:
-    """A system, and how many of the hosts are servers; ``rates`` multiply the learning rate."""
+    """A system, and how many of the hosts are servers."""
 
     label: str
     system: str
     servers: int = 0
-    rates: tuple[float, ...] = (1.0, 2.0)
 
 
 CONTESTANTS = [
@@ -60,10 +59,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--loads", nargs="*", type=float, default=[0.3, 1.0, 3.0], help="r")
     parser.add_argument("--device-ms", type=float, default=100)
-    parser.add_argument("--target", type=float, default=0.97)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--partitions", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--target", type=float, default=0.96)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--lrs", nargs="*", type=float, default=[0.2, 0.4])
+    parser.add_argument("--partitions", nargs="*", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--only", nargs="*", help="labels of contestants")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -163,13 +162,13 @@ def compared(
     with field(HOSTS, bytes_s) as (lab, nursery):
         for contestant in contestants:
             where = Ground(HOSTS - contestant.servers, contestant.servers, lab)
-            for rate in contestant.rates:
+            for lr in args.lrs:
                 trial = trial_of(
                     args,
                     contestant.system,
                     steps=args.steps,
-                    lr=args.lr * rate,
-                    evaluate_every=max(1, args.steps // 80),
+                    lr=lr,
+                    evaluate_every=max(1, args.steps // 32),
                 )
                 run = measure(trial, where, nursery, Bounds(None, None))
                 rows.append(told(args, load, contestant, trial, run))
