@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Form
@@ -34,12 +31,15 @@ from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watche
 from slipstream.strategy import Plan, Strategy
 from slipstream.systems import parse
 from slipstream.torch.averages import Averages, lent
-from slipstream.torch.inventory import floating_state, whole_state, whole_vector
-from slipstream.torch.replica import Replica, come_back, copy_state, prepare, replicate
-from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.copying import copy_state
+from slipstream.torch.fingerprint import fingerprint
+from slipstream.torch.inventory import whole_vector
+from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.replica import Replica, prepare, replicate
+from slipstream.torch.sampler import LeasedBatches, in_turn
 from slipstream.torch.saving import load_job, save_job, save_servers, take_weights
 from slipstream.torch.shard_optimizer import AVERAGE
-from slipstream.torch.staging import Staging
+from slipstream.torch.slices import come_back
 from slipstream.types import Cluster
 
 DEFAULT_STRATEGY = "push_pull"
@@ -87,21 +87,6 @@ def clip_to(norm: float) -> Callable[..., None]:
         torch.nn.utils.clip_grad_norm_(trained, norm)
 
     return clip
-
-
-def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
-    """Batches where every gradient counts: each worker takes every n-th, and all equally many.
-
-    Where that does not come out even, the first of an epoch are dealt again at its end. ``first``
-    are those that a worker missed before it came back.
-    """
-    turns = itertools.count(first)
-
-    def lease(batches: int, _returned: int) -> Batch:
-        epoch, turn = divmod(next(turns), -(-batches // workers))
-        return Batch(epoch, (turn * workers + rank) % batches)
-
-    return lease
 
 
 def catch_up(scheduler: Any, steps: int) -> None:
@@ -329,14 +314,22 @@ class Job:
             if self._replica.doorkeeper is not None:
                 self._replica.doorkeeper.standing = self._standing
             if self._env.life:
-                self._shared, self._saves = come_back(model, self._replica, self._membership)
-                self._back_at = self.step
+                self._come_back(model, self._replica)
             self._warn_of_momentum(chosen, optimizer)
         self._model, self._optimizer = model, optimizer
         self._label = said if isinstance(said, str) else chosen.name
         self._watch()
         self._begun = time.monotonic()
         return model, optimizer
+
+    def _come_back(self, model: nn.Module, replica: Replica) -> None:
+        """Into a job that has gone on without this worker."""
+        assert self._membership is not None
+        assert replica.partial is not None
+        welcome = come_back(model, replica.plan, replica.partial, replica.chain, self._membership)
+        self._shared, self._saves, _ = welcome.standing
+        replica.synchronizer.resume(welcome.steps)
+        self._back_at = self.step
 
     def _standing(self) -> list[int]:
         """How often all workers did what they do together."""
@@ -695,25 +688,6 @@ class Job:
                 self._replica.close()
 
 
-@dataclass(frozen=True, slots=True)
-class MeanWeights:
-    """``weights``: the mean of all workers', by name. ``spread``: the root mean square distance of
-    workers' weights from it, as a part of its own length."""
-
-    weights: dict[str, torch.Tensor]
-    spread: float
-
-
-def by_name_of(model: nn.Module, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of which ``whole_vector`` made this."""
-    named, at = {}, 0
-    for name, tensor in floating_state(model):
-        part = vector[at : at + tensor.numel()]
-        named[name] = part.view(tensor.shape).to(tensor.dtype)
-        at += tensor.numel()
-    return named
-
-
 def number(name: str, value: float | torch.Tensor) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
@@ -728,22 +702,6 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"{type(error).__name__}: {error}".strip()[:2000]
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over every parameter and buffer, by name.
-
-    Without integers: batch norm counts the batches of each worker for itself.
-    """
-    digest = hashlib.sha256()
-    staging = Staging()
-    for key, (name, tensor) in enumerate(whole_state(model)):
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        staging.fetch(key, tensor)
-        digest.update(staging.readable(key, tensor).data)
-    return digest.hexdigest()
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.consistency import WithinReach
 from slipstream.errors import (
     ConfigError,
     FrameRefused,
@@ -20,16 +19,14 @@ from slipstream.errors import (
     ModelMismatch,
     SlipstreamError,
 )
-from slipstream.planning.slices import Slices
 from slipstream.runtime.configuration import OptimizerRecipe
 from slipstream.runtime.consensus import Consensus
 from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.link_watch import LinkWatch
-from slipstream.runtime.member import HUB, PATIENCE, Member
-from slipstream.runtime.pace import Pace
+from slipstream.runtime.member import HUB, PATIENCE
 from slipstream.runtime.partial_exchange import PartialExchange
-from slipstream.runtime.returning import Doorkeeper, Neighbour, Returner
+from slipstream.runtime.returning import Doorkeeper
 from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import LAST, Shards, choose_cluster
 from slipstream.runtime.state_chain import StateChain
@@ -38,13 +35,13 @@ from slipstream.strategy import Plan, Strategy
 from slipstream.torch.collective_exchange import CollectiveExchange
 from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
+from slipstream.torch.copying import copy_state
 from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.inventory import (
     Inventory,
     check_optimizer,
     portrait,
-    whole_state,
     whole_vector,
 )
 from slipstream.torch.loop_optimizer import LoopOptimizer
@@ -53,17 +50,15 @@ from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import check_elementwise, settings_of
+from slipstream.torch.slices import keep_the_door, make_partial
 from slipstream.torch.slots import LiveTensors
-from slipstream.torch.speeds import measure_link, measure_speeds
+from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
 from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
 from slipstream.transports.collective import Collectives
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Lost, Message, Rerouted
-from slipstream.types import ITEM_BYTES, Values
-
-UNKNOWN_BYTES_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,46 +223,6 @@ def replicate(
     if goes_on:  # not before: nobody could handle a loss while the job starts
         go_on_without_the_lost(membership, shards, plan)
     return replica
-
-
-def come_back(model: nn.Module, replica: Replica, membership: Membership) -> list[int]:
-    """Take the weights of a job that has gone on; how often its workers did what they do together.
-
-    Trained weights come as updates, added to zeros; the rest as it is at rank 0.
-    """
-    exchange, chain = replica.partial, replica.chain
-    assert exchange is not None
-    exchange.weights.clear()
-    chain.among(range(1, membership.env.rank))
-    with chain.opened():
-        welcome = Returner(exchange, membership.member, membership.limits.start_s).come_back()
-        shared, saved, chain.sync = welcome.standing
-        chain.run(*staged(untrained(model, replica.plan)))
-        chain.sync -= 1  # the others have not taken part
-    replica.synchronizer.resume(welcome.steps)
-    return [shared, saved]
-
-
-def untrained(model: nn.Module, plan: Plan) -> list[torch.Tensor]:
-    trained = {spec.name for spec in plan.specs if spec.role == "parameter"}
-    return [tensor for name, tensor in whole_state(model) if name not in trained]
-
-
-def keep_the_door(
-    model: nn.Module, plan: Plan, exchange: PartialExchange, chain: StateChain, member: Member
-) -> Doorkeeper | None:
-    """Who has died may come back, where workers exchange slices."""
-    if not member.is_hub:
-        Neighbour(exchange, member)
-        return None
-    door = Doorkeeper(exchange, member)
-
-    def give(name: str) -> None:
-        views, _ = staged(untrained(model, plan))
-        chain.send_to(name, chain.sync, views)
-
-    door.give = give
-    return door
 
 
 def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -> None:
@@ -467,27 +422,6 @@ def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> Optimi
     )
 
 
-def copy_state(chain: StateChain, model: nn.Module) -> None:
-    """Every parameter and buffer of rank 0's model to all ranks."""
-    chain.run(*staged([tensor for _, tensor in whole_state(model)]))
-
-
-def staged(tensors: Sequence[torch.Tensor]) -> tuple[list[Values], Callable[[], None]]:
-    """Host memory with these tensors' values, and what brings it back into them."""
-    staging = Staging()
-    views = []
-    for key, tensor in enumerate(tensors):
-        staging.fetch(key, tensor)
-        staging.readable(key, tensor)
-        views.append(staging.writable(key, tensor))
-
-    def finish() -> None:
-        for key, tensor in enumerate(tensors):
-            staging.commit(key, tensor)
-
-    return views, finish
-
-
 def make_exchanges(
     plan: Plan,
     inventory: Inventory,
@@ -528,32 +462,6 @@ def make_exchanges(
             )
         )
     return tuple(exchanges), collectives
-
-
-def make_partial(
-    plan: Plan, slices: Slices, inventory: Inventory, membership: Membership
-) -> PartialExchange:
-    """The exchange where workers send each other slices."""
-    env, transport = membership.env, membership.transport
-    weights = FlatWeights(inventory)
-    peers = [rank for rank in range(env.world_size) if rank != env.rank]
-    # One that comes back is told by rank 0.
-    bytes_s = slices.bytes_s or (UNKNOWN_BYTES_S if env.life else measure_link(membership) / 8)
-    names = [f"rank {rank}" for rank in peers]
-    model_bytes = weights.numel * ITEM_BYTES["float32"]
-    pace = Pace(slices, model_bytes, names, bytes_s, transport, time.monotonic)
-    assert isinstance(plan.consistency, WithinReach)
-    return PartialExchange(
-        env.rank,
-        slices,
-        plan.consistency,
-        membership.member,
-        weights,
-        peers,
-        pace,
-        limit_s=membership.limits.wait_s,
-        life=env.life,
-    )
 
 
 def make_compact(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sized
 
 import torch
@@ -83,3 +84,18 @@ class LeasedBatches(Sampler[list[int]]):
             for old in [e for e in self._orders if e < epoch - 1]:
                 del self._orders[old]
         return self._orders[epoch]
+
+
+def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
+    """Batches where every gradient counts: each worker takes every n-th, and all equally many.
+
+    Where that does not come out even, the first of an epoch are dealt again at its end. ``first``
+    are those that a worker missed before it came back.
+    """
+    turns = itertools.count(first)
+
+    def lease(batches: int, _returned: int) -> Batch:
+        epoch, turn = divmod(next(turns), -(-batches // workers))
+        return Batch(epoch, (turn * workers + rank) % batches)
+
+    return lease

@@ -23,8 +23,9 @@ from slipstream.torch.checkpoint import (
     restore_random_state,
     unpack,
 )
+from slipstream.torch.copying import copy_state
 from slipstream.torch.inventory import whole_state
-from slipstream.torch.replica import Replica, copy_state
+from slipstream.torch.replica import Replica
 from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS
 from slipstream.torch.staging import Staging
 

@@ -3,12 +3,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 from slipstream.bench import comparison, contestants
 from slipstream.bench.comparison import Comparison, compare
 from slipstream.bench.contestants import PEERS, check, why_missing
+from slipstream.bench.contestants.ablation import LastOnly
 from slipstream.bench.trial import Trial
+from slipstream.codecs.partition import Rotation
 from slipstream.errors import ConfigError
 
 
@@ -62,3 +65,14 @@ def test_a_comparison_leaves_missing_peers_out_and_says_so(
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError):
         check("nonsense")
+
+
+def test_without_accumulation_only_the_last_update_is_sent() -> None:
+    owed = LastOnly(Rotation(2), 0, [1], 4)
+    owed.add(np.array([1, 2, 3, 4], np.float32))
+    owed.add(np.array([5, 6, 7, 8], np.float32))
+    (debt,) = owed.debts
+    assert {start: part.tolist() for start, part in (owed.take(debt), owed.take(debt))} == {
+        0: [5, 6],
+        2: [7, 8],
+    }

@@ -8,8 +8,7 @@ import pytest
 
 from slipstream.consistency.leases import Batch, Leases
 from slipstream.errors import ConfigError
-from slipstream.job import in_turn
-from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.sampler import LeasedBatches, in_turn
 
 
 class Dealer:

@@ -1,0 +1,34 @@
+"""Bringing rank 0's tensors to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from slipstream.runtime.state_chain import StateChain
+from slipstream.torch.inventory import whole_state
+from slipstream.torch.staging import Staging
+from slipstream.types import Values
+
+
+def copy_state(chain: StateChain, model: nn.Module) -> None:
+    """Every parameter and buffer of rank 0's model to all ranks."""
+    chain.run(*staged([tensor for _, tensor in whole_state(model)]))
+
+
+def staged(tensors: Sequence[torch.Tensor]) -> tuple[list[Values], Callable[[], None]]:
+    """Host memory with these tensors' values, and what brings it back into them."""
+    staging = Staging()
+    views = []
+    for key, tensor in enumerate(tensors):
+        staging.fetch(key, tensor)
+        staging.readable(key, tensor)
+        views.append(staging.writable(key, tensor))
+
+    def finish() -> None:
+        for key, tensor in enumerate(tensors):
+            staging.commit(key, tensor)
+
+    return views, finish

@@ -1,0 +1,26 @@
+"""A short name for a model's weights."""
+
+from __future__ import annotations
+
+import hashlib
+
+from torch import nn
+
+from slipstream.torch.inventory import whole_state
+from slipstream.torch.staging import Staging
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over every parameter and buffer, by name.
+
+    Without integers: batch norm counts the batches of each worker for itself.
+    """
+    digest = hashlib.sha256()
+    staging = Staging()
+    for key, (name, tensor) in enumerate(whole_state(model)):
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        staging.fetch(key, tensor)
+        digest.update(staging.readable(key, tensor).data)
+    return digest.hexdigest()

@@ -1,0 +1,29 @@
+"""What ``job.consensus`` gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.torch.inventory import floating_state
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWeights:
+    """``weights``: the mean of all workers', by name. ``spread``: the root mean square distance of
+    workers' weights from it, as a part of its own length."""
+
+    weights: dict[str, torch.Tensor]
+    spread: float
+
+
+def by_name_of(model: nn.Module, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of which ``whole_vector`` made this."""
+    named, at = {}, 0
+    for name, tensor in floating_state(model):
+        part = vector[at : at + tensor.numel()]
+        named[name] = part.view(tensor.shape).to(tensor.dtype)
+        at += tensor.numel()
+    return named
