@@ -186,9 +186,18 @@ class Plan:
                 cluster.workers,
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
+                self._to_each(self.routes[route]),
             )
             for route in self.route_of
         ]
+
+    def _to_each(self, route: Route) -> float:
+        """What part of a tensor a worker sends to every other one; of slices, until it is known how
+        many links ask for, as many as there are peers."""
+        if route.topology != Mesh() or route.road != "links":
+            return 0.0
+        peers = max(1, self.cluster.workers - 1)
+        return 1.0 if self.slices is None else 1 / (self.slices.partitions or peers)
 
     def verdicts(
         self, rows: int, speeds: Speeds, forms: Mapping[str, Form] | None = None
@@ -211,6 +220,8 @@ class Plan:
     ) -> list[Row]:
         """The plan as a table, a row a layer."""
         schemes = [self.routes[route].scheme for route in self.route_of]
+        if self.slices is not None:
+            schemes = ["slices/mesh"] * len(schemes)
         shapes = shapes_of(self.specs, forms)
         return tabulate(self.specs, schemes, self.ways(), verdicts, shapes, speeds)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import traceback
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from cases import digest
+from telling import tell_of_each
 from torch import nn
 
 import slipstream
@@ -142,18 +140,5 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
     told["sent"] = job._replica.bytes()[0].total()
 
 
-def main(cases: str) -> None:
-    torch.set_num_threads(1)
-    for asked in json.loads(Path(cases).read_text()):
-        told: dict[str, Any] = {}
-        try:
-            train(asked, told)
-        except Exception as error:
-            told["error"] = f"{type(error).__name__}: {error}"
-            told["trace"] = traceback.format_exc()
-        file = Path(cases).with_name(f"{asked['name']}.{os.environ['RANK']}.json")
-        file.write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    tell_of_each(train, *sys.argv[1:])

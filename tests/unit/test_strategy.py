@@ -11,6 +11,7 @@ from slipstream.consistency import Asynchronous, BoundedStaleness, Rounds
 from slipstream.errors import ConfigError, IncompatibleRoute, TooManyServers
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.strategy import PARTS, Plan, Route, Strategy, Update, describe, rebuild
+from slipstream.systems import parse
 from slipstream.topologies import Mesh, Sharded, Tree
 from slipstream.types import Cluster, Spec
 
@@ -191,3 +192,17 @@ def test_a_route_with_nothing_on_it_needs_no_holder() -> None:
     )
     assert plan.chunks == ()
     assert plan.held_by(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "each_way"),
+    [
+        ("all_to_all()", 3 * 4000),
+        ("ako(partitions=6)", 3 * 4000 / 6),
+        ("ako()", 4000),
+        ("allreduce()", 2 * 3 / 4 * 4000),
+    ],
+)
+def test_the_table_tells_what_leaves_a_worker(text: str, each_way: float) -> None:
+    (row,) = parse(text).plan([vector("w", 1000, order=0)], Cluster(4)).rows({})
+    assert row.link_bytes == each_way

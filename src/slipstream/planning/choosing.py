@@ -20,14 +20,18 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How dense tensors travel here: by how many workers and servers (none: collectives)."""
+    """How dense tensors travel here: by how many workers and servers (none: collectives, or what
+    part of a tensor every worker sends to each other one)."""
 
     workers: int
     servers: int = 0
     dedicated: bool = False
+    to_each: float = 0.0
 
     def dense_bytes(self, nbytes: float) -> float:
         """The busiest link's, each way, for a dense tensor of this size."""
+        if self.to_each:
+            return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
 
 
