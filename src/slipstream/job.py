@@ -6,6 +6,7 @@ import json
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -121,8 +122,7 @@ class Job:
         self._begun = time.monotonic()
         self._samples = 0
         self._latest: dict[str, float] = {}
-        self._saves = 0
-        self._shared = 0
+        self._occasions: Counter[str] = Counter()
         self._resumed_at = 0
         self._back_at = 0
         self._sampled = False
@@ -177,7 +177,8 @@ class Job:
 
     @property
     def _just_back(self) -> bool:
-        """Whether this worker was started again, and has taken no step since."""
+        """Whether this worker was started again and has taken no step since: what all workers do
+        together before the end of this one, the others have done without it."""
         return bool(self._env.life) and self._own_steps == self._back_at
 
     def _next_step(self) -> int:
@@ -327,14 +328,14 @@ class Job:
         assert self._membership is not None
         assert replica.partial is not None
         welcome = come_back(model, replica.plan, replica.partial, replica.chain, self._membership)
-        self._shared, self._saves, _ = welcome.standing
-        replica.synchronizer.resume(welcome.steps)
-        self._back_at = self.step
+        self._resumed_at = welcome.standing[0]
+        replica.synchronizer.resume(self._resumed_at + welcome.steps)
+        self._back_at = self._own_steps
 
     def _standing(self) -> list[int]:
-        """How often all workers did what they do together."""
+        """What one that comes back must know."""
         assert self._replica is not None
-        return [self._shared, self._saves, self._replica.chain.sync]
+        return [self._resumed_at, self._replica.chain.sync]
 
     def _warn_of_momentum(self, chosen: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
@@ -369,6 +370,8 @@ class Job:
         if self._replica is None or self._replica.partial is None:
             self.wait()
             return
+        if self._just_back:
+            return
         self._replica.partial.drain()
         self._take_the_first_ones(self._replica)
 
@@ -378,18 +381,22 @@ class Job:
         assert self._membership is not None
         assert self._model is not None
         with replica.chain.opened():
-            lost = [rank_of(name) for name in self._membership.member.lost]
-            replica.chain.among(self.share(lost))
-            self.share(None)  # everybody knows now whose pieces to take
-            copy_state(replica.chain, self._model)
-            # Who trains on sends slices: they may not be overwritten by a copy still under way.
-            self.share(None)
+            while True:
+                lost = [rank_of(name) for name in self._membership.member.lost]
+                replica.chain.among(self.share(lost))
+                self.share(None)  # everybody knows now whose pieces to take
+                copied = copy_state(replica.chain, self._model)
+                # Who trains on sends slices, which a copy still under way would overwrite.
+                if all(self._say_all("copied", copied, "job.flush")):
+                    return
 
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and how far apart they are; every rank must call it."""
         model, _ = self._distributed("consensus")
         mean, spread = whole_vector(model), 0.0
-        if self._replica is not None and self._replica.consensus is not None:
+        if self._replica is not None and self._replica.consensus and not self._just_back:
+            if self._replica.partial is not None:
+                self._replica.consensus.meanwhile = self._replica.partial.tend
             found, spread = self._replica.consensus.reach(mean.numpy())
             mean = torch.from_numpy(found)
         return MeanWeights(by_name_of(model, mean), spread)
@@ -402,22 +409,39 @@ class Job:
         """
         if self._membership is None:
             return value
-        self._shared += 1
-        key = f"share/{self._shared}"
-        rendezvous = self._membership.rendezvous
-        with self._together("job.share"):
-            if self.rank == 0:
-                rendezvous.post(key, value)
-            # All of them: who goes on at once could be seen training by one still on its way.
-            rendezvous.gather(f"{key}/here", True, bool)
-            return rendezvous.read(key, 0, Any)
+        # All of them: who goes on at once could be seen training by one still on its way.
+        return self._say_all("share", value if self.rank == 0 else None, "job.share")[0]
+
+    def _say_all(self, what: str, value: Any, doing: str) -> list[Any]:
+        """What every rank says, in order; every rank must call it, as often as the others."""
+        assert self._membership is not None
+        key = self._occasion(what)
+        with self._together(doing):
+            return self._membership.rendezvous.gather(key, value, Any)
+
+    def _occasion(self, what: str) -> str:
+        """A name for what all ranks do together now: how often it is done.
+
+        Where a worker may come back, it is counted by steps, since that one has not done all.
+        """
+        if self._replica is not None and self._replica.partial is not None:
+            what = f"{what}/{self.step}"
+        self._occasions[what] += 1
+        return f"{what}/{self._occasions[what]}"
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         """Within, a wait for all ranks ends with an error when some went elsewhere."""
         if self._membership is None:
             return nullcontext()
         watch = self._membership.member.watch_together(what)
-        return self._membership.rendezvous.watched(watch)
+        partial = self._replica.partial if self._replica is not None else None
+
+        def look() -> None:
+            watch()
+            if partial is not None:
+                partial.tend()
+
+        return self._membership.rendezvous.watched(look)
 
     # ---- checkpoints
 
@@ -428,6 +452,8 @@ class Job:
         calls do nothing.
         """
         model, optimizer = self._distributed("save")
+        if self._just_back:
+            return
         if self._replica is not None and not self._replica.plan.together:
             if self.rank == 0:
                 self.wait()
@@ -435,14 +461,13 @@ class Job:
                 save_servers(Path(path), model, optimizer, self._replica, self._facts(step))
             return
         self.flush()
-        self._saves += 1
         with self._together("job.save"):
             self._save(Path(path), model, optimizer)
 
     def _save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         save_job(
             path,
-            f"save/{self._saves}",
+            self._occasion("save"),
             model,
             optimizer,
             self._replica,
@@ -467,8 +492,7 @@ class Job:
         if not self.plan.together and self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.flush()
-        self._saves += 1
-        occasion = f"load/{self._saves}"
+        occasion = self._occasion("load")
         with self._together("job.load"):
             step = load_job(
                 Path(path),

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from slipstream.errors import FrameRefused, LaunchError
 from slipstream.transports import zmq as zmq_module
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
     HEADER_BYTES,
     Beat,
@@ -115,6 +116,21 @@ def test_a_sender_learns_what_arrived_and_how_long_it_was_under_way(zmq_hall: Zm
     assert 0 < seconds < 100
     zmq_hall.members.pop("b").close(0.0)
     zmq_hall.until(lambda: a.delivered("b") == (0, 0.0))
+
+
+def test_a_peer_that_listens_elsewhere_now_is_found_there(zmq_hall: ZmqHall) -> None:
+    """Also by what was sent to the old place a moment before."""
+    a, b = zmq_hall.join("a", "b")
+    a.send("b", Fetch(0))
+    zmq_hall.until_arrived("b", 1)
+    b.close(0.0)
+    elsewhere = zmq_hall.members["b"] = zmq_hall.make("b")
+    a.send("b", Fetch(1))
+    a.send("b", Fetch(2), priority=CONTROL)
+    a.connect("b", elsewhere.address)
+    a.send("b", Fetch(3))
+    assert chunks(zmq_hall.until_arrived("b", 2)) == [0, 3]
+    zmq_hall.until(lambda: a.delivered("b")[0] > 0)
 
 
 # ---- in what order

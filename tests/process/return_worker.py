@@ -47,6 +47,7 @@ def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
             losses.append(loss.item())
             if step % 100 == 99:
                 told["shared"] = job.share(step)
+                job.save(checkpoint)
     told |= {"steps": steps, "losses": losses, "digest": digest(net)}
     told["rate"] = optimizer.param_groups[0]["lr"]
     told["workers"] = len((job.summary or {}).get("weights_sha256", []))

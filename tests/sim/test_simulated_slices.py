@@ -21,9 +21,10 @@ from slipstream.testing.cast import SimulatedMember
 from slipstream.testing.clock import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Lost, Message, Part, Tail, checksum
+from slipstream.transports.wire import Lost, Message, Part, Return, Tail, checksum
 
 NUMEL = 23
+PATIENCE = 20_000  # turns; far more than anything takes
 
 
 class Vector:
@@ -62,7 +63,7 @@ class Trainer:
     def __init__(self, rank: int, world: World, life: int = 0) -> None:
         self.rank, self.world, self.life = rank, world, life
         transport = world.network.endpoint(f"rank {rank}")
-        transport.address = f"{rank} in life {life}"
+        transport.address = f"memory://rank {rank} in life {life}"
         self.member = SimulatedMember(
             f"rank {rank}",
             world.network,
@@ -90,7 +91,7 @@ class Trainer:
             life=life,
         )
         if rank == 0:
-            Doorkeeper(self.exchange, self.member)
+            Doorkeeper(self.exchange, self.member, world.workers)
         else:
             Neighbour(self.exchange, self.member)
         self.given = np.zeros(NUMEL)
@@ -149,6 +150,7 @@ class World:
 
     def step(self, trainer: Trainer) -> None:
         """Like a loop that has asked whether it may; by what the others have really made."""
+        trainer.exchange.let_in()
         if not trainer.exchange.may_begin():
             return
         known = [t for t in self.alive if trainer.exchange.heard_of(t.rank)]
@@ -158,9 +160,17 @@ class World:
         trainer.step()
 
     def kill(self, trainer: Trainer) -> None:
-        self.alive.remove(trainer)
-        self.trainers[0].member.give_up(f"rank {trainer.rank}")
-        self.trainers[0].member.take(0)
+        if trainer in self.alive:
+            self.alive.remove(trainer)
+        self.coming.pop(trainer, None)
+
+    def notice(self) -> None:
+        """Rank 0 finds out who has died."""
+        first = self.trainers[0].member
+        for trainer in self.trainers:
+            if trainer not in self.alive and trainer not in self.coming:
+                first.give_up(f"rank {trainer.rank}")
+                first.take(0)
 
     def start_again(self, dead: Trainer) -> None:
         newcomer = Trainer(dead.rank, self, dead.life + 1)
@@ -176,21 +186,36 @@ class World:
                 del self.coming[newcomer]
                 self.alive.append(newcomer)
 
-    def gather(self) -> None:
-        """Until all who were started again are back."""
-        while self.coming:
-            for trainer in self.alive:
-                trainer.exchange.offer()
-            assert self.deliver(), "nothing moves, and somebody is still outside"
-            self.let_in()
+    def bring_back(self, wanted: Trainer) -> None:
+        """Until one that was started again is in."""
+        for _ in range(PATIENCE):
+            if wanted in self.alive:
+                return
+            self.step(self.trainers[0])
+            self.turn()
+        pytest.fail("somebody is still outside")
+
+    def turn(self) -> None:
+        """Everybody sends what is due; something arrives."""
+        for trainer in self.alive:
+            trainer.exchange.offer()
+        self.deliver()
+        self.let_in()
 
     def drain(self, *, final: bool = False) -> None:
-        for trainer in self.random.sample(self.alive, len(self.alive)):
-            trainer.exchange.begin_drain(final=final)
-        while [trainer for trainer in self.alive if not trainer.exchange.drained()]:
-            for trainer in self.alive:
-                trainer.exchange.offer()
-            assert self.deliver(), "nothing moves, and updates are still missing"
+        """They begin one by one; who has not begun trains on, and who comes back joins in."""
+        wanted = max(trainer.exchange.drains for trainer in self.alive) + 1
+        for _ in range(PATIENCE):
+            waiting = [t for t in self.alive if t.exchange.drains < wanted]
+            begun = [t for t in self.alive if t not in waiting]
+            if not waiting and not [t for t in begun if not t.exchange.drained()]:
+                return
+            if waiting and self.random.random() < 0.3:
+                self.random.choice(waiting).exchange.begin_drain(final=final)
+            elif waiting and self.random.random() < 0.5:
+                self.step(self.random.choice(waiting))
+            self.turn()
+        pytest.fail("updates are still missing")
 
 
 schedules = st.fixed_dictionaries(
@@ -244,6 +269,7 @@ def test_the_rest_lose_nothing_of_each_other_when_one_dies(
     dead.moves = False  # who has got how much of its updates would be anybody's guess
     play(world, dies_at, drawn["haste"], drawn["whims"])
     world.kill(dead)
+    world.notice()
     play(world, drawn["actions"], drawn["haste"], drawn["whims"])
     world.drain()
     everything = sum((t.given for t in world.alive), np.zeros(NUMEL))
@@ -251,29 +277,37 @@ def test_the_rest_lose_nothing_of_each_other_when_one_dies(
         np.testing.assert_array_equal(trainer.weights.values, everything)
 
 
-@given(schedules, st.lists(st.integers(0, 60), min_size=2, max_size=5))
+@given(schedules, st.lists(st.integers(0, 60), min_size=2, max_size=8))
 @settings(max_examples=400, deadline=None)
 def test_who_comes_back_has_each_update_once(drawn: dict[str, Any], pauses: list[int]) -> None:
-    """Whatever was under way when it died, and when it came, also if it dies on the way."""
+    """Whatever was under way when it died and when it came, also if it dies on the way, and others
+    with it, and others drain meanwhile."""
     slices = Slices(drawn["partitions"], same_for_all=drawn["same"])
     world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
-    unlucky = world.random.randint(1, world.workers - 1)
-    world.trainers[unlucky].moves = False
+    unlucky = world.random.sample(range(1, world.workers), min(2, world.workers - 2))
+    for rank in unlucky:
+        world.trainers[rank].moves = False  # who got how much of the dead's is anybody's guess
     for pause in pauses:
         play(world, pause, drawn["haste"], drawn["whims"])
-        trainer = world.trainers[unlucky]
-        if trainer in world.alive:
+        trainer = world.trainers[world.random.choice(unlucky)]
+        if trainer in world.alive or (trainer in world.coming and world.random.random() < 0.5):
             world.kill(trainer)
         elif trainer not in world.coming:
             world.start_again(trainer)
-            world.trainers[unlucky].moves = False
-    if world.trainers[unlucky] not in world.alive:
-        if world.trainers[unlucky] not in world.coming:
-            world.start_again(world.trainers[unlucky])
-        world.gather()
-    world.trainers[unlucky].moves = True  # from now on it lives
-    play(world, drawn["actions"], drawn["haste"], drawn["whims"])
-    world.drain()
+            world.trainers[trainer.rank].moves = False
+        if world.random.random() < 0.5:
+            world.notice()
+    world.notice()
+    for rank in unlucky:
+        if world.trainers[rank] not in (*world.alive, *world.coming):
+            world.start_again(world.trainers[rank])
+        world.trainers[rank].moves = True  # from now on it lives
+    for drains in range(2):
+        play(world, drawn["actions"], drawn["haste"], drawn["whims"])
+        if drains or world.random.random() < 0.5:
+            for rank in unlucky:
+                world.bring_back(world.trainers[rank])
+        world.drain()
     everything = sum((t.given for t in world.trainers), np.zeros(NUMEL))
     for trainer in world.trainers:
         np.testing.assert_array_equal(trainer.weights.values, everything)
@@ -391,6 +425,24 @@ def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
 def test_slices_of_one_that_has_died_are_refused() -> None:
     world = World(3, Slices(1), 3, seed=0)
     world.kill(world.trainers[2])
+    world.notice()
     world.trainers[0].member.on_return = None  # to see what would become of it
     body = Part(0, 0, 1, 0, True, checksum([ONES]))
     assert "no peer" in refused(world, body, ONES, sender=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (Return("memory://rank 1 in life 1", 0), "must grow"),
+        (Return("ipc:///tmp/somewhere", 1), "no address"),
+    ],
+)
+def test_who_cannot_come_back_is_told_why(body: Return, word: str) -> None:
+    world = World(3, Slices(1), 3, seed=0)
+    world.kill(world.trainers[1])
+    world.notice()
+    world.trainers[1].member.send("rank 0", body)
+    while world.deliver():
+        pass
+    assert word in world.trainers[0].member.last_refusal

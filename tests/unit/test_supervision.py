@@ -209,9 +209,31 @@ def test_who_comes_back_after_the_end_does_not_spoil_it(clock: Clock) -> None:
         watch.take(Ended(f"rank {rank}", 0))
     assert watch.deadline < math.inf
     assert watch.press() == signal.SIGTERM
+    assert watch.condemned == {"rank 2"}
     watch.take(Ended("rank 2", -signal.SIGTERM))
     assert not watch.running
     assert watch.verdict() == Verdict(0)
+
+
+def test_who_was_never_away_may_take_its_time_at_the_end(clock: Clock) -> None:
+    watch = restarting(clock, 1)
+    watch.take(Ended("rank 2", -9))
+    watch.started("rank 2")
+    watch.take(Ended("rank 0", 0))
+    assert watch.condemned == {"rank 2"}
+    watch.take(Ended("rank 2", 0))
+    assert watch.deadline == math.inf
+    assert watch.running == {"rank 1", "rank 3"}
+    watch.take(Ended("rank 3", 7))
+    assert watch.ending
+
+
+def test_nobody_is_started_again_when_rank_0_has_ended(clock: Clock) -> None:
+    watch = restarting(clock, 1)
+    watch.take(Ended("rank 0", 0))
+    watch.take(Ended("rank 1", -9))
+    assert not watch.replaced
+    assert watch.ending
 
 
 def test_who_finds_that_the_others_have_finished_is_lost(clock: Clock) -> None:

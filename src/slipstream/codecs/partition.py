@@ -34,7 +34,7 @@ class Rotation:
         return slice(due * numel // self.partitions, (due + 1) * numel // self.partitions)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Debt:
     """What some peers have still to be sent, all of them the same."""
 

@@ -3,110 +3,138 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from slipstream.errors import FrameRefused
-from slipstream.runtime.exchange import rank_of
+from slipstream.errors import FrameRefused, WaitLimit
 from slipstream.runtime.member import HUB, Member
-from slipstream.transports.wire import Message, Opinion, checksum
+from slipstream.transports.wire import Ask, Message, Opinion, checksum
 
 MESSAGE_VALUES = 1 << 18
+LOOK_AGAIN_S = 0.001
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Differences:
-    """Some vectors, by how they differ from whatever came first: close ones are told apart, and
-    equal ones are not."""
+    """Some vectors, by how they differ from the first: close ones are told apart, and equal ones
+    are not."""
 
-    def __init__(self, numel: int) -> None:
-        self._first: Floats = np.zeros(numel, np.float32)
-        self._begun: set[int] = set()
-        self._total = np.zeros(numel)
+    def __init__(self, first: Floats) -> None:
+        self._first = first
+        self._total = np.zeros(len(first))
         self._squares = 0.0
+        self._count = 1
 
-    def add(self, start: int, values: Floats) -> None:
-        place = slice(start, start + len(values))
-        if start not in self._begun:
-            self._begun.add(start)
-            self._first[place] = values
-        apart = values.astype(np.float64) - self._first[place]
-        self._total[place] += apart
-        self._squares += float(apart @ apart)
+    def add(self, vector: Floats) -> None:
+        for start in range(0, len(vector), MESSAGE_VALUES):  # a little memory at a time
+            place = slice(start, start + MESSAGE_VALUES)
+            apart = vector[place].astype(np.float64) - self._first[place]
+            self._total[place] += apart
+            self._squares += float(apart @ apart)
+        self._count += 1
 
-    def mean(self, count: int) -> tuple[Floats, float]:
-        """Of so many; and the root mean square distance from it, as a part of its own length."""
-        shift = self._total / count
+    def mean(self) -> tuple[Floats, float]:
+        """And the root mean square distance from it, as a part of its own length."""
+        shift = self._total / self._count
         mean: Floats = (self._first + shift).astype(np.float32)
-        apart = max(0.0, self._squares / count - float(shift @ shift))
+        apart = max(0.0, self._squares / self._count - float(shift @ shift))
         length = float(np.linalg.norm(mean.astype(np.float64)))
         return mean, math.sqrt(apart) / length if length > 0 else 0.0
 
 
 class Consensus:
-    """One worker's part; ``reach`` must be called on every rank. One is under way at a time."""
+    """One worker's part; ``reach`` must be called on every rank.
+
+    Rank 0 asks one worker after the other, so that it holds one vector at a time beside its own; of
+    one that dies meanwhile nothing counts.
+    """
 
     def __init__(self, rank: int, workers: int, member: Member, numel: int, limit_s: float) -> None:
+        self.meanwhile: Callable[[], None] = lambda: None
         self._rank, self._workers, self._member = rank, workers, member
         self._numel, self._limit_s = numel, limit_s
-        self._told = Differences(0)
+        self._asked = 0  # this worker, how often
+        self._answered = 0
+        self._speaker = HUB  # whose vector is awaited
+        self._vector: Floats = np.zeros(0, np.float32)
+        self._taken = 0
         self._spread = 0.0
-        self._taken: dict[int, int] = {}  # by rank: values
+        member.on(Ask, self._on_ask)
         member.on(Opinion, self._on_opinion)
 
     def reach(self, own: Floats) -> tuple[Floats, float]:
         """The mean, and how far workers are from it."""
-        if self._rank != 0:
-            self._send(HUB, own, 0.0)
-        else:
-            self._take(0, 0, own)
-        self._member.wait_until(
-            lambda: not self._missing(),
-            what="everybody's weights",
-            limit_s=self._limit_s,
-            missing=self._missing,
-        )
-        with self._member.changed:
-            told, taken, self._taken = self._told, sorted(self._taken), {}
-        mean, spread = told.mean(len(taken))
-        if self._rank != 0:
-            return mean, self._spread
-        for rank in taken[1:]:
-            self._send(f"rank {rank}", mean, spread)
+        return self._lead(own) if self._rank == 0 else self._follow(own)
+
+    def _lead(self, own: Floats) -> tuple[Floats, float]:
+        told, heard = Differences(own), []
+        for rank in range(1, self._workers):
+            name = f"rank {rank}"
+            self._expect(name)
+            if name not in self._member.lost:
+                self._member.send(name, Ask())
+                self._until(lambda name=name: self._whole or name in self._member.lost, name)  # type: ignore[misc]
+            if self._whole:
+                told.add(self._vector)
+                heard.append(name)
+        mean, spread = told.mean()
+        for name in heard:
+            self._send(name, mean, spread)
         return mean, spread
 
-    def _missing(self) -> list[str]:
-        here = {rank for rank, values in self._taken.items() if values == self._numel}
-        expected = range(self._workers) if self._rank == 0 else (0,)
-        names = [f"rank {rank}" for rank in expected if rank not in here]
-        return [name for name in names if name not in self._member.lost]
+    def _follow(self, own: Floats) -> tuple[Floats, float]:
+        self._expect(HUB)
+        self._until(lambda: self._asked > self._answered, HUB)
+        self._answered += 1
+        self._send(HUB, own, 0.0)
+        self._until(lambda: self._whole, HUB)
+        return self._vector, self._spread
+
+    @property
+    def _whole(self) -> bool:
+        return self._taken == self._numel
+
+    def _expect(self, name: str) -> None:
+        with self._member.changed:
+            self._speaker, self._taken = name, 0
+            self._vector = np.empty(self._numel, np.float32)
+
+    def _until(self, holds: Callable[[], bool], name: str) -> None:
+        begun_s = time.monotonic()
+        while not holds():
+            self._member.check()
+            if time.monotonic() - begun_s > self._limit_s:
+                refusal = self._member.last_refusal
+                raise WaitLimit("everybody's weights", self._limit_s, [name], refusal)
+            self.meanwhile()
+            self._member.pause(LOOK_AGAIN_S)
 
     def _send(self, peer: str, values: Floats, spread: float) -> None:
         for start in range(0, len(values), MESSAGE_VALUES):
             piece = values[start : start + MESSAGE_VALUES].view(np.uint8)
             self._member.send(peer, Opinion(start, spread, checksum([piece])), [piece])
 
-    def _take(self, rank: int, start: int, values: Floats) -> None:
-        with self._member.changed:
-            if not self._taken:
-                self._told = Differences(self._numel)
-            for at in range(0, len(values), MESSAGE_VALUES):
-                self._told.add(start + at, values[at : at + MESSAGE_VALUES])
-            self._taken[rank] = start + len(values)
-            self._member.changed.notify_all()
+    def _on_ask(self, message: Message) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not ask for weights")
+        self._asked += 1
 
     def _on_opinion(self, message: Message) -> None:
-        body, rank = message.body, rank_of(message.sender)
+        body = message.body
         assert isinstance(body, Opinion)
-        if (rank == 0) == (self._rank == 0) or not 0 <= rank < self._workers:
-            raise FrameRefused(f"weights from {message.sender}")
         nbytes = message.nbytes
+        if message.sender != self._speaker or (self._rank != 0 and not self._answered):
+            raise FrameRefused(f"weights from {message.sender}")
         if len(message.frames) != 1 or nbytes % 4 or nbytes > 4 * MESSAGE_VALUES:
             raise FrameRefused(f"weights in {len(message.frames)} frames of {nbytes} bytes")
-        if body.start != self._taken.get(rank, 0) or body.start + nbytes // 4 > self._numel:
+        if body.start != self._taken or body.start + nbytes // 4 > len(self._vector):
             raise FrameRefused(f"weights from {body.start} on, which are not the next")
         if checksum(message.frames) != body.crc:
             raise FrameRefused("weights whose checksum is wrong")
+        values = np.frombuffer(memoryview(message.frames[0]), np.float32)
+        self._vector[body.start : body.start + len(values)] = values
         self._spread = body.spread
-        self._take(rank, body.start, np.frombuffer(memoryview(message.frames[0]), np.float32))
+        self._taken = body.start + len(values)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -55,7 +55,7 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         with self._cleanup:
-            self._kill_workers(signal.SIGKILL)
+            self._kill_workers(signal.SIGKILL, self._watch.running)
             self._close_servers()
             guardian.sweep(process.pid for process in self._processes.values())
             self._finish_output()
@@ -110,7 +110,7 @@ class Crew:
         while self._watch.running:
             self._handle_next(self._watch.deadline)
             if time.monotonic() >= self._watch.deadline:
-                self._kill_workers(self._watch.press())
+                self._kill_workers(self._watch.press(), self._watch.condemned)
         return self._watch.verdict()
 
     def _add(self, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -125,7 +125,8 @@ class Crew:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         lost, replaced = len(self._watch.lost), len(self._watch.replaced)
         with contextlib.suppress(queue.Empty):
-            self._kill_workers(self._watch.take(self._events.get(timeout=remaining_s)))
+            signum = self._watch.take(self._events.get(timeout=remaining_s))
+            self._kill_workers(signum, self._watch.condemned)
         for ended in self._watch.lost[lost:]:
             say(f"{ended}; the others go on")
         for ended in self._watch.replaced[replaced:]:
@@ -139,10 +140,10 @@ class Crew:
         again = {**env, "SLIPSTREAM_LIFE": str(life)}
         self.add_worker(name, command, again, placement, has_terminal=False)
 
-    def _kill_workers(self, signum: signal.Signals | None) -> None:
+    def _kill_workers(self, signum: signal.Signals | None, members: Collection[str]) -> None:
         if signum is None:
             return
-        for name in self._watch.running:
+        for name in members:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._processes[name].pid, signum)
 

@@ -60,7 +60,7 @@ class Roster:
 
     def silent(self, now: float) -> list[tuple[str, float]]:
         """Members not heard for longer than allowed, and for how long."""
-        ages = ((name, now - at) for name, at in self.heard.items())
+        ages = ((name, now - at) for name, at in list(self.heard.items()))
         return [(name, age) for name, age in ages if age > self._allowed_s(name)]
 
     def _allowed_s(self, name: str) -> float:

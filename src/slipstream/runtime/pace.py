@@ -11,6 +11,9 @@ from slipstream.transports.protocol import Transport
 LOOK_S = 2.0  # how often, and after how many steps at the least
 LOOK_STEPS = 10
 BUSY = 0.25  # of the time, for a link to show what it has
+CALM_LOOKS = 15  # before more is tried
+MOST_LOOKS = 240
+A_LITTLE_MORE = 1.3  # enough for p to follow
 
 
 class Pace:
@@ -19,7 +22,8 @@ class Pace:
     What links carry is told by the bytes acknowledged on all of them while the busiest was busy:
     they share the way out of this host. More than was known it shows only where that one was busy
     for long: a little at a time goes through a shaper's bucket as if it were not there. Less it
-    shows only where slices had to wait.
+    shows only where slices had to wait. So when none has waited for long, a little more is tried;
+    and again soon if that went well, and later if not.
     """
 
     def __init__(
@@ -42,6 +46,9 @@ class Pace:
         self._steps = 0
         self._waited_s = 0.0
         self._held_up = False
+        self._calm = 0  # looks without a slice that had to wait
+        self._patience = CALM_LOOKS
+        self._trying = False
         self._before = self._delivered()
 
     def stepped(self, waited_s: float, held_up: bool) -> int:
@@ -88,11 +95,16 @@ class Pace:
         ]
         self._before = now
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
-        if busy_s <= 0 or nbytes <= 0:
-            return
-        wider = nbytes / busy_s > self.bytes_s and busy_s > BUSY * elapsed_s
-        if wider or self._held_up:
-            self.bytes_s = nbytes / busy_s
+        seen = nbytes / busy_s if busy_s > 0 else 0.0
+        self._calm = 0 if self._held_up else self._calm + 1
+        if seen and (self._held_up or (seen > self.bytes_s and busy_s > BUSY * elapsed_s)):
+            self.bytes_s = seen
+        if self._held_up:
+            self._patience = min(2 * self._patience, MOST_LOOKS) if self._trying else CALM_LOOKS
+            self._trying = False
+        elif self._calm >= (1 if self._trying else self._patience) and self.partitions > 1:
+            self.bytes_s *= A_LITTLE_MORE
+            self._calm, self._trying = 0, True
 
     def _delivered(self) -> dict[str, tuple[int, float]]:
         return {peer: self._transport.delivered(peer) for peer in self._peers}

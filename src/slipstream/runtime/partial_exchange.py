@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,17 +22,31 @@ from slipstream.errors import FrameRefused, WaitLimit
 from slipstream.planning.slices import Slices
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.member import Member
+from slipstream.runtime.numbered_links import NumberedLinks
 from slipstream.runtime.pace import Pace
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Adopted, Message, Part, Tail, Welcome, checksum
-from slipstream.types import Buffer, Rank
+from slipstream.types import Rank
 
 MESSAGE_VALUES = 1 << 18
 LOOK_AGAIN_S = 0.001
+NEVER = 1 << 62  # drains of one that has finished: nobody waits for it
 SCHEME = "slices"
 
 
-Numbered = Callable[..., Part | Tail | Adopted]
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A peer has died."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """A peer has come back, and counts as having drained so often."""
+
+    rank: Rank
+    drains: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,11 @@ class Weights(Protocol):
 
 
 class PartialExchange:
-    """One worker's end of all its links; implements ``Exchange``."""
+    """One worker's end of all its links; implements ``Exchange``.
+
+    The training thread owns what is owed. The receiving thread adds what comes to the weights and
+    says, in order, who has died and who is back.
+    """
 
     def __init__(
         self,
@@ -85,55 +103,61 @@ class PartialExchange:
     ) -> None:
         self.step = 0
         self.wait_s = 0.0
-        self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.made = 0  # steps of this worker
         self.merged = 0  # how often a slice had to wait and grew fuller
-        self.life = life  # how often this worker was started again
+        self.weights, self.pace = weights, pace
+        self.links = NumberedLinks(member, life)
+        self.entered = not life  # whether the others know of this worker
         self.admit: Callable[[Applicant], None] = lambda applicant: None
-        self._rank, self._slices, self._rule = rank, slices, rule
-        self._member = member
-        self.pace = pace
-        self.weights = weights
+        self._rank, self._slices, self._rule, self._member = rank, slices, rule, member
         self._limit_s = limit_s
-        self._owed = self._rotated(peers)
+        self._begun_s = time.monotonic()
+        # ---- the training thread's
+        self._everybody = frozenset(peers)
+        self._peers = set(peers)  # to whom updates are owed
+        self._owed = self._rotated()
         self._left_over: list[Debt] = []  # of the rotation before
         self._leaving: defaultdict[Rank, list[Ticket]] = defaultdict(list)
-        self._sent_to: Counter[Rank] = Counter()  # messages
-        self._taken_from: Counter[Rank] = Counter()
-        self._numbering = threading.Lock()
-        # What the receiving thread has heard, for the training thread to act on.
-        self._lost: set[Rank] = set()
-        self._newcomers: list[Rank] = []
+        self._drains = 0  # begun
+        self._told: dict[Rank, int] = dict.fromkeys(peers, 0)  # drains after which all has left
+        self._final = False
+        self._waited_s = 0.0
         self._applicants: list[Applicant] = []
-        self._lives = dict.fromkeys(peers, 0)
-        # By newcomer, at rank 0: whose updates it gets from here, until they send them themselves.
-        self._forwarding: dict[Rank, set[Rank]] = {}
-        self._arriving = threading.Lock()
+        # ---- under the member's lock
+        self._news: list[Gone | Back | Applicant] = []
         # Steps that a peer is known to have made; of one that was there before, nothing yet.
         self._heard = {} if life else dict.fromkeys(peers, 0)
         self._tails = dict.fromkeys(peers, 0)  # drains of a peer that have come to their end
-        self._drains = 0  # begun
-        self._told = 0  # of which everybody has been told that all has left
-        self._draining = self._final = False
-        self._waited_s = 0.0
-        self._begun_s = time.monotonic()
+        # ---- under a lock of its own, at rank 0: by newcomer, whose updates it gets from here
+        # until they send them themselves
+        self._arriving = threading.Lock()
+        self._forwarding: dict[Rank, set[Rank]] = {}
         member.on(Part, self._on_part)
         member.on(Tail, self._on_tail)
         member.on(Adopted, self._on_adopted)
+
+    @property
+    def sent(self) -> Counter[str]:
+        return Counter({SCHEME: self.links.sent_bytes})
 
     @property
     def partitions(self) -> int:
         return self._owed.rotation.partitions
 
     @property
+    def workers(self) -> int:
+        """Those that live."""
+        return len(self._peers) + 1
+
+    @property
     def debts(self) -> list[Debt]:
         """What is owed to whom; each takes as much memory as the model."""
         return self._left_over + self._owed.debts
 
-    def _rotated(self, peers: Collection[Rank]) -> Owed:
+    def _rotated(self) -> Owed:
         rotation = Rotation(self.pace.partitions, self._slices.same_for_all)
-        return Owed(rotation, self._rank, peers, self.weights.numel)
+        return Owed(rotation, self._rank, self._peers, self.weights.numel)
 
     # ---- the training thread
 
@@ -147,11 +171,16 @@ class PartialExchange:
         before_s, self._waited_s = self._waited_s, self.wait_s
         partitions = self.pace.stepped(self.wait_s - before_s, held_up)
         if partitions != self.partitions and not self._left_over:
-            self._left_over = self._owed.debts
-            self._owed = self._rotated(self.peers())
+            self._turn_over()
+
+    def _turn_over(self) -> None:
+        """All that is owed is to leave; what comes from now on is owed anew."""
+        self._left_over += self._owed.debts
+        self._owed = self._rotated()
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         """Until the next step may begin; slices that had to wait leave meanwhile."""
+        self._member.check()
         self._until(self.may_begin, "another worker's step", self._behind)
 
     def drain(self, *, final: bool = False) -> None:
@@ -160,22 +189,29 @@ class PartialExchange:
         self._until(self.drained, "everybody's last updates", self._undrained)
 
     def begin_drain(self, *, final: bool = False) -> None:
-        """All that is owed is to leave; ``final``: this worker makes no more steps."""
+        """``final``: this worker makes no more steps."""
+        self.offer()  # who is back, or gone, is known then
         self._drains += 1
-        self._draining, self._final = True, final
-        self._left_over += self._owed.debts
-        self._owed = self._rotated(self.peers())
+        self._final = final
+        self._turn_over()
 
     def drained(self) -> bool:
-        """Whether it has left, and everybody else's has come."""
+        """Whether all has left, and everybody else's has come."""
+        self._tell_tails()
+        return not self._left_over and not self._undrained()
+
+    def _tell_tails(self) -> None:
         if self._left_over:
-            return False
-        if self._told < self._drains:
-            self._told = self._drains
-            for peer in self.peers():
-                self._send(peer, Tail, self._drains, self._final)
-        self._draining = bool(self._undrained())
-        return not self._draining
+            return
+        for peer in self._peers:
+            if self._told[peer] < self._drains:
+                self._told[peer] = self._drains
+                self.links.send(peer, Tail, self._drains, self._final)
+
+    def tend(self) -> None:
+        """While this worker waits for others in another way: they may wait for what it owes."""
+        self.offer()
+        self._tell_tails()
 
     def ready(self, tensor: int) -> None:
         """Nothing leaves before the optimizer's step."""
@@ -193,7 +229,7 @@ class PartialExchange:
         self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
     ) -> None:
         begun_s = time.monotonic()
-        while not self._holds(holds):
+        while not holds():
             self._member.check()
             if time.monotonic() - begun_s > self._limit_s:
                 raise WaitLimit(what, self._limit_s, missing(), self._member.last_refusal)
@@ -201,29 +237,22 @@ class PartialExchange:
             self._member.pause(LOOK_AGAIN_S)
         self.wait_s += time.monotonic() - begun_s
 
-    def _holds(self, holds: Callable[[], bool]) -> bool:
-        with self._member.changed:
-            return holds()
-
-    def peers(self) -> list[Rank]:
-        """Those that live; some may train no more, but take what the others do."""
-        with self._member.changed:
-            return sorted(self._tails)
-
     def may_begin(self) -> bool:
-        return self._rule.may_begin(self.made, self._heard, self.partitions)
+        with self._member.changed:
+            return self._rule.may_begin(self.made, self._heard, self.partitions)
 
     def _behind(self) -> list[str]:
-        slowest = min(self._heard.values())
-        return [f"rank {peer}" for peer, steps in self._heard.items() if steps == slowest]
+        with self._member.changed:
+            slowest = min(self._heard.values(), default=0)
+            return [f"rank {peer}" for peer, steps in self._heard.items() if steps == slowest]
 
     def _undrained(self) -> list[str]:
-        return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
+        with self._member.changed:
+            return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
 
     def offer(self) -> bool:
         """Send what is due wherever the slice before has left; whether all could be sent."""
-        self._forget_the_lost()
-        self._take_in()
+        self._hear_the_news()
         for debt in [debt for debt in self._left_over if self._free(debt.peers)]:
             self._send_part(debt.peers, 0, debt.total)
             self._left_over.remove(debt)
@@ -247,99 +276,108 @@ class PartialExchange:
             last = offset + MESSAGE_VALUES >= len(values)
             for peer in peers:
                 fields = (self.made, start + offset, last, crc)
-                ticket = self._send(peer, Part, *fields, frames=[piece])
+                ticket = self.links.send(peer, Part, *fields, frames=[piece])
                 if ticket is not None:
                     self._leaving[peer].append(ticket)
-
-    def _send(
-        self, peer: Rank, kind: Numbered, *fields: Any, frames: Sequence[Buffer] = ()
-    ) -> Ticket | None:
-        with self._numbering:
-            body = kind(self.life, self._sent_to[peer], *fields)
-            self._sent_to[peer] += 1
-            self.sent[SCHEME] += sum(memoryview(frame).nbytes for frame in frames)
-            return self._member.send(f"rank {peer}", body, frames)
-
-    def _forget_the_lost(self) -> None:
-        with self._member.changed:
-            lost, self._lost = self._lost, set()
-        for peer in lost:
-            self._leaving[peer].clear()
-            self._sent_to[peer] = 0
-            self._owed.forget(peer)
-            self.pace.lose(f"rank {peer}")
-            for debt in self._left_over:
-                debt.peers.discard(peer)
-        self._left_over = [debt for debt in self._left_over if debt.peers]
-
-    # ---- who comes back
-
-    def _take_in(self) -> None:
-        """Those who are back: rank 0 gives them its weights, the others what they owe rank 0.
-
-        What a worker has sent to rank 0 and is not in those weights yet, rank 0 passes on. So who
-        is back has every update once: in the weights, passed on, owed to rank 0, or made since.
-        """
-        with self._member.changed:
-            newcomers, self._newcomers = self._newcomers, []
-            applicants: list[Applicant] = []
-            if not self._draining and not self._final:
-                applicants, self._applicants = self._applicants, []
-        for peer in newcomers:
-            owed = [debt.total for debt in self.debts if 0 in debt.peers]
-            self._include(peer, np.sum([np.zeros(self.weights.numel, np.float32), *owed], axis=0))
-            self._send(0, Adopted, peer, self._lives[peer])
-        for applicant in applicants:
-            self._readmit(applicant)
-
-    def _readmit(self, applicant: Applicant) -> None:
-        """At rank 0: let it in, tell everybody, and send it the weights."""
-        rank = applicant.rank
-        with self._arriving:
-            self._forwarding[rank] = set(self.peers()) - {rank}
-            snapshot = self.weights.whole()
-        self.know(rank, applicant.life, self._drains)
-        self.admit(applicant)
-        self._include(rank, snapshot)
-
-    def _include(self, peer: Rank, owed: Floats) -> None:
-        self._left_over.append(Debt(0, {peer}, owed))
-        self._owed.include(peer)
-        self.pace.gain(f"rank {peer}")
-
-    def catch_up(self, welcome: Welcome) -> None:
-        """This worker is the one that is back, and has the weights of so many steps."""
-        self.made = self.step = self._member.round = welcome.steps
-        self._drains = self._told = welcome.drains
-        self.pace.bytes_s = welcome.bytes_s
-        with self._member.changed:
-            absent = [peer for peer in self._tails if peer not in welcome.peers]
-            self._tails.update(dict.fromkeys(self._tails, welcome.drains))
-            known = [f"rank {peer}" for peer in absent]
-            self._member.lost.extend(name for name in known if name not in self._member.lost)
-        for peer in absent:
-            self.lose(peer)
-
-    def heard_of(self, peer: Rank) -> bool:
-        """Whether a whole slice of a peer's has come."""
-        return peer in self._heard
-
-    @property
-    def drains(self) -> int:
-        return self._drains
 
     def account(self) -> dict[str, Any]:
         """What was predicted of the links, and what they carried."""
         elapsed_s = time.monotonic() - self._begun_s
         return self.pace.account() | {
-            "used_bytes_s": self.sent.total() / elapsed_s,
+            "used_bytes_s": self.links.sent_bytes / elapsed_s,
             "slices_merged": self.merged,
         }
+
+    # ---- who dies and who comes back (still the training thread)
+
+    def _hear_the_news(self) -> None:
+        """Who is back gets rank 0's weights from it, and from the others what they owe rank 0.
+
+        What a worker has sent to rank 0 and is not in those weights yet, rank 0 passes on. So who
+        is back has every update once: in the weights, passed on, owed to rank 0, or made since.
+        """
+        with self._member.changed:
+            news, self._news = self._news, []
+        for each in news:
+            self._applicants = [a for a in self._applicants if a.rank != each.rank]
+            if isinstance(each, Gone):
+                self._forget(each.rank)
+            elif isinstance(each, Applicant):
+                self._applicants.append(each)
+            else:
+                self.links.open(each.rank)
+                owed = [debt.total for debt in self.debts if 0 in debt.peers]
+                zeros = np.zeros(self.weights.numel, np.float32)
+                self._include(each.rank, np.sum([zeros, *owed], axis=0), each.drains)
+                self.links.send(0, Adopted, each.rank, self.links.life_of(each.rank))
+
+    def let_in(self) -> None:
+        """At rank 0, at the end of a step: those who were started again begin with this one."""
+        self._hear_the_news()
+        for applicant in self._applicants:
+            self._readmit(applicant)
+        self._applicants = []
+
+    def _forget(self, peer: Rank) -> None:
+        self.links.close(peer)
+        self._peers.discard(peer)
+        self._leaving[peer].clear()
+        self._owed.forget(peer)
+        self.pace.lose(f"rank {peer}")
+        for debt in self._left_over:
+            debt.peers.discard(peer)
+        self._left_over = [debt for debt in self._left_over if debt.peers]
+
+    def _include(self, peer: Rank, owed: Floats, drains: int) -> None:
+        self._peers.add(peer)
+        self._left_over.append(Debt(0, {peer}, owed))
+        self._owed.include(peer)
+        self.pace.gain(f"rank {peer}")
+        self._told[peer] = drains
+
+    def _readmit(self, applicant: Applicant) -> None:
+        """At rank 0: let it in, tell everybody, and send it the weights."""
+        rank = applicant.rank
+        self.links.open(rank)
+        with self._arriving:
+            self._forwarding[rank] = self._peers - {rank}
+            snapshot = self.weights.whole()
+        self._know(rank, applicant.life, self._drains)
+        self.admit(applicant)
+        self._include(rank, snapshot, self._drains)
+
+    def catch_up(self, welcome: Welcome) -> None:
+        """This worker is the one that is back, and has the weights of so many steps."""
+        self.made = self.step = self._member.round = welcome.steps
+        self._drains = welcome.drains
+        self._told = dict.fromkeys(self._told, welcome.drains)
+        self.pace.bytes_s = welcome.bytes_s
+        self.entered = True
+        for peer in self._peers - set(welcome.peers):
+            self._forget(peer)
+
+    def heard_of(self, peer: Rank) -> bool:
+        """Whether a whole slice of a peer's has come."""
+        return peer in self._heard
+
+    def has_news_of(self, peer: Rank) -> bool:
+        """Whether one has died or come back, which the training thread does not know yet."""
+        with self._member.changed:
+            return any(each.rank == peer for each in self._news)
+
+    @property
+    def peers(self) -> list[Rank]:
+        return sorted(self._peers)
+
+    @property
+    def drains(self) -> int:
+        return self._drains
 
     # ---- the receiving thread
 
     def lose(self, peer: Rank) -> None:
         """A peer has died: nobody waits for it, and nothing is kept for it."""
+        self.links.close(peer)
         with self._arriving:
             self._forwarding.pop(peer, None)
             for missing in self._forwarding.values():
@@ -347,40 +385,42 @@ class PartialExchange:
         with self._member.changed:
             self._heard.pop(peer, None)
             self._tails.pop(peer, None)
-            self._lost.add(peer)
-            self._newcomers = [each for each in self._newcomers if each != peer]
+            self._news.append(Gone(peer))
             self._member.changed.notify_all()
 
-    def know(self, peer: Rank, life: int, drains: int) -> None:
-        """A peer is back: its updates count from now on."""
+    def be_welcome(self, welcome: Welcome) -> None:
+        """This worker is the one that is back: what it heard before does not count any more."""
         with self._member.changed:
-            self._lives[peer] = life
-            self._taken_from[peer] = 0
-            self._tails[peer] = drains
+            self._news = []
+            absent = sorted(self._everybody - set(welcome.peers))
+            self._member.lost[:] = [f"rank {peer}" for peer in absent]
+            known = self._tails
+            self._tails = {peer: max(known.get(peer, 0), welcome.drains) for peer in welcome.peers}
+            self._heard = {p: steps for p, steps in self._heard.items() if p in welcome.peers}
+        for peer in welcome.peers:
+            self.links.open(peer)
+
+    def _know(self, peer: Rank, life: int, drains: int) -> None:
+        """A peer is back: its updates count from now on."""
+        self.links.renew(peer, life)
+        with self._member.changed:
+            self._tails[peer] = max(drains, self._tails.get(peer, 0))
 
     def expect_back(self, peer: Rank, life: int, drains: int) -> None:
         """The same, and the training thread is to send it what it lacks."""
-        self.know(peer, life, drains)
+        self._know(peer, life, drains)
         with self._member.changed:
-            self._newcomers.append(peer)
+            self._news.append(Back(peer, drains))
 
     def apply(self, applicant: Applicant) -> None:
-        """At rank 0: one wants to be let in, which is done between steps."""
+        """At rank 0: one wants to be let in; see ``let_in``."""
         with self._member.changed:
-            self._applicants.append(applicant)
+            self._news.append(applicant)
 
     def _sender(self, message: Message, body: Part | Tail | Adopted) -> Rank | None:
-        """Whose it is, if it is the next on its link."""
-        peer = rank_of(message.sender)
-        if peer not in self._tails:
+        if rank_of(message.sender) not in self._tails:
             raise FrameRefused(f"a slice from {message.sender}, which is no peer")
-        expected = self._taken_from[peer]
-        if body.life != self._lives[peer] or body.number < expected:
-            raise FrameRefused(f"message {body.number} of {message.sender} has come before")
-        if body.number > expected:
-            self._member.report(message.sender, f"message {expected} of its updates was lost")
-            return None
-        return peer
+        return self.links.sender(message, body)
 
     def _on_part(self, message: Message) -> None:
         body = message.body
@@ -394,9 +434,9 @@ class PartialExchange:
             for newcomer, missing in self._forwarding.items():
                 if peer in missing:
                     fields = (body.steps, body.start, False, body.crc)
-                    self._send(newcomer, Part, *fields, frames=message.frames)
+                    self.links.send(newcomer, Part, *fields, frames=message.frames)
         self.received[SCHEME] += values.nbytes
-        self._taken_from[peer] += 1
+        self.links.taken(peer)
         with self._member.changed:
             if body.last:
                 self._heard[peer] = max(self._heard.get(peer, 0), body.steps)
@@ -421,9 +461,9 @@ class PartialExchange:
         peer = self._sender(message, body)
         if peer is None:
             return
-        self._taken_from[peer] += 1
+        self.links.taken(peer)
         with self._member.changed:
-            self._tails[peer] = body.drain
+            self._tails[peer] = NEVER if body.final else body.drain
             if body.final:
                 self._heard.pop(peer, None)
             self._member.changed.notify_all()
@@ -434,7 +474,7 @@ class PartialExchange:
         peer = self._sender(message, body)
         if peer is None:
             return
-        self._taken_from[peer] += 1
+        self.links.taken(peer)
         with self._arriving:
-            if self._lives.get(body.rank) == body.back_in:
+            if self.links.life_of(body.rank) == body.back_in:
                 self._forwarding.get(body.rank, set()).discard(peer)

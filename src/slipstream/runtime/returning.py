@@ -7,6 +7,7 @@ weights and all others take its updates.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from slipstream.errors import FrameRefused, LeftBehind
@@ -17,13 +18,15 @@ from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Greeting, Message, Return, Returned, Welcome
 
 Standing = Callable[[], list[int]]
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[0-9.]+):[0-9]{1,5}|memory://.*")
 
 
 class Doorkeeper:
-    """At rank 0: who may come in again. ``standing``: how often all workers did what they do
-    together."""
+    """At rank 0: who may come in again. ``standing``: what else such a one must know."""
 
-    def __init__(self, exchange: PartialExchange, member: Member) -> None:
+    def __init__(self, exchange: PartialExchange, member: Member, workers: int) -> None:
+        self._workers = workers
+        self._moved: dict[int, str] = {}  # where those listen who have come back
         self.standing: Standing = list
         self.give: Callable[[str], None] = lambda name: None  # what else it needs
         self._exchange, self._member = exchange, member
@@ -33,8 +36,15 @@ class Doorkeeper:
     def _on_return(self, message: Message) -> None:
         body, rank = message.body, rank_of(message.sender)
         assert isinstance(body, Return)
-        if rank < 1:
+        if not 1 <= rank < self._workers:
             raise FrameRefused(f"{message.sender} cannot come back")
+        if body.life <= self._exchange.links.life_of(rank):
+            raise FrameRefused(
+                f"{message.sender} comes back in life {body.life}, but has been in "
+                f"{self._exchange.links.life_of(rank)}: SLIPSTREAM_LIFE must grow"
+            )
+        if not ADDRESS.fullmatch(body.address):
+            raise FrameRefused(f"{message.sender} at {body.address!r}, which is no address")
         if message.sender in self._member.roster.heard:  # it died a moment ago
             self._member.give_up(message.sender)
             self._member.handle_again(message)
@@ -45,13 +55,16 @@ class Doorkeeper:
     def _admit(self, applicant: Applicant) -> None:
         rank, drains = applicant.rank, self._exchange.drains
         self._member.readmit(f"rank {rank}", applicant.address)
-        others = [peer for peer in self._exchange.peers() if peer != rank]
+        others = [peer for peer in self._exchange.peers if peer != rank]
         told = Returned(rank, applicant.address, applicant.life, drains)
         for peer in others:
             self._member.send(f"rank {peer}", told, priority=CONTROL)
         made, bytes_s = self._exchange.made, self._exchange.pace.bytes_s
-        welcome = Welcome(made, drains, [0, *others], self.standing(), bytes_s)
-        self._member.send(f"rank {rank}", welcome)
+        moved = [(peer, self._moved[peer]) for peer in others if peer in self._moved]
+        welcome = Welcome(made, drains, [0, *others], moved, self.standing(), bytes_s)
+        self._moved[rank] = applicant.address
+        # In line with who is lost, and who is back.
+        self._member.send(f"rank {rank}", welcome, priority=CONTROL)
         self.give(f"rank {rank}")
 
 
@@ -93,7 +106,7 @@ class Returner:
         return self.enter()
 
     def ask(self) -> None:
-        self._member.send(HUB, Return(self._member.transport.address, self._exchange.life))
+        self._member.send(HUB, Return(self._member.transport.address, self._exchange.links.life))
 
     def ready(self) -> bool:
         return self._welcome is not None and not self._missing()
@@ -112,16 +125,19 @@ class Returner:
         )
 
     def _missing(self) -> list[str]:
-        """Rank 0 counts when all of its weights have come."""
+        """Rank 0 counts when all of its weights have come, and who has died since not at all."""
         assert self._welcome is not None
         here = self._greeted if self._exchange.heard_of(0) else self._greeted - {0}
-        names = [f"rank {peer}" for peer in self._welcome.peers if peer not in here]
-        return [name for name in names if name not in self._member.lost]
+        awaited = [peer for peer in self._welcome.peers if peer not in here]
+        return [f"rank {peer}" for peer in awaited if not self._exchange.has_news_of(peer)]
 
     def _on_welcome(self, message: Message) -> None:
         assert isinstance(message.body, Welcome)
         if message.sender != HUB:
             raise FrameRefused(f"a welcome from {message.sender}")
+        for rank, address in message.body.moved:
+            self._member.transport.connect(f"rank {rank}", address)
+        self._exchange.be_welcome(message.body)
         with self._member.changed:
             self._welcome = message.body
             self._member.changed.notify_all()

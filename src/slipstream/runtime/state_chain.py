@@ -47,8 +47,11 @@ class StateChain:
         finally:
             self.open = False
 
-    def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> None:
-        """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same."""
+    def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> bool:
+        """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same.
+
+        Whether they have come; not if the rank before has died, where the rest go on.
+        """
         if self._rank == 0:
             self._send_all(tensors)
         else:
@@ -59,13 +62,16 @@ class StateChain:
                     with suppress(FrameRefused):
                         self._take(message)
             self._member.wait_until(
-                lambda: not self._left,
+                lambda: not self._left or self._before in self._member.lost,
                 what="rank 0's weights",
                 limit_s=self._limit_s,
                 missing=lambda: [self._before],
             )
+        complete = not self._left
+        self._left = 0
         self.sync += 1
         finish()
+        return complete
 
     def _take_out_early(self) -> list[Message]:
         """What has arrived for this run; pieces of later ones stay."""

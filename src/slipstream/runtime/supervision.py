@@ -93,6 +93,8 @@ class Supervision:
     deadline: float = math.inf
     lost: list[Ended] = field(default_factory=list)
     replaced: list[Ended] = field(default_factory=list)  # to be started again
+    _over: bool = False  # rank 0 has ended
+    _strays: set[str] = field(default_factory=set)  # started again, and there when it was over
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
@@ -102,6 +104,11 @@ class Supervision:
     def ending(self) -> bool:
         return self._asked is not None or bool(self._failures)
 
+    @property
+    def condemned(self) -> set[str]:
+        """Whom a signal is for."""
+        return self.running if self.ending else self._strays
+
     def started(self, worker: str) -> None:
         self.running.add(worker)
 
@@ -110,13 +117,22 @@ class Supervision:
             self._asked = self._asked or event
             return self.press()
         self.running.discard(event.member)
+        if event.member in self._strays and not self.ending:
+            self._strays.discard(event.member)
+            if not self._strays:
+                self.deadline = math.inf
+                self._sent.clear()
+            return None
         if self._spared(event):
-            again = event.code < 0 and len(self.replaced) < self.restarts
+            again = event.code < 0 and self._restartable(event)
             (self.replaced if again else self.lost).append(event)
             return None
-        if event.member == "rank 0" and self.replaced:
+        if event.member == "rank 0" and not self.ending:
             # The job is over; one that was started again may be looking for it for long.
-            self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
+            self._over = True
+            self._strays = {ended.member for ended in self.replaced} & self.running
+            if self._strays:
+                self.deadline = self.clock() + self.limits.grace_s
         # A server may well be gone before the workers are: rank 0 dismisses it at the end.
         if event.code != 0 and not self._sent:
             self._failures.append(event)
@@ -139,14 +155,14 @@ class Supervision:
     def _restartable(self, event: Ended) -> bool:
         """Also where one that was started again finds that the others have finished."""
         if event.code < 0:
-            return len(self.replaced) < self.restarts
+            return len(self.replaced) < self.restarts and not self._over
         return event.member in {ended.member for ended in self.replaced}
 
     def press(self) -> signal.Signals | None:
         """The deadline has passed, or somebody is impatient: the next harder signal."""
         steps = ((signal.SIGTERM, self.limits.term_s), (signal.SIGKILL, self.limits.kill_s))
         if len(self._sent) == len(steps):
-            self.running.clear()  # stuck in the kernel: nothing more can be done about them
+            self.running -= set(self.condemned)  # stuck in the kernel: nothing can be done about it
             return None
         if not self._sent:
             self._stuck = tuple(sorted(self.running))

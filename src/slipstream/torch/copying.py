@@ -13,9 +13,9 @@ from slipstream.torch.staging import Staging
 from slipstream.types import Values
 
 
-def copy_state(chain: StateChain, model: nn.Module) -> None:
-    """Every parameter and buffer of rank 0's model to all ranks."""
-    chain.run(*staged([tensor for _, tensor in whole_state(model)]))
+def copy_state(chain: StateChain, model: nn.Module) -> bool:
+    """Every parameter and buffer of rank 0's model to all ranks; whether all of it has come."""
+    return chain.run(*staged([tensor for _, tensor in whole_state(model)]))
 
 
 def staged(tensors: Sequence[torch.Tensor]) -> tuple[list[Values], Callable[[], None]]:

@@ -28,7 +28,8 @@ class PartialUpdates(Synchronizer):
         """Step, owe it to the others, and wait for them if they are far behind."""
         self.tap.end()
         self._check_all_exchanged(self._optimizer)
-        coefficient = self._slices.coefficient(self.step, self.plan.cluster.workers)
+        self._exchange.let_in()
+        coefficient = self._slices.coefficient(self.step, self._exchange.workers)
         self._exchange.give(self._exchange.weights.stepped(self._optimizer.step, coefficient))
         self._exchange.wait()
         self.after_step()

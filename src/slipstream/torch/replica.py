@@ -267,6 +267,8 @@ def reroute_around_the_lost(
         if message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not say who is lost")
         if lost == membership.env.rank:
+            if not all(e.entered for e in exchanges if isinstance(e, PartialExchange)):
+                return  # it is about the life before
             member.fail(LeftBehind(member.name, left_behind(member.roster.silence_s)))
             return
         if not member.is_hub:

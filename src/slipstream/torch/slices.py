@@ -64,12 +64,14 @@ def come_back(
     Trained weights come as updates, added to zeros; the rest as it is at rank 0.
     """
     exchange.weights.clear()
-    chain.among(range(1, membership.env.rank))
+    others = set(range(1, membership.env.world_size)) - {membership.env.rank}
+    chain.among(others)
     with chain.opened():
-        welcome = Returner(exchange, membership.member, membership.limits.start_s).come_back()
+        welcome = Returner(exchange, membership.member, membership.limits.wait_s).come_back()
         chain.sync = welcome.standing[-1]
         chain.run(*staged(untrained(model, plan)))
         chain.sync -= 1  # the others have not taken part
+    chain.among(())
     return welcome
 
 
@@ -85,10 +87,11 @@ def keep_the_door(
     if not member.is_hub:
         Neighbour(exchange, member)
         return None
-    door = Doorkeeper(exchange, member)
+    door = Doorkeeper(exchange, member, plan.cluster.workers)
 
     def give(name: str) -> None:
-        views, _ = staged(untrained(model, plan))
+        # Copies: the next forward may change statistics before they have left.
+        views, _ = staged([tensor.clone() for tensor in untrained(model, plan)])
         chain.send_to(name, chain.sync, views)
 
     door.give = give

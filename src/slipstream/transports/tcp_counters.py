@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -21,10 +20,26 @@ def acknowledged(fd: int, port: int) -> tuple[int, float]:
     """
     if sys.platform != "linux":
         return 0, 0.0
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+    try:
+        duplicate = os.dup(fd)
+    except OSError:
+        return 0, 0.0
+    try:
+        return _read(duplicate, port)
+    except OSError:
+        return 0, 0.0
+    finally:
+        os.close(duplicate)
+
+
+def _read(fd: int, port: int) -> tuple[int, float]:
+    connection = socket.socket(fileno=fd)
+    try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
-        if connection.getpeername()[1] == port and len(info) == _NBYTES:
-            (nbytes,) = _COUNTER.unpack_from(info, _BYTES_ACKED_AT)
-            (busy_us,) = _COUNTER.unpack_from(info, _BUSY_US_AT)
-            return nbytes, busy_us / 1e6
-    return 0, 0.0
+        if connection.getpeername()[1] != port or len(info) < _NBYTES:
+            return 0, 0.0
+    finally:
+        connection.detach()
+    (nbytes,) = _COUNTER.unpack_from(info, _BYTES_ACKED_AT)
+    (busy_us,) = _COUNTER.unpack_from(info, _BUSY_US_AT)
+    return nbytes, busy_us / 1e6

@@ -143,7 +143,8 @@ class Greeting(Body, tag="greeting", frozen=True):
 
 
 class Welcome(Body, tag="welcome", frozen=True):
-    """Rank 0 to one that has come back: where the job stands, and who else is there.
+    """Rank 0 to one that has come back: where the job stands, who else is there, and where those
+    listen who have come back before.
 
     My weights follow as updates, to be added to zeros.
     """
@@ -151,8 +152,13 @@ class Welcome(Body, tag="welcome", frozen=True):
     steps: Count
     drains: Count
     peers: list[Count]
+    moved: list[tuple[Count, Name]]
     standing: list[Count]
     bytes_s: float
+
+
+class Ask(Body, tag="ask", frozen=True):
+    """Rank 0 to a worker: tell me your weights."""
 
 
 class Opinion(Body, tag="opinion", frozen=True):
@@ -347,6 +353,7 @@ AnyBody = (
     | Returned
     | Greeting
     | Welcome
+    | Ask
     | Opinion
     | Rows
     | Arrived

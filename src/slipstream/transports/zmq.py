@@ -312,7 +312,8 @@ class ZmqTransport:
             heapq.heappush(self._outbound[lane].waiting, posted)
             touched.append(lane)
         for lane in dict.fromkeys(touched):
-            self._push_out(lane)
+            if lane in self._outbound:  # else it was cut since
+                self._push_out(lane)
 
     def _cut(self, peer: str) -> None:
         """A peer listens somewhere else now; what was on its way to the old place is gone."""

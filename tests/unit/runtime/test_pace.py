@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from slipstream.planning.slices import Slices
-from slipstream.runtime.pace import LOOK_S, LOOK_STEPS, Pace
+from slipstream.runtime.pace import CALM_LOOKS, LOOK_S, LOOK_STEPS, Pace
 from slipstream.testing.clock import VirtualClock
 
 MODEL, LINK = 1_000_000, 10e6
@@ -114,3 +116,32 @@ def test_a_connection_that_counts_anew_tells_nothing_at_first() -> None:
     assert scene.pace.account()["link_bytes_s"] == LINK
     scene.counters.moved = dict.fromkeys(PEERS, (1000, 0.9))
     assert scene.train(round(LOOK_S / 0.1) + 1, 0.1, held_up=True) == 4
+
+
+def spell(scene: Scene, looks: int, *, held_up: bool = False) -> int:
+    return scene.train(looks * (round(LOOK_S / 0.1) + 1), 0.1, held_up=held_up)
+
+
+def test_after_a_narrow_spell_p_comes_back_bit_by_bit() -> None:
+    """Links that are wide again show nothing while little is sent."""
+    scene = Scene(Slices())
+    scene.train(LOOK_STEPS, 0.1)
+    scene.counters.move(1_000_000, 3.0)
+    assert spell(scene, 1, held_up=True) == 34
+    assert spell(scene, CALM_LOOKS - 1) == 34
+    assert spell(scene, 12) <= 4
+
+
+def test_what_did_not_go_well_is_tried_again_later_and_later() -> None:
+    scene = Scene(Slices())
+    scene.train(LOOK_STEPS, 0.1)
+    tries = []
+    for look in range(8 * CALM_LOOKS):
+        trying = spell(scene, 1) < 4
+        if trying:  # more than the link has, which shows
+            tries.append(look)
+            scene.counters.move(20_000_000, 6.0)
+            assert spell(scene, 1, held_up=True) == 4
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert len(gaps) >= 2
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(gaps))
