@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.planning.slices import Load, Slices
+from slipstream.planning.slices import WORTH_CHANGING, Load, Slices
 from slipstream.transports.protocol import Transport
 
 LOOK_S = 2.0  # how often, and after how many steps at the least
@@ -97,11 +97,13 @@ class Pace:
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
         seen = nbytes / busy_s if busy_s > 0 else 0.0
         self._calm = 0 if self._held_up else self._calm + 1
+        before = self.bytes_s
         if seen and (self._held_up or (seen > self.bytes_s and busy_s > BUSY * elapsed_s)):
             self.bytes_s = seen
-        if self._held_up:
-            self._patience = min(2 * self._patience, MOST_LOOKS) if self._trying else CALM_LOOKS
-            self._trying = False
+        if self._held_up and self._trying:
+            self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
+        elif self._held_up:
+            self._patience = CALM_LOOKS if narrowed(before, self.bytes_s) else self._patience
         elif self._calm >= (1 if self._trying else self._patience) and self.partitions > 1:
             self.bytes_s *= A_LITTLE_MORE
             self._calm, self._trying = 0, True
@@ -118,3 +120,7 @@ class Pace:
             "link_bytes_s": self.load.bytes_s,
             "steps_s": self.load.steps_s,
         }
+
+
+def narrowed(before: float, now: float) -> bool:
+    return now < (1 - WORTH_CHANGING) * before
