@@ -142,10 +142,12 @@ class Outcome:
 class Ground:
     """Where workers run: one on each host of a lab, or all on this machine's loopback."""
 
-    def __init__(self, workers: int, servers: int, lab: Lab | None) -> None:
+    def __init__(
+        self, workers: int, servers: int, lab: Lab | None, ports: Iterator[int] | None = None
+    ) -> None:
         self.workers, self.servers, self._lab = workers, servers, lab
         # Another for each trial: the last one's first worker may still be on its way out.
-        self._ports = itertools.count(PORT)
+        self._ports = ports or itertools.count(PORT)
 
     def places(self, env: dict[str, str]) -> list[Place]:
         port = next(self._ports) if self._lab else free_port()
