@@ -170,7 +170,7 @@ def compared(
                     contestant.system,
                     steps=args.steps,
                     lr=lr,
-                    evaluate_every=max(1, args.steps // 32),
+                    evaluate_every=max(1, args.steps // 26),
                 )
                 run = measure(trial, where, nursery, Bounds(None, None))
                 rows.append(told(args, load, contestant, trial, run))
