@@ -125,6 +125,7 @@ class Job:
         self._occasions: Counter[str] = Counter()
         self._resumed_at = 0
         self._back_at = 0
+        self._begun_steps = False
         self._sampled = False
         self._own_averages: Averages | None = None
 
@@ -170,10 +171,16 @@ class Job:
         while (step := self._next_step()) < total:
             if scheduler is not None:
                 catch_up(scheduler, step - expected)
+            self._begun_steps = True
             yield step
             expected = step + 1
             if not self._misses_rounds and self.step == step:
                 raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
+
+    @property
+    def _looping(self) -> bool:
+        """Whether the loop has begun; of one that was started again only ``job.steps`` tells."""
+        return self._begun_steps or not self._env.life
 
     @property
     def _just_back(self) -> bool:
@@ -373,9 +380,9 @@ class Job:
         if self._just_back:
             return
         self._replica.partial.drain()
-        self._take_the_first_ones(self._replica)
+        self._take_the_first_ones(self._replica, "flushed")
 
-    def _take_the_first_ones(self, replica: Replica) -> None:
+    def _take_the_first_ones(self, replica: Replica, said: str) -> None:
         """All take rank 0's weights. They have all updates alike then, but added in another order;
         and some may have got more than others of one that has died."""
         assert self._membership is not None
@@ -383,11 +390,11 @@ class Job:
         with replica.chain.opened():
             while True:
                 lost = [rank_of(name) for name in self._membership.member.lost]
-                replica.chain.among(self.share(lost))
-                self.share(None)  # everybody knows now whose pieces to take
+                replica.chain.among(self._say_all(said, lost, "job.flush")[0])
+                self._say_all(said, None, "job.flush")  # everybody knows now whose pieces to take
                 copied = copy_state(replica.chain, self._model)
                 # Who trains on sends slices, which a copy still under way would overwrite.
-                if all(self._say_all("copied", copied, "job.flush")):
+                if all(self._say_all(said, copied, "job.flush")):
                     return
 
     def consensus(self) -> MeanWeights:
@@ -422,10 +429,12 @@ class Job:
     def _occasion(self, what: str) -> str:
         """A name for what all ranks do together now: how often it is done.
 
-        Where a worker may come back, it is counted by steps, since that one has not done all.
+        Where a worker may come back, it is counted by steps, since that one has not done all. What
+        it does before its loop, the others have done before theirs; and they may end at different
+        steps.
         """
-        if self._replica is not None and self._replica.partial is not None:
-            what = f"{what}/{self.step}"
+        if self._replica is not None and self._replica.partial is not None and what != "ended":
+            what = f"{what}/{self.step if self._looping else self._resumed_at}"
         self._occasions[what] += 1
         return f"{what}/{self._occasions[what]}"
 
@@ -686,7 +695,7 @@ class Job:
         replica, membership, model = self._replica, self._membership, self._model
         if replica.partial is not None:
             replica.partial.drain(final=True)
-            self._take_the_first_ones(replica)
+            self._take_the_first_ones(replica, "ended")
         if replica.plan.together:
             return
         for exchange in replica.link_exchanges:

@@ -47,8 +47,8 @@ Restarts = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Workers that are killed and started again, to come back where the strategy lets them "
-        "(ako).",
+        help="How often, in all, a worker that was killed is started again, to come back where the "
+        "strategy lets it (ako).",
     ),
 ]
 JsonFile = Annotated[

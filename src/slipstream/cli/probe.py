@@ -158,7 +158,7 @@ def _listen(address: str, port: int, secret: bytes | None) -> None:
 
 def _seen(counts: Counts) -> str:
     return (
-        f"answered {counts.sessions} probers, {counts.streams} streams; ignored "
+        f"answered {counts.sessions} prober(s), {counts.streams} streams; ignored "
         f"{counts.strangers} packets of strangers and {counts.malformed} that made no sense"
     )
 

@@ -68,7 +68,8 @@ class Rounds:
             first = 1  # a try of the script, alone
         if not 1 <= first <= workers:
             asked = f"backup={self.backup}" if self.first is None else f"first={self.first}"
-            raise ConfigError(f"{asked} with {workers} workers: nobody would be left, or too few")
+            allowed = f"1 to {workers}" if self.first is not None else f"0 to {workers - 1}"
+            raise ConfigError(f"{asked} with {workers} workers: choose from {allowed}")
         return replace(self, first=first, backup=None, min_first=min(self.min_first, first))
 
     def may_start(self, progress: Progress) -> bool:

@@ -110,6 +110,9 @@ class Crew:
         while self._watch.running:
             self._handle_next(self._watch.deadline)
             if time.monotonic() >= self._watch.deadline:
+                if not self._watch.ending:
+                    late = ", ".join(sorted(self._watch.condemned))
+                    say(f"{late} came back too late: the others have finished")
                 self._kill_workers(self._watch.press(), self._watch.condemned)
         return self._watch.verdict()
 

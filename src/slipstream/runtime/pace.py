@@ -10,7 +10,8 @@ from slipstream.transports.protocol import Transport
 
 LOOK_S = 2.0  # how often, and after how many steps at the least
 LOOK_STEPS = 10
-BUSY = 0.25  # of the time, for a link to show what it has
+BUSY = 0.25  # of the time, for a link to show that it has more
+FULL_TIME = 0.5  # for it to show that it has less: a slice may wait for a busy processor, too
 CALM_LOOKS = 15  # before more is tried
 MOST_LOOKS = 240
 A_LITTLE_MORE = 1.3  # enough for p to follow
@@ -98,7 +99,8 @@ class Pace:
         seen = nbytes / busy_s if busy_s > 0 else 0.0
         self._calm = 0 if self._held_up else self._calm + 1
         before = self.bytes_s
-        if seen and (self._held_up or (seen > self.bytes_s and busy_s > BUSY * elapsed_s)):
+        share = busy_s / elapsed_s
+        if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
             self.bytes_s = seen
         if self._held_up and self._trying:
             self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False

@@ -26,6 +26,14 @@ SIGNATURE_BYTES = 32
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
 TRY_S = 2.0
 T = TypeVar("T")
+# By what they say there: where all ranks meet.
+TOGETHER = {
+    "share": "job.share",
+    "flushed": "job.flush",
+    "ended": "the end of the `with` block",
+    "save": "job.save",
+    "load": "job.load",
+}
 
 # A process may run several jobs one after the other, but its port can be listened on only once.
 _jobs = itertools.count()
@@ -122,7 +130,10 @@ def waiting_for(key: str) -> str:
             "all ranks to join (a job secret has to be set on all of them or on none, and "
             "WORLD_SIZE workers have to be started)"
         )
-    return f"all ranks to say their {key.partition('/')[0]!r}"
+    said = key.partition("/")[0]
+    if said in TOGETHER:
+        return f"all ranks in {TOGETHER[said]}, which every rank comes to at the same step"
+    return f"all ranks to say their {said!r}"
 
 
 def open_store(env: Environment, limit_s: float) -> Any:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 from slipstream.errors import FrameRefused, LeftBehind
+from slipstream.runtime.crew import say
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.member import HUB, Member
 from slipstream.runtime.partial_exchange import Applicant, PartialExchange
@@ -27,7 +28,7 @@ class Doorkeeper:
     def __init__(self, exchange: PartialExchange, member: Member, workers: int) -> None:
         self._workers = workers
         self._moved: dict[int, str] = {}  # where those listen who have come back
-        self.standing: Standing = list
+        self.standing: Standing = lambda: [0]
         self.give: Callable[[str], None] = lambda name: None  # what else it needs
         self._exchange, self._member = exchange, member
         member.on(Return, self._on_return)
@@ -66,6 +67,7 @@ class Doorkeeper:
         # In line with who is lost, and who is back.
         self._member.send(f"rank {rank}", welcome, priority=CONTROL)
         self.give(f"rank {rank}")
+        say(f"rank {rank} is back, at step {self.standing()[0] + made}")
 
 
 class Neighbour:

@@ -144,9 +144,12 @@ def threshold(delta: Delta) -> float | Drop:
         return delta
     share = delta.removesuffix("%")
     try:
-        return Drop(float(share) / 100) if share != delta else float(delta)
+        value = float(share)
     except ValueError:
         raise ConfigError(f"delta={delta!r}: give a value, or a share such as '90%'") from None
+    if share != delta and not 0 <= value < 100:
+        raise ConfigError(f"delta={delta!r}: a share is 0% or more, and below 100%")
+    return Drop(value / 100) if share != delta else value
 
 
 def scaled(delta: float | Drop, cluster: Cluster) -> float | Drop:

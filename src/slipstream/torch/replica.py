@@ -125,7 +125,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
         raise ConfigError(
             "LBFGS runs backward itself, several times a step, so nobody can run ahead of its "
-            "updates: use rounds of all workers (staleness=0), or another optimizer"
+            "updates: use another optimizer, or rounds of all workers, such as push_pull()"
         )
     inventory = Inventory.of(model)
     if not inventory.specs:
