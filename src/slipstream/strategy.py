@@ -374,6 +374,7 @@ PARTS: dict[str, type[Any]] = {
         Sharded,
         Tree,
         WaitFree,
+        WithinReach,
     )
 }
 

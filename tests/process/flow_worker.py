@@ -103,7 +103,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             job.share(None)
             schedule.last_epoch = job.step
         told["losses"] = []
-        for step in job.steps(asked["steps"]):
+        for step in job.steps(asked["steps"] + asked.get("more_steps", [0] * 9)[job.rank]):
             time.sleep(asked.get("pause_s", [0.0])[job.rank % len(asked.get("pause_s", [0.0]))])
             if [job.rank, step] == asked.get("killed"):
                 die()

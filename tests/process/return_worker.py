@@ -32,6 +32,7 @@ def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
         model, optimizer = job.distribute(net, optimizer, "ako(partitions=2)")
         if Path(checkpoint).exists():
             job.load(checkpoint)
+        told["before"] = job.share(17)
         for step in job.steps(int(total), scheduler=schedule):
             if job.rank == 1 and LIFE == 0 and step == int(killed_at):
                 os.kill(os.getpid(), signal.SIGKILL)

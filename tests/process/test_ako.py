@@ -120,6 +120,19 @@ def test_training_goes_on_from_a_checkpoint(nursery: Nursery, tmp_path: Path) ->
     assert {len(each["losses"]) for each in said} == {STEPS - 20}
 
 
+def test_workers_may_end_after_different_numbers_of_steps(nursery: Nursery, tmp_path: Path) -> None:
+    """Far more than they may be apart while all train."""
+    case = {
+        "name": "uneven",
+        "strategy": "ako(partitions=2, staleness=3)",
+        "more_steps": [0, 60, 5],
+    }
+    assert run(nursery, tmp_path, LEARNER, case, ranks=3) == [0] * 3
+    said = told(tmp_path, case, [0, 1, 2])
+    assert [each["step"] for each in said] == [STEPS, STEPS + 60, STEPS + 5]
+    assert len({each["digest"] for each in said}) == 1
+
+
 # ---- the dead
 
 

@@ -34,6 +34,7 @@ def said(folder: Path, rank: int, life: int = 0) -> dict[str, Any]:
 def test_one_that_was_killed_comes_back_with_the_weights_of_the_others(tmp_path: Path) -> None:
     launch = trained(tmp_path, killed_at=60, total=TOTAL)
     assert "rank 1 was killed by SIGKILL; it is started again" in launch.stderr
+    assert "rank 1 is back, at step " in launch.stderr
     others = [said(tmp_path, 0), said(tmp_path, 2)]
     back = said(tmp_path, 1, life=1)
     assert len({each["digest"] for each in (*others, back)}) == 1
@@ -46,6 +47,7 @@ def test_one_that_was_killed_comes_back_with_the_weights_of_the_others(tmp_path:
     assert back["losses"][0] < 0.5 * others[0]["losses"][0]
     assert len({each["rate"] for each in (*others, back)}) == 1
     assert {each["shared"] for each in (*others, back)} == {TOTAL - 1}
+    assert back["before"] == 17
 
 
 def test_one_that_would_come_back_too_late_does_not_spoil_the_end(tmp_path: Path) -> None:

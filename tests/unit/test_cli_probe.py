@@ -71,7 +71,7 @@ def test_listening_until_ctrl_c(slipstream) -> None:
     assert where.startswith(f"{LOOPBACK}:")
     assert code == 0, err
     assert listening.returncode == 130
-    assert last.startswith("answered 1 probers, ")
+    assert last.startswith("answered 1 prober(s), ")
     assert last.endswith("ignored 0 packets of strangers and 0 that made no sense\n")
 
 

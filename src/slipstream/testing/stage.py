@@ -45,7 +45,7 @@ class Stage:
         for rank in plan.cluster.worker_nodes:
             worker = self.members[plan.cluster.name(rank)]
             for name in names:
-                worker.transport.connect(name, worker.transport.address)
+                worker.transport.connect(name, self.members[name].transport.address)
             worker.expect(*(names if worker.is_hub else [HUB]))
         self._configure(optimizer)
 
