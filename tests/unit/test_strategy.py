@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import make_plan, spec_lists, vector
 
 from slipstream.codecs import Bounded, Dense, Drop, OneBit
-from slipstream.consistency import Asynchronous, BoundedStaleness, Rounds
+from slipstream.consistency import Asynchronous, BoundedStaleness, Rounds, WithinReach
 from slipstream.errors import ConfigError, IncompatibleRoute, TooManyServers
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.strategy import PARTS, Plan, Route, Strategy, Update, describe, rebuild
@@ -169,6 +169,7 @@ EXAMPLES = {
     "Sharded": Sharded(),
     "Tree": Tree((((1,), (), (0,)),)),
     "WaitFree": WaitFree(),
+    "WithinReach": WithinReach(5),
 }
 
 
