@@ -13,19 +13,19 @@ HOLDS_S = 5.0  # an estimate; the less that is sent, the less there is to learn 
 
 @dataclass(slots=True)
 class Watched:
-    """One link: what has been told of it, and until when that holds."""
+    """One link: what has been told of it; and if it was found narrow, until when that holds."""
 
     passive: Passive = field(default_factory=Passive)
     nbytes: int = 0
     seconds: float = 0.0
-    until: float = 0.0
+    until: float | None = None
 
 
 class LinkWatch:
     """Narrow is a link that brought less than ``enough`` bytes/s to a peer while it was busy.
 
-    A link that is given little shows little, so an old estimate is dropped: one clock in so many
-    seconds is sent as if there were room, and tells anew.
+    A link that is given little shows little, so the verdict holds for a while only, whatever little
+    has moved since: then one clock is sent as if there were room, and tells anew.
     """
 
     def __init__(
@@ -53,9 +53,12 @@ class LinkWatch:
         if nbytes < link.nbytes:  # another connection, which counts from the beginning
             link.nbytes, link.seconds = 0, 0.0
         link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
-        if link.passive.bytes_s != before:
-            link.until = now + HOLDS_S
+        if link.passive.bytes_s != before:  # else it was too little yet, and adds up
             link.nbytes, link.seconds = nbytes, seconds
-        elif now > link.until:
-            link.passive, link.nbytes, link.seconds = Passive(), nbytes, seconds
-        return link.passive.sufficient(self._enough) is False
+        if link.until is not None and now > link.until:
+            link.passive, link.nbytes, link.seconds, link.until = Passive(), nbytes, seconds, None
+        elif link.passive.sufficient(self._enough) is not False:
+            link.until = None
+        elif link.until is None:
+            link.until = now + HOLDS_S
+        return link.until is not None

@@ -55,6 +55,28 @@ def test_small_transfers_add_up() -> None:
     assert told
 
 
+def test_they_add_up_over_time_too() -> None:
+    scene = Scene()
+    for _ in range(50):
+        scene.now += 0.05
+        scene.transport.move("server 0", 10_000, 0.01)
+        told = scene.watch.narrow()
+    assert told
+
+
+def test_little_traffic_does_not_keep_a_link_narrow() -> None:
+    """What is sent because a link is narrow shows nothing but that little was sent."""
+    scene = Scene()
+    scene.transport.move("server 0", MEGABYTE, 1.0)
+    told = []
+    for _ in range(30):
+        told.append(scene.watch.narrow())
+        scene.now += HOLDS_S / 20
+        scene.transport.move("server 0", 70_000, 0.05)
+    assert told[:20] == [True] * 20
+    assert not all(told[20:23])
+
+
 def test_what_was_seen_holds_for_a_while() -> None:
     scene = Scene()
     scene.transport.move("server 0", MEGABYTE, 1.0)
