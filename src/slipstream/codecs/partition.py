@@ -63,10 +63,6 @@ class Owed:
             by_turn.setdefault(rotation.turn(sender, peer), set()).add(peer)
         self.debts = [Debt(t, who, np.zeros(numel, np.float32)) for t, who in by_turn.items()]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(debt.total.nbytes for debt in self.debts)
-
     def add(self, update: Floats) -> None:
         for debt in self.debts:
             np.add(debt.total, update, out=debt.total)

@@ -1,7 +1,7 @@
 """A worker that has died comes back into a job whose workers exchange slices.
 
-It is a new process in the place of the old one. It asks rank 0, which lets it in between two of
-its own steps; everybody learns where it listens, and it trains on as soon as it has rank 0's
+It is a new process in the place of the old one. It asks rank 0, which lets it in at the end of one
+of its own steps; everybody learns where it listens, and it trains on as soon as it has rank 0's
 weights and all others take its updates.
 """
 
