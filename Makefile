@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test bench clean
+.PHONY: help setup train test verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -44,6 +44,9 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m mypy
 	@# Two at a time, a file each: most of them wait for other processes most of the time.
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+verify:  ## check the model of the shared-memory rings (needs spin)
+	@verify/check.sh
 
 bench: setup  ## dense training against DDP over shaped links (root; ten minutes)
 	@$(PIP) --editable '.[bench]'

@@ -104,11 +104,12 @@ def bandwidth(args: argparse.Namespace) -> list[dict[str, Any]]:
     nbytes, bytes_s = model_bytes(args), 25e6
     device_ms = 1000 * nbytes * (HOSTS - 1) / (1.5 * bytes_s)
     rows = []
+    ports = itertools.count(PORT)
     with field(HOSTS, bytes_s) as (lab, nursery):
         for partitions in range(1, 9):
             system = f"ako(partitions={partitions}, rate='200mbit')"
             trial = trial_of(args, system, device=str(device_ms), steps=round(8000 / device_ms))
-            run = measure(trial, Ground(HOSTS, 0, lab), nursery, Bounds(None, None))
+            run = measure(trial, Ground(HOSTS, 0, lab, ports), nursery, Bounds(None, None))
             predicted = nbytes * (HOSTS - 1) / partitions / run.step_s
             rows.append(
                 {

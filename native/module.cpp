@@ -1,8 +1,8 @@
 // The Python face of the kernels: buffers are checked here, so the kernels need not.
 
-#include <nanobind/nanobind.h>
+#include "buffers.h"
+
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include <cmath>
 #include <cstdint>
@@ -15,45 +15,15 @@
 #include "crc32c.h"
 #include "mean.h"
 #include "one_bit.h"
+#include "shared.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using slipstream::Buffer;
+using slipstream::overlap;
+using slipstream::refuse;
 
 namespace {
-
-[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
-
-// The bytes of a C-contiguous buffer, held for as long as this object lives.
-class Buffer {
-  public:
-    enum class Access { read, write };
-
-    // `name` is the argument's, for messages.
-    Buffer(nb::handle object, const std::string& name, Access access) {
-        if (!PyObject_CheckBuffer(object.ptr())) {
-            const auto type = nb::cast<std::string>(nb::type_name(object.type()));
-            throw nb::type_error((name + " must offer the buffer protocol, not " + type).c_str());
-        }
-        const bool writes = access == Access::write;
-        if (PyObject_GetBuffer(object.ptr(), &view_, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0)
-            return;
-        // Exporters disagree on the exception they refuse with.
-        const nb::python_error cause;
-        refuse(name + " must be " + (writes ? "writable and " : "") + "C-contiguous: " +
-               nb::str(cause.value()).c_str());
-    }
-
-    // An exporter may point into the view it filled: it stays where it is.
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer() { PyBuffer_Release(&view_); }
-
-    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-    std::size_t nbytes() const { return static_cast<std::size_t>(view_.len); }
-
-  private:
-    Py_buffer view_{};
-};
 
 struct Number {
     const char* name;
@@ -79,12 +49,6 @@ void check_divisor(double divisor, bool in_double) {
     if (!std::isfinite(rounded) || rounded == 0.0)
         refuse("divisor must be finite and nonzero in the precision of the sum, not " +
                nb::cast<std::string>(nb::repr(nb::float_(divisor))));
-}
-
-bool overlap(const Buffer& one, const Buffer& other) {
-    const auto a = reinterpret_cast<std::uintptr_t>(one.data());
-    const auto b = reinterpret_cast<std::uintptr_t>(other.data());
-    return a < b + other.nbytes() && b < a + one.nbytes();
 }
 
 // A block of `out` is written when that block of every input has been read, so a shifted
@@ -266,7 +230,8 @@ std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Kernels over raw buffers; all of them release the GIL.";
+    m.doc() = "Kernels over raw buffers, and shared memory; all that takes long releases the GIL.";
+    nb::set_leak_warnings(false);  // what a script still holds when it ends is no leak
     m.def("mean_into", &mean_into, "out"_a, "inputs"_a, "dtype"_a, "divisor"_a,
           "out_dtype"_a = nb::none(),
           "Write the sum of the inputs, taken in order, divided by `divisor`.");
@@ -302,4 +267,5 @@ NB_MODULE(_native, m) {
           "CRC-32C of `data`, continuing the checksum `seed`.");
     m.def("crc32c_portable", &checksum<slipstream::crc32c_portable>, "data"_a, "seed"_a = 0,
           "The same checksum by table, whatever the processor offers.");
+    slipstream::bind_shared(m);
 }

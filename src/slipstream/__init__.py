@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.entrance import init
     from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
-    from slipstream.job import Job, init
+    from slipstream.job import Job
     from slipstream.planning.backups import plan_backups
     from slipstream.planning.learning_rates import (
         asynchronous_rate,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         async_sgd,
         backup_workers,
         bounded_staleness,
+        gadei,
         one_bit,
         parameter_flow,
         poseidon,
@@ -54,6 +56,7 @@ __all__ = [
     "backup_workers",
     "bounded_staleness",
     "decayed_rate",
+    "gadei",
     "init",
     "one_bit",
     "parameter_flow",
@@ -84,7 +87,8 @@ _HOMES = {
     "bounded_staleness": "systems",
     "asynchronous_rate": "planning.learning_rates",
     "decayed_rate": "planning.learning_rates",
-    "init": "job",
+    "gadei": "systems",
+    "init": "entrance",
     "one_bit": "systems",
     "parameter_flow": "systems",
     "plan_backups": "planning.backups",

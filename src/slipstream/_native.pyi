@@ -116,3 +116,86 @@ def crc32c(data: _Bytes, seed: int = 0) -> int:
 
 def crc32c_portable(data: _Bytes, seed: int = 0) -> int:
     """What `crc32c` falls back to on a processor without the instruction: the same values."""
+
+def segment_nbytes(learners: int, slots: int, slot_nbytes: int, weights_nbytes: int) -> int:
+    """The bytes that a segment of this shape takes."""
+
+def format_segment(
+    memory: _Bytes, learners: int, slots: int, slot_nbytes: int, weights_nbytes: int
+) -> None:
+    """Make `memory`, zeros of `segment_nbytes`, a segment."""
+
+class Rings:
+    """A segment: weights, and a ring of slots for each learner. `memory` stays mapped."""
+
+    def __init__(self, memory: _Bytes) -> None: ...
+    version: int
+    @property
+    def learners(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def weights_at(self) -> int: ...
+    @property
+    def beat(self) -> int:
+        """Moves as long as the server is well."""
+
+    @property
+    def closing(self) -> bool: ...
+    def close(self) -> None:
+        """No more will be pushed."""
+
+    def slot_at(self, learner: int, slot: int) -> int: ...
+    def reserve(self, learner: int, limit_s: float) -> int | None:
+        """The slot to fill, once there is room; None if there is none within the limit."""
+
+    def publish(self, learner: int) -> None:
+        """The reserved slot is the server's now."""
+
+    def next(self, last: int, limit_s: float) -> tuple[int, int] | None:
+        """A learner after `last`, in turn, and its oldest slot; None if none comes in time."""
+
+    def rest(self, limit_s: float) -> None:
+        """Sleep, and be well."""
+
+    def release(self, learner: int) -> None:
+        """Its oldest published slot is the learner's again."""
+
+    def discard(self, learner: int) -> int:
+        """So is every published one; returns how many."""
+
+    def pushed(self, learner: int) -> int: ...
+    def taken(self, learner: int) -> int: ...
+    def advance(self) -> int:
+        """One more update has been made; returns how many."""
+
+    def begin_reading(self, learner: int, limit_s: float) -> bool:
+        """Until `end_reading` nobody changes weights; False if that takes longer."""
+
+    def end_reading(self, learner: int) -> None: ...
+    def begin_writing(self, who: int, limit_s: float) -> bool:
+        """Until `end_writing` nobody else does, and nobody reads; False if that takes longer."""
+
+    def end_writing(self) -> None: ...
+    def bury(self, who: int) -> None:
+        """One that has died reads and writes no more."""
+
+class Update:
+    """Updates of weights in place, from slots.
+
+    `places` has for each gradient: where its weights are, where it is in a slot, where the numbers
+    of its rows are, how many values it has, how many of them a row, its group, and whether they are
+    float64.
+    """
+
+    def __init__(
+        self, rule: str, places: list[tuple[int, int, int, int, int, int, bool]], groups: int
+    ) -> None: ...
+    @property
+    def weights_nbytes(self) -> int: ...
+    @property
+    def slot_nbytes(self) -> int: ...
+    def apply(
+        self, weights: _Bytes, slot: _Bytes, memories: Sequence[_Bytes], steps: _Bytes
+    ) -> None:
+        """Raise ValueError with the reason if the slot does not fit; nothing has changed then."""

@@ -1,4 +1,4 @@
-"""The two lines: ``init`` joins (or is alone), ``Job.distribute`` makes a loop data-parallel."""
+"""This process's place in a job; ``Job.distribute`` is the line that makes a loop data-parallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Form
@@ -25,8 +25,7 @@ from slipstream.runtime.accounts import staleness_text, together
 from slipstream.runtime.departure import depart, settle
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.exchange import rank_of
-from slipstream.runtime.joining import Limits, Membership, join
-from slipstream.runtime.last_words import speak_for
+from slipstream.runtime.joining import Membership
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watcher
 from slipstream.strategy import Plan, Strategy
@@ -46,40 +45,6 @@ from slipstream.types import Cluster
 DEFAULT_STRATEGY = "push_pull"
 
 
-def init(
-    *,
-    servers: int | None = None,
-    secret: str | None = None,
-    encrypt: bool | None = None,
-    interface: str | None = None,
-    start_limit_s: float = 120.0,
-    wait_limit_s: float = 600.0,
-    silence_limit_s: float = 5.0,
-) -> Job:
-    """Join the job this process was started for; alone, a world of one.
-
-    Arguments win over the environment (``SLIPSTREAM_SERVERS``, ``SLIPSTREAM_SECRET``,
-    ``SLIPSTREAM_ENCRYPT``, ``SLIPSTREAM_INTERFACE``). Limits are in seconds: for all ranks to
-    join, for any later wait, and for how long a member may be silent before it counts as lost.
-    """
-    known: list[Environment] = []
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    speak_for(spoken_rank(os.environ), is_local=first_here, joined=lambda: bool(known))
-    env = Environment.read(os.environ)
-    env = replace(
-        env,
-        servers=servers or env.servers,
-        secret=secret.encode() if secret is not None else env.secret,
-        encrypt=env.encrypt if encrypt is None else encrypt,
-        interface=interface or env.interface,
-    )
-    if env.world_size > 1:
-        env.require_secret()
-    known.append(env)
-    limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)
-    return Job(env, join(env, limits) if env.world_size > 1 else None)
-
-
 def clip_to(norm: float) -> Callable[..., None]:
     """What a worker does to its gradient before it leaves, for a step that is taken alone."""
 
@@ -96,13 +61,6 @@ def catch_up(scheduler: Any, steps: int) -> None:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         for _ in range(steps):
             scheduler.step()
-
-
-def spoken_rank(env: Mapping[str, str]) -> int:
-    """RANK; 0 where that makes no sense, so that the complaint about it is heard."""
-    rank, world = env.get("RANK", "0"), env.get("WORLD_SIZE", "1")
-    usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
-    return int(rank) if usable else 0
 
 
 class Job:
@@ -209,19 +167,22 @@ class Job:
                 "use a plain DataLoader for others, such as those of an evaluation"
             )
         self._sampled = True
-        lease = in_turn(self.rank, self.world_size, self._back_at)
-        if self._replica is not None and not self._replica.plan.together:
-            assert self._replica.service is not None
-            lease = self._replica.service.lease
         return LeasedBatches(
             dataset,
             batch_size,
-            lease,
+            self._dealer(),
             lambda: self._own_steps,
             workers=self.world_size,
             shuffle=shuffle,
             seed=seed,
         )
+
+    def _dealer(self) -> Callable[[int, int], Batch]:
+        """Whoever says which batch is next."""
+        if self._replica is not None and not self._replica.plan.together:
+            assert self._replica.service is not None
+            return self._replica.service.lease
+        return in_turn(self.rank, self.world_size, self._back_at)
 
     @property
     def _own_steps(self) -> int:
@@ -308,6 +269,17 @@ class Job:
             )
         said = strategy or self._env.strategy or DEFAULT_STRATEGY
         chosen = parse(said) if isinstance(said, str) else said
+        self._label = said if isinstance(said, str) else chosen.name
+        optimizer = self._take_part(model, optimizer, chosen)
+        self._model, self._optimizer = model, optimizer
+        self._watch()
+        self._begun = time.monotonic()
+        return model, optimizer
+
+    def _take_part(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Strategy
+    ) -> torch.optim.Optimizer:
+        """Set up what the strategy asks for; returns the optimizer that the loop uses."""
         if self._membership is None:
             inventory = prepare(model, optimizer, chosen)
             self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
@@ -316,19 +288,15 @@ class Job:
             if self._plan.clip_norm is not None:
                 optimizer.register_step_pre_hook(clip_to(self._plan.clip_norm))
             optimizer.register_step_post_hook(self._count_step)
-        else:
-            self._replica = replicate(model, optimizer, chosen, self._membership)
-            self._plan, optimizer = self._replica.plan, self._replica.optimizer
-            if self._replica.doorkeeper is not None:
-                self._replica.doorkeeper.standing = self._standing
-            if self._env.life:
-                self._come_back(model, self._replica)
-            self._warn_of_momentum(chosen, optimizer)
-        self._model, self._optimizer = model, optimizer
-        self._label = said if isinstance(said, str) else chosen.name
-        self._watch()
-        self._begun = time.monotonic()
-        return model, optimizer
+            return optimizer
+        self._replica = replicate(model, optimizer, chosen, self._membership)
+        self._plan, optimizer = self._replica.plan, self._replica.optimizer
+        if self._replica.doorkeeper is not None:
+            self._replica.doorkeeper.standing = self._standing
+        if self._env.life:
+            self._come_back(model, self._replica)
+        self._warn_of_momentum(chosen, optimizer)
+        return optimizer
 
     def _come_back(self, model: nn.Module, replica: Replica) -> None:
         """Into a job that has gone on without this worker."""
@@ -669,6 +637,9 @@ class Job:
                 for event in ("rounds", "staleness"):
                     if event in accounts:
                         watcher.tell(event, accounts[event])
+        return self._publish_summary(summary)
+
+    def _publish_summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self._env.json is not None:
             write_json(self._env.json, summary)
         return summary

@@ -23,13 +23,14 @@ from slipstream.planning.choosing import Verdict, Ways
 from slipstream.planning.costs import Form, Speeds
 from slipstream.planning.hybrid import Hybrid
 from slipstream.planning.layout import CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.planning.one_machine import OneMachine
 from slipstream.planning.slices import Slices
 from slipstream.planning.table import Row, shapes_of, tabulate
 from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 from slipstream.topologies import Mesh, Sharded, Topology, Tree
 from slipstream.types import LARGEST_CHUNK_BYTES, Chunk, Cluster, Node, Spec
 
-Road = Literal["links", "collective"]
+Road = Literal["links", "collective", "memory"]
 Update = Literal["worker", "server"]
 Travels = Literal["gradients", "steps"]  # what enters a worker's optimizer, or what it makes of it
 
@@ -39,7 +40,7 @@ class Route:
     """The way of one tensor: who holds it, what is pushed, what is published, over what.
 
     ``links`` are point-to-point messages; ``collective`` lets torch.distributed do the fan-out of
-    a mesh.
+    a mesh; ``memory`` is shared by the processes of one machine.
     """
 
     topology: Topology
@@ -249,6 +250,7 @@ class Strategy:
     outlives_workers: bool = False  # whether the rest go on when one is lost
     narrow_below: float | None = None  # bytes/s; links with less to spare are narrow
     slices: Slices | None = None  # workers send each other slices of their steps, out of lockstep
+    one_machine: OneMachine | None = None  # learners share the memory that weights are in
 
     def __post_init__(self) -> None:
         if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -270,6 +272,8 @@ class Strategy:
             )
         if (self.slices is not None) != isinstance(self.consistency, WithinReach):
             raise ConfigError(f"{self.name}: slices and WithinReach() belong together")
+        if self.one_machine is not None and not self.consistency.alone:
+            raise ConfigError(f"{self.name}: who shares memory trains by itself: Asynchronous()")
         if self.slices is not None and self.travels != "steps":
             raise ConfigError(f"{self.name}: what travels in slices are steps")
         for name in ("averaged", "clip_norm"):
@@ -308,6 +312,11 @@ class Strategy:
                     "use update='worker'"
                 )
             self._check_followed(spec, route)
+            if (route.road == "memory") != (self.one_machine is not None):
+                raise IncompatibleRoute(
+                    f"{spec.name!r} travels {route.scheme}: shared memory is for strategies with "
+                    "one_machine=, such as gadei(), and all tensors of one are in it"
+                )
             if route not in routes:
                 routes.append(route)
             route_of.append(routes.index(route))
@@ -334,7 +343,7 @@ class Strategy:
         followed = not self.consistency.lockstep or self.travels == "steps" or self.outlives_workers
         if self.slices is not None:
             return  # there is no such order
-        if followed and not (route.topology.needs_servers and route.road == "links"):
+        if followed and not (route.topology.needs_servers and route.road != "collective"):
             raise IncompatibleRoute(
                 f"{spec.name!r} travels {route.scheme}, where every worker makes the update for "
                 "itself; with staleness, travels='steps' or outlives_workers=True use Sharded()"
@@ -349,7 +358,7 @@ class Strategy:
             f"{self.consistency}, {self.schedule}, {self.hybrid}",
             f"averaged {self.averaged}, clip_norm {self.clip_norm}, {self.travels} travel",
             f"outlives workers: {self.outlives_workers}, narrow below {self.narrow_below}",
-            f"{self.slices}",
+            f"{self.slices}, {self.one_machine}",
             *sorted(routes),
         ]
 

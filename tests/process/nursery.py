@@ -258,13 +258,13 @@ def load() -> None:
     import torch.optim
     import torch.utils.checkpoint
 
-    import slipstream.job
+    import slipstream.entrance
 
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter]).step()
-    assert slipstream.job is not None
+    assert slipstream.entrance is not None
     # What all ranks share is not theirs to collect, which makes their end a short one.
     gc.collect()
     gc.freeze()

@@ -28,12 +28,14 @@ MAY_IMPORT = {
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
     "lab": {"errors", "units"},
-    "bench": GROUND | {"lab", "systems", "runtime", "job", ""},
+    "bench": GROUND | {"lab", "systems", "runtime", "entrance", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
+    "learner_job": DECISIONS | {"job", "runtime", "torch", "transports"},
+    "entrance": {"job", "learner_job", "runtime"},
     "cli": GROUND
     | {"systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
     | {""},  # the public face, as users see it
-    "__init__": {"errors", "job", "planning", "strategy", "systems", "torch"},
+    "__init__": {"entrance", "errors", "job", "planning", "strategy", "systems", "torch"},
 }
 EXCEPTIONS = {
     # A server that updates weights needs torch, and imports it when it learns that it must.
@@ -43,6 +45,7 @@ EXCEPTIONS = {
 # Beside slipstream.torch and its measurements, torch is the business of these alone.
 TORCH_OUTSIDE = {
     "job.py",
+    "learner_job.py",
     "cli/digits.py",
     "runtime/rendezvous.py",  # its TCPStore
     "runtime/telemetry.py",  # TensorBoard, when asked

@@ -79,13 +79,13 @@ def preload() -> None:
     import torch.optim
 
     import slipstream.bench.worker
-    import slipstream.job
+    import slipstream.entrance
 
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.SGD([parameter]).step()
-    assert slipstream.job
+    assert slipstream.entrance
     assert slipstream.bench.worker
 
 

@@ -6,6 +6,7 @@ that links are read with nothing on them; "judged" with what it found out about 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -95,6 +96,8 @@ class Loop:
             return Judgement(None, [], stats)
         metric = goal.evaluate(bare(self._session.model))
         judged = self._workload.model()  # the session's own belongs to the job
+        if self._weights:  # only one worker's; the others wait for it
+            torch.set_num_threads(os.cpu_count() or 1)
         snapshots = []
         for step, seconds, weights in self._weights:
             judged.load_state_dict(weights)

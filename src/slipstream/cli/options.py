@@ -44,11 +44,12 @@ MayLose = Annotated[
     ),
 ]
 Restarts = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
+        show_default="10 with gadei, else 0",
         help="How often, in all, a worker that was killed is started again, to come back where the "
-        "strategy lets it (ako).",
+        "strategy lets it (ako, gadei).",
     ),
 ]
 JsonFile = Annotated[

@@ -12,6 +12,8 @@ from slipstream.cli import options
 from slipstream.cli.places import places
 from slipstream.errors import LaunchError
 from slipstream.runtime.launch import launch
+from slipstream.runtime.launch_learners import RESTARTS, launch_learners
+from slipstream.systems import parse
 
 
 def run(
@@ -27,7 +29,7 @@ def run(
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
     may_lose: options.MayLose = 0,
-    restarts: options.Restarts = 0,
+    restarts: options.Restarts = None,
     lab: options.LabHosts = None,
     json: options.JsonFile = None,
     log: options.LogFile = None,
@@ -51,6 +53,20 @@ def run(
         interface=interface,
     )
     command = [sys.executable, *_program(script, module), *(arguments or [])]
+    if strategy is not None and parse(strategy).one_machine is not None:
+        if lab is not None or servers:
+            raise LaunchError(
+                f"{strategy}: learners share the memory of one machine, and have a server of their "
+                "own: leave out --lab and --servers"
+            )
+        code = launch_learners(
+            command,
+            workers or 1,
+            settings=settings,
+            may_lose=may_lose,
+            restarts=RESTARTS if restarts is None else restarts,
+        )
+        raise typer.Exit(code)
     with places(lab, workers, servers, settings) as where:
         code = launch(
             command,
@@ -58,7 +74,7 @@ def run(
             servers=where.servers,
             settings=where.settings,
             may_lose=may_lose,
-            restarts=restarts,
+            restarts=restarts or 0,
         )
     raise typer.Exit(code)
 

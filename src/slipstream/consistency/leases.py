@@ -51,6 +51,16 @@ class Leases:
         else:
             self._return([batch])
 
+    def first_of(self, rank: Rank, number: int) -> list[Batch]:
+        """The oldest that a worker has leased, at most so many."""
+        return list(self._leased.get(rank, deque()))[: max(0, number)]
+
+    def deal_again(self, batches: Iterable[Batch]) -> None:
+        """Their gradients had counted, and are lost."""
+        again = list(batches)
+        self.counted -= len(again)
+        self._return(again)
+
     def give_back(self, rank: Rank, number: int) -> None:
         """A worker will not train on the last so many that it leased."""
         leased = self._leased.get(rank, deque())

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from slipstream.errors import WaitLimit
 from slipstream.runtime import guardian
@@ -24,27 +25,50 @@ from slipstream.runtime.processes import (
     start_process,
 )
 from slipstream.runtime.relay import start_relay
-from slipstream.runtime.supervision import Ended, Event, Limits, Signalled, Supervision, Verdict
+from slipstream.runtime.supervision import Ended, Limits, Signalled, Supervision, Verdict
 
 # For the last lines of members that have ended; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
 
 
+class House(Protocol):
+    """A job in which the launcher itself has something to do."""
+
+    look_s: float
+
+    def take(self, event: object) -> bool:
+        """Whether an event was its own business."""
+
+    def look(self) -> None:
+        """Called every ``look_s`` seconds, and after every event."""
+
+    def start_again(self, name: str, life: int) -> None: ...
+
+
 class Crew:
     """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
 
-    def __init__(self, limits: Limits, *, may_lose: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        may_lose: int = 0,
+        restarts: int = 0,
+        leader: str | None = "rank 0",
+    ) -> None:
         self._limits = limits
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._watch = Supervision(limits, time.monotonic, may_lose, restarts)
+        self.house: House | None = None
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._watch = Supervision(limits, time.monotonic, may_lose, restarts, leader)
         self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: list[ServerProcess] = []
+        self._helpers: set[str] = set()
         self._output: list[threading.Thread] = []
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Crew:
-        self._cleanup.enter_context(_signals_into(self._events))
+        self._cleanup.enter_context(_signals_into(self.events))
         self._guardian = _start_guardian()
         return self
 
@@ -55,7 +79,7 @@ class Crew:
         trace: TracebackType | None,
     ) -> None:
         with self._cleanup:
-            self._kill_workers(signal.SIGKILL, self._watch.running)
+            self._kill_workers(signal.SIGKILL, {*self._watch.running, *self._helpers})
             self._close_servers()
             guardian.sweep(process.pid for process in self._processes.values())
             self._finish_output()
@@ -93,6 +117,43 @@ class Crew:
         self._servers.append(server)
         self._add(server.name, server.process)
 
+    def add_helper(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process that is no worker: the house hears of its end, and ends it."""
+        process = start_process(
+            command,
+            env,
+            Placement(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
+        )
+        self._helpers.add(name)
+        self._add(name, process)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            self._output.append(start_relay(stream, f"[{name}] ", 2))
+        return process
+
+    def add_directory(self, directory: Path) -> None:
+        """Goes with this process, should it be killed."""
+        self._tell_guardian(directory)
+
+    @property
+    def running(self) -> frozenset[str]:
+        return frozenset(self._watch.running)
+
+    @property
+    def ending(self) -> bool:
+        """Whether something has failed, or somebody has asked for the end."""
+        return self._watch.ending
+
+    @property
+    def restarts(self) -> int:
+        return len(self._watch.replaced)
+
     def servers_announced(self) -> bool:
         """Waits until every server has its address; False if the job is over before that."""
         limit_s = self._limits.server_start_s
@@ -108,7 +169,12 @@ class Crew:
     def wait(self) -> Verdict:
         """Returns when all workers have ended, by themselves or because they had to."""
         while self._watch.running:
-            self._handle_next(self._watch.deadline)
+            until = self._watch.deadline
+            if self.house is not None:
+                until = min(until, time.monotonic() + self.house.look_s)
+            self._handle_next(until)
+            if self.house is not None:
+                self.house.look()
             if time.monotonic() >= self._watch.deadline:
                 if not self._watch.ending:
                     late = ", ".join(sorted(self._watch.condemned))
@@ -122,13 +188,17 @@ class Crew:
         threading.Thread(target=self._watch_exit, args=(name, process), daemon=True).start()
 
     def _watch_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self._events.put(Ended(name, process.wait()))
+        self.events.put(Ended(name, process.wait()))
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         lost, replaced = len(self._watch.lost), len(self._watch.replaced)
         with contextlib.suppress(queue.Empty):
-            signum = self._watch.take(self._events.get(timeout=remaining_s))
+            event = self.events.get(timeout=remaining_s)
+            if self.house is not None and self.house.take(event):
+                return
+            assert isinstance(event, Ended | Signalled)
+            signum = self._watch.take(event)
             self._kill_workers(signum, self._watch.condemned)
         for ended in self._watch.lost[lost:]:
             say(f"{ended}; the others go on")
@@ -138,8 +208,11 @@ class Crew:
 
     def _start_again(self, name: str) -> None:
         guardian.sweep([self._processes[name].pid])  # what the old one has left behind
-        command, env, placement = self._starts[name]
         life = sum(ended.member == name for ended in self._watch.replaced)
+        if self.house is not None:
+            self.house.start_again(name, life)
+            return
+        command, env, placement = self._starts[name]
         again = {**env, "SLIPSTREAM_LIFE": str(life)}
         self.add_worker(name, command, again, placement, has_terminal=False)
 
@@ -162,10 +235,10 @@ class Crew:
         for thread in self._output:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _tell_guardian(self, group: int) -> None:
+    def _tell_guardian(self, what: int | Path) -> None:
         assert self._guardian.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._guardian.stdin.write(f"{group}\n".encode())
+            self._guardian.stdin.write(f"{what}\n".encode())
 
 
 def say(line: str) -> None:
@@ -186,7 +259,7 @@ def _start_guardian() -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def _signals_into(events: queue.SimpleQueue[Event]) -> Iterator[None]:
+def _signals_into(events: queue.SimpleQueue[object]) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP become events; under ``nohup`` SIGHUP stays ignored."""
     previous = {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

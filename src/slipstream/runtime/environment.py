@@ -40,6 +40,7 @@ class Environment:
     tensorboard: Path | None = None
     prometheus: int | None = None
     launcher: int | None = None
+    control_fd: int | None = None  # of the socket to the launcher, where learners share memory
     life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
@@ -47,7 +48,8 @@ class Environment:
         rank, world = whole(env, "RANK", 0), whole(env, "WORLD_SIZE", 1)
         if not 0 <= rank < world:
             raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={world}")
-        if world > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        alone = world == 1 or "SLIPSTREAM_CONTROL_FD" in env
+        if not alone and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
             raise LaunchError(
                 f"WORLD_SIZE={world} but MASTER_ADDR or MASTER_PORT is not set: start with "
                 "`slipstream run` or torchrun, or set both to rank 0's address and a free port"
@@ -78,6 +80,7 @@ class Environment:
             tensorboard=path(env, "SLIPSTREAM_TENSORBOARD"),
             prometheus=optional(env, "SLIPSTREAM_PROMETHEUS"),
             launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
+            control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 

@@ -1,14 +1,15 @@
 """A small process that outlives the launcher, to clear away what it started.
 
 The kernel kills a worker whose launcher dies, but not the worker's own children. This script is
-told of every process group through its stdin; when that ends without ``done``, the launcher has
-been killed, and the groups go with it. It runs by its path, standard library only, so that it
-costs next to nothing.
+told of every process group, and of directories, through its stdin; when that ends without ``done``,
+the launcher has been killed, and all that goes with it. It runs by its path, standard library only,
+so that it costs next to nothing.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -43,16 +44,22 @@ def _send(group: int, signum: int) -> bool:
 
 def main() -> None:
     groups: list[int] = []
+    directories: list[str] = []
     for line in sys.stdin:
         if line.strip() == "done":
             return
-        groups.append(int(line))
+        if line.startswith("/"):
+            directories.append(line.rstrip("\n"))
+        else:
+            groups.append(int(line))
     for leader in groups:
         try:
             os.kill(leader, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
     sweep(groups)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

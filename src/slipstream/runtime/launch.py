@@ -74,10 +74,20 @@ def launch(
         crew = stack.enter_context(Crew(limits or Limits(), may_lose=may_lose, restarts=restarts))
         shards = _add_servers(crew, servers, secret, job, settings, server_command)
         if crew.servers_announced():
-            env = _job_environment(settings, secret, job, listener, len(workers), shards)
+            env = job_environment(
+                settings,
+                workers=len(workers),
+                MASTER_ADDR=settings.address,
+                MASTER_PORT=listener.getsockname()[1] if listener else settings.port,
+                SLIPSTREAM_JOB=job,
+                SLIPSTREAM_SECRET=secret,
+                SLIPSTREAM_ENCRYPT=int(settings.encrypt),
+                SLIPSTREAM_SERVER_ADDRESSES=",".join(shard.address for shard in shards) or None,
+                SLIPSTREAM_INTERFACE=settings.interface,
+            )
             _add_workers(crew, command, workers, env, listener)
         verdict = crew.wait()
-    _report(verdict)
+    report(verdict)
     return verdict.code
 
 
@@ -134,27 +144,13 @@ def _add_workers(
         listener.close()
 
 
-def _job_environment(
-    settings: Settings,
-    secret: str,
-    job: str,
-    listener: socket.socket | None,
-    workers: int,
-    shards: Sequence[ServerProcess],
-) -> dict[str, str]:
-    """What every worker of the job finds in its environment."""
-    told: dict[str, object | None] = {
+def job_environment(settings: Settings, *, workers: int, **told: object) -> dict[str, str]:
+    """What every worker of a job finds in its environment; ``told`` is about this kind of job."""
+    told |= {
         "WORLD_SIZE": workers,
         "LOCAL_WORLD_SIZE": workers if settings.address == LOOPBACK else 1,
-        "MASTER_ADDR": settings.address,
-        "MASTER_PORT": listener.getsockname()[1] if listener else settings.port,
-        "SLIPSTREAM_JOB": job,
         "SLIPSTREAM_LAUNCHER": os.getpid(),
-        "SLIPSTREAM_SECRET": secret,
-        "SLIPSTREAM_ENCRYPT": int(settings.encrypt),
-        "SLIPSTREAM_SERVER_ADDRESSES": ",".join(shard.address for shard in shards) or None,
         "SLIPSTREAM_STRATEGY": settings.strategy,
-        "SLIPSTREAM_INTERFACE": settings.interface,
         "SLIPSTREAM_JSON": settings.json and settings.json.absolute(),
         "SLIPSTREAM_LOG": settings.log and settings.log.absolute(),
         "SLIPSTREAM_TENSORBOARD": settings.tensorboard and settings.tensorboard.absolute(),
@@ -199,7 +195,8 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def _report(verdict: Verdict) -> None:
+def report(verdict: Verdict) -> None:
+    """One line, unless all went well."""
     if not verdict.line:
         return
     with contextlib.suppress(OSError):

@@ -80,7 +80,8 @@ class Verdict:
 class Supervision:
     """Takes events, says which signal to send to the workers still there, and when to look again.
 
-    Of workers, ``may_lose`` may be lost without that, and ``restarts`` be started again. Another
+    Of workers, ``may_lose`` may be lost without that, and ``restarts`` be started again; not the
+    ``leader``, without whom there is no job. Another
     failure gives the rest ``grace_s`` to end by themselves; then SIGTERM, then SIGKILL. A signal to
     the launcher starts at SIGTERM, a second one goes on to SIGKILL.
     """
@@ -89,11 +90,12 @@ class Supervision:
     clock: Callable[[], float]
     may_lose: int = 0  # workers that may fail while the rest go on
     restarts: int = 0  # of workers that failed while the rest went on
+    leader: str | None = "rank 0"
     running: set[str] = field(default_factory=set)
     deadline: float = math.inf
     lost: list[Ended] = field(default_factory=list)
     replaced: list[Ended] = field(default_factory=list)  # to be started again
-    _over: bool = False  # rank 0 has ended
+    _over: bool = False  # the leader has ended
     _strays: set[str] = field(default_factory=set)  # started again, and there when it was over
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
@@ -127,7 +129,7 @@ class Supervision:
             again = event.code < 0 and self._restartable(event)
             (self.replaced if again else self.lost).append(event)
             return None
-        if event.member == "rank 0" and not self.ending:
+        if event.member == self.leader and not self.ending:
             # The job is over; one that was started again may be looking for it for long.
             self._over = True
             self._strays = {ended.member for ended in self.replaced} & self.running
@@ -140,14 +142,11 @@ class Supervision:
         return None
 
     def _spared(self, event: Ended) -> bool:
-        """One that was killed, or left behind; who ends with an error of its own ends the job.
-
-        Rank 0 leads it, and cannot be spared.
-        """
+        """One that was killed, or left behind; who ends with an error of its own ends the job."""
         return (
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
-            and event.member != "rank 0"
+            and event.member != self.leader
             and (len(self.lost) < self.may_lose or self._restartable(event))
             and not self.ending
         )

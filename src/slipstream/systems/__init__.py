@@ -16,6 +16,7 @@ from slipstream.systems.allreduce import allreduce
 from slipstream.systems.async_sgd import async_sgd
 from slipstream.systems.backup_workers import backup_workers
 from slipstream.systems.bounded_staleness import bounded_staleness
+from slipstream.systems.gadei import gadei
 from slipstream.systems.one_bit import one_bit
 from slipstream.systems.parameter_flow import parameter_flow
 from slipstream.systems.poseidon import poseidon
@@ -30,6 +31,7 @@ __all__ = [
     "async_sgd",
     "backup_workers",
     "bounded_staleness",
+    "gadei",
     "one_bit",
     "parameter_flow",
     "parse",
@@ -45,6 +47,7 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
     "async_sgd": async_sgd,
     "backup_workers": backup_workers,
     "bounded_staleness": bounded_staleness,
+    "gadei": gadei,
     "one_bit": one_bit,
     "parameter_flow": parameter_flow,
     "poseidon": poseidon,

@@ -6,9 +6,7 @@ Written whole or not at all, and independent of how many workers and servers wro
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from torch import nn
 
 from slipstream._native import crc32c
 from slipstream.errors import CheckpointError
+from slipstream.runtime.whole_files import write_whole
 from slipstream.torch.inventory import whole_state
 
 FORMAT = 1
@@ -36,25 +35,12 @@ class Checkpoint:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Beside the target first, then in its place: a reader sees the old file or the new."""
+        """Whole or not at all."""
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
         facts = json.dumps(self.facts)
         about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
-        content = save(plain, about)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with draft.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-            sync_directory(path.parent)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+        write_whole(path, [save(plain, about)])
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
@@ -88,14 +74,6 @@ def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
         flat = tensors[name].contiguous().reshape(-1).view(torch.uint8)
         total = crc32c(flat.numpy(), crc32c(name.encode(), total))
     return total
-
-
-def sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -202,6 +202,11 @@ def replicate(
     membership: Membership,
 ) -> Replica:
     """Plan, start servers, copy rank 0's state, and hook into the model."""
+    if strategy.one_machine is not None:
+        raise LaunchError(
+            f"learners of {strategy.name} share memory, which their launcher gives them: start "
+            f"them with `slipstream run --workers N --strategy {strategy.name} SCRIPT`"
+        )
     if membership.env.life and strategy.slices is None:
         raise LaunchError(
             f"a worker cannot come back with {strategy.name}: only where workers exchange slices, "

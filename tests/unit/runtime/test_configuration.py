@@ -68,7 +68,7 @@ def test_a_server_makes_the_very_same_plan(
     assert over_the_wire(plan).plan() == plan
 
 
-@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@pytest.mark.parametrize("system", sorted(SYSTEMS.keys() - {"gadei"}))  # whose server has no links
 def test_every_system_can_be_told_to_a_server(system: str) -> None:
     specs = [vector("w", 9000, order=0), vector("b", 5, order=1, role="buffer")]
     plan = SYSTEMS[system]().plan(specs, Cluster(3, 1))

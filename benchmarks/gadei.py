@@ -1,0 +1,413 @@
+"""GaDei against one process, DDP and torch's Hogwild on one machine.
+
+    python benchmarks/gadei.py --json gadei.json [--data DIR]
+
+- speed: samples a second on the text model at small batches; all in turn, several times
+- memory: what the server's update moves a second, against the machine's own triad
+- accuracy: 1, 2 and 4 learners and one process after equally many epochs (DIR holds MR or TREC)
+- recovery: how long training stands still when the server, or a learner, is killed
+
+Run it on a quiet machine. Workers of a run are this script itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.bench.comparison import machine_facts
+from slipstream.bench.data.labelled_text import read_labelled_text
+from slipstream.bench.data.vocabulary import encode_text
+from slipstream.bench.models import TextNet
+from slipstream.planning.segment import DENSE, SegmentPlan, SharedTensor, settings_vector
+from slipstream.runtime.shared_optimizer import SharedOptimizer
+
+WORDS, LENGTH, CLASSES = 27_000, 20, 2  # 14 MB
+WARM_STEPS = 20
+LEARNERS = 2
+BATCHES = (1, 2, 4, 32)
+SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
+
+
+def net(*, sparse: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = TextNet(WORDS, CLASSES)
+    model.embedding.sparse = sparse
+    return model
+
+
+def sentences(batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """As words are spread in a language: some often, most seldom."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = 1.0 / torch.arange(1, WORDS, dtype=torch.float64)
+    while True:
+        words = 1 + torch.multinomial(weights, 64 * batch * LENGTH, True, generator=generator)
+        labels = torch.randint(0, CLASSES, (64 * batch,), generator=generator)
+        rows = words.view(-1, LENGTH)
+        yield from zip(rows.split(batch), labels.split(batch), strict=True)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, seed: int, seconds: float
+) -> float:
+    """Samples a second of this worker."""
+    torch.set_num_threads(1)
+    data = sentences(batch, seed)
+    steps, begun = -WARM_STEPS, time.perf_counter()
+    for rows, labels in data:
+        if steps == 0:
+            begun = time.perf_counter()
+        optimizer.zero_grad()
+        F.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        steps += 1
+        if steps > 0 and time.perf_counter() - begun > seconds:
+            break
+    return steps * batch / (time.perf_counter() - begun)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+# ---- workers, in processes of their own; each prints its samples a second
+
+
+def plain_worker(batch: int, seconds: float, sparse: bool) -> None:
+    model = net(sparse=sparse)
+    print(train(model, sgd(model), batch, 0, seconds))
+
+
+def hogwild_worker(batch: int, seconds: float, sparse: bool) -> None:
+    model = net(sparse=sparse).share_memory()
+    context = mp.get_context("fork")
+    told = context.SimpleQueue()
+
+    def learn(rank: int) -> None:
+        told.put(train(model, sgd(model), batch, rank, seconds))
+
+    learners = [context.Process(target=learn, args=(rank,)) for rank in range(LEARNERS)]
+    for learner in learners:
+        learner.start()
+    for learner in learners:
+        learner.join()
+    print(sum(told.get() for _ in learners))
+
+
+def ddp_worker(batch: int, seconds: float, sparse: bool) -> None:
+    torch.distributed.init_process_group("gloo")
+    torch.set_num_threads(1)
+    model = nn.parallel.DistributedDataParallel(net(sparse=sparse))
+    optimizer, rank = sgd(model), torch.distributed.get_rank()
+    data = sentences(batch, rank)
+    # In lockstep all must take equally many steps: as many as the seconds allow.
+    for steps in (WARM_STEPS, 1 << 30):
+        begun, done = time.perf_counter(), 0
+        goes_on = torch.ones(1)
+        while done < steps and goes_on:
+            for _ in range(min(steps, 20)):
+                rows, labels = next(data)
+                optimizer.zero_grad()
+                F.cross_entropy(model(rows), labels).backward()
+                optimizer.step()
+                done += 1
+            goes_on[0] = float(time.perf_counter() - begun < seconds)
+            torch.distributed.broadcast(goes_on, 0)
+    print(done * batch / (time.perf_counter() - begun))
+
+
+def gadei_worker(batch: int, seconds: float, sparse: bool) -> None:
+    with slipstream.init() as job:
+        torch.set_num_threads(1)
+        model = net(sparse=sparse)
+        model, optimizer = job.distribute(model, sgd(model))
+        rate = train(model, optimizer, batch, job.rank, seconds)
+    print(rate)
+
+
+WORKERS: dict[str, Callable[[int, float, bool], None]] = {
+    "plain": plain_worker,
+    "hogwild": hogwild_worker,
+    "ddp": ddp_worker,
+    "gadei": gadei_worker,
+}
+
+
+def rate_of(command: list[str], **env: str) -> float:
+    """The sum of what the workers of a command print."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return sum(float(line.split()[-1]) for line in done.stdout.splitlines() if line.strip())
+
+
+def contestants(batch: int, seconds: float) -> dict[str, Callable[[], float]]:
+    def told(kind: str, sparse: bool) -> list[str]:
+        return [str(Path(__file__)), "--worker", kind, str(batch), str(seconds), str(int(sparse))]
+
+    def alone(kind: str, *, sparse: bool = False) -> Callable[[], float]:
+        return lambda: rate_of([sys.executable, *told(kind, sparse)])
+
+    def ddp() -> float:
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return rate_of([*runner, f"--nproc-per-node={LEARNERS}", *told("ddp", False)])
+
+    def gadei(strategy: str) -> Callable[[], float]:
+        run = [SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", strategy]
+        return lambda: rate_of([*run, *told("gadei", False)])
+
+    return {
+        "plain": alone("plain"),
+        "plain, sparse": alone("plain", sparse=True),
+        "DDP": ddp,
+        "Hogwild": alone("hogwild"),
+        "Hogwild, sparse": alone("hogwild", sparse=True),
+        "gadei": gadei("gadei"),
+        "gadei, direct": gadei("gadei(apply='direct')"),
+    }
+
+
+def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for batch in args.batches:
+        found: dict[str, list[float]] = {}
+        for _ in range(args.repetitions):
+            for name, run in contestants(batch, args.seconds).items():
+                found.setdefault(name, []).append(run())
+        rates = {name: statistics.median(each) for name, each in found.items()}
+        rows.append({"batch": batch, "samples_s": rates, "all": found})
+        shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        print(f"batch {batch}: {shown} samples/s", flush=True)
+    return rows
+
+
+# ---- memory
+
+
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """a ← b + s·c over arrays that no cache holds reads two and writes one; so does an update."""
+    count = 25_000_000  # 100 MB
+    tensor = SharedTensor("w", (count,), "float32", 4, 0)
+    plan = SegmentPlan.of([tensor], 1)
+    optimizer = SharedOptimizer(plan, "SGD", [settings_vector("SGD", {"lr": 0.01})])
+    weights, slot = (np.zeros(n, np.uint8) for n in (plan.weights_nbytes, plan.slot_nbytes))
+    weights[:], slot[:] = 0, 0
+    slot[:8].view(np.uint64)[0] = DENSE
+    slot[plan.settings_at :][:64].view(np.float64)[:] = settings_vector("SGD", {"lr": 0.01})
+    torch.set_num_threads(1)
+    a, b, c = (torch.zeros(count) for _ in range(3))
+    moved = 3 * 4 * count
+    rates: dict[str, list[float]] = {"update": [], "triad": [], "triad in place": []}
+    for _ in range(args.repetitions * 4):
+        for name, run in {
+            "update": lambda: optimizer.apply(memoryview(weights), memoryview(slot)),
+            "triad": lambda: torch.add(b, c, alpha=0.01, out=a),
+            "triad in place": lambda: b.add_(c, alpha=-0.01),
+        }.items():
+            begun = time.perf_counter()
+            run()
+            rates[name].append(moved / (time.perf_counter() - begun))
+    found = {name: max(each[1:]) for name, each in rates.items()}
+    print("GB/s:", {name: round(rate / 1e9, 2) for name, rate in found.items()}, flush=True)
+    return found
+
+
+# ---- accuracy
+
+
+def accuracy_worker(data: str, epochs: int, file: str) -> None:
+    with slipstream.init() as job:
+        torch.set_num_threads(1)
+        encoded = encode_text(read_labelled_text(Path(data)))
+        torch.manual_seed(0)
+        model: nn.Module = TextNet(encoded.words, encoded.split.classes)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = job.distribute(model, optimizer)
+        examples, test = encoded.split.train, encoded.split.test
+        batches = job.sampler(examples, 4)
+        begun = time.perf_counter()
+        for _ in range(epochs):
+            for numbers in batches:
+                rows, labels = examples.take(torch.tensor(numbers))
+                optimizer.zero_grad()
+                F.cross_entropy(model(rows), labels).backward()
+                optimizer.step()
+        seconds = time.perf_counter() - begun
+    if job.rank == 0:
+        model.eval()
+        right = 0
+        with torch.no_grad():
+            for numbers in torch.arange(len(test)).split(500):
+                rows, labels = test.take(numbers)
+                right += int((model(rows).argmax(1) == labels).sum())
+        told = {"accuracy": right / len(test), "seconds": seconds, "updates": job.step}
+        Path(file).write_text(json.dumps(told))
+
+
+def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.data is None:
+        return []
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "told"
+        script = [str(Path(__file__)), "--accuracy", str(args.data), str(args.epochs), str(file)]
+        run = [SLIPSTREAM, "run", "--strategy", "gadei", "--workers"]
+        for name, command in {
+            "one process": [sys.executable, *script],
+            **{f"{n} learners": [*run, str(n), *script] for n in (1, 2, 4)},
+        }.items():
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            rows.append({"name": name, **json.loads(file.read_text())})
+            print(rows[-1], flush=True)
+    return rows
+
+
+# ---- recovery
+
+
+def recovery_worker(file: str, updates: int) -> None:
+    """Writes, for every step, when it was done and how many updates there had been."""
+    with slipstream.init() as job:
+        torch.set_num_threads(1)
+        model = net()
+        model, optimizer = job.distribute(model, sgd(model))
+        data = sentences(4, job.rank)
+        with Path(f"{file}.{job.rank}.{os.getpid()}").open("w", buffering=1) as told:
+            for step in job.steps(updates):
+                rows, labels = next(data)
+                optimizer.zero_grad()
+                F.cross_entropy(model(rows), labels).backward()
+                optimizer.step()
+                told.write(f"{time.monotonic()} {step}\n")
+
+
+def recovery(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for whom in ("server", "learner", "all learners"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "steps"
+            command = [SLIPSTREAM, "run", "--workers", str(LEARNERS), "--restarts", "1000"]
+            command += ["--strategy", "gadei(every_s=1)", str(Path(__file__))]
+            command += ["--recovery", str(file), "1000000000"]
+            job = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            killed = []
+            try:
+                wait_for(lambda: len(list(Path(folder).iterdir())) >= LEARNERS)
+                for _ in range(args.kills):
+                    time.sleep(2.0)
+                    killed.append(time.monotonic())
+                    strike(job.pid, whom)
+                    wait_for(partial(stepped_since, folder, killed[-1] + 0.05))
+                time.sleep(1.0)
+            finally:
+                job.send_signal(signal.SIGINT)
+                job.wait(timeout=30)
+            moments = sorted(
+                float(line.split()[0])
+                for each in Path(folder).iterdir()
+                for line in each.read_text().splitlines()
+                if len(line.split()) == 2
+            )
+            stood = [gap_after(moments, moment) for moment in killed]
+            row = {"whom": whom, "longest_s": max(stood), "median_s": statistics.median(stood)}
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
+def strike(launcher: int, whom: str) -> None:
+    children = psutil.Process(launcher).children()
+    servers = [c for c in children if "slipstream.runtime.update_server" in c.cmdline()]
+    learners = [c for c in children if "--recovery" in c.cmdline()]
+    for victim in {"server": servers, "learner": learners[:1], "all learners": learners}[whom]:
+        victim.kill()
+
+
+def stepped_since(folder: str, moment: float) -> bool:
+    for each in Path(folder).iterdir():
+        lines = [line for line in each.read_text().splitlines() if len(line.split()) == 2]
+        if lines and float(lines[-1].split()[0]) > moment:
+            return True
+    return False
+
+
+def gap_after(moments: list[float], moment: float) -> float:
+    """How long there was no step, around a moment or soon after: slots may have been free."""
+    near = [m for m in moments if moment - 0.5 < m < moment + 30.0]
+    gaps = [b - a for a, b in itertools.pairwise(near) if a < moment + 1.0]
+    return max(gaps)
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until:
+            sys.exit("waited too long")
+        time.sleep(0.02)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "speed": speed,
+    "memory": memory,
+    "accuracy": accuracy,
+    "recovery": recovery,
+}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        kind, batch, seconds, sparse = sys.argv[2:]
+        WORKERS[kind](int(batch), float(seconds), sparse == "1")
+        return
+    if sys.argv[1:2] == ["--accuracy"]:
+        accuracy_worker(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+        return
+    if sys.argv[1:2] == ["--recovery"]:
+        recovery_worker(sys.argv[2], int(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    report: dict[str, Any] = {"machine": machine_facts()}
+    for part in args.parts:
+        report[part] = PARTS[part](args)
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

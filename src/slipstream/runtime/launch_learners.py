@@ -1,0 +1,203 @@
+"""Starting learners that share memory, and the server beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import FrameRefused
+from slipstream.runtime.crew import Crew, say
+from slipstream.runtime.launch import Settings, job_environment, report
+from slipstream.runtime.processes import Placement, inherited_environment
+from slipstream.runtime.supervision import Ended, Limits, Signalled
+from slipstream.runtime.workshop import Tell, Workshop
+from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
+from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
+
+SERVER = "server"
+SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.update_server")
+RESTARTS = 10
+
+
+def launch_learners(
+    command: Sequence[str],
+    learners: int,
+    *,
+    settings: Settings,
+    limits: Limits | None = None,
+    may_lose: int = 0,
+    restarts: int = RESTARTS,
+) -> int:
+    """Runs ``command`` once a learner; returns the exit code of the job, as ``launch`` does."""
+    with ExitStack() as stack:
+        crew = stack.enter_context(
+            Crew(limits or Limits(), may_lose=may_lose, restarts=restarts, leader=None)
+        )
+        house = LearnersHouse(crew, command, learners, settings, stack)
+        crew.house = house
+        for rank in range(learners):
+            house.start(rank, life=0)
+        verdict = crew.wait()
+        house.close()
+    report(verdict)
+    return verdict.code
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message of a learner or of the server."""
+
+    name: str
+    life: int
+    body: Body
+
+
+class LearnersHouse:
+    """Processes and sockets around a ``Workshop``; implements ``House``."""
+
+    look_s = 0.5
+
+    def __init__(
+        self,
+        crew: Crew,
+        command: Sequence[str],
+        learners: int,
+        settings: Settings,
+        stack: ExitStack,
+    ) -> None:
+        self._crew, self._command, self._stack = crew, command, stack
+        self._env = job_environment(settings, workers=learners)
+        self._lives: dict[str, int] = {}
+        self._lines: dict[str, LocalSocket[Any]] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+        self._workshop = Workshop(
+            learners, self._start_server, self._end_server, self._own_directory, say, self._fail
+        )
+
+    def start(self, rank: int, life: int) -> None:
+        name = f"rank {rank}"
+        ours, theirs = socket_pair()
+        with theirs:
+            env = {
+                **self._env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "SLIPSTREAM_LIFE": str(life),
+                "SLIPSTREAM_CONTROL_FD": str(theirs.fileno()),
+            }
+            if rank > 0:
+                env.setdefault("PYTHONUNBUFFERED", "1")
+            self._crew.add_worker(
+                name,
+                self._command,
+                env,
+                Placement(),
+                has_terminal=rank == 0 and life == 0,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._workshop.seat(rank, self._listen(name, ours, FromLearner))
+
+    def start_again(self, name: str, life: int) -> None:
+        self._workshop.restarts += 1
+        self.start(rank_of(name), life)
+
+    def _listen(self, name: str, end: socket.socket, bodies: Any) -> Tell:
+        """A thread turns what comes into events; returns how to answer."""
+        if name in self._lines:
+            self._lines[name].close()
+        line: LocalSocket[Any] = LocalSocket(end, bodies)
+        self._lines[name] = line
+        life = self._lives[name] = self._lives.get(name, -1) + 1
+
+        def listen() -> None:
+            with contextlib.suppress(Hangup, OSError, ValueError):
+                while True:
+                    try:
+                        body, _ = line.receive()
+                    except FrameRefused as error:
+                        say(f"{name}: {error}")
+                        return
+                    self._crew.events.put(Heard(name, life, body))
+
+        threading.Thread(target=listen, daemon=True).start()
+
+        def tell(body: Body, descriptor: int | None = None) -> None:
+            with contextlib.suppress(Hangup):  # its end is an event of its own
+                line.send(body, descriptor)
+
+        return tell
+
+    # ---- events
+
+    def take(self, event: object) -> bool:
+        if isinstance(event, Heard):
+            if event.life == self._lives[event.name]:
+                if event.name == SERVER:
+                    self._workshop.hear_server(event.body)
+                else:
+                    self._workshop.hear(rank_of(event.name), event.body)
+            return True
+        if isinstance(event, Ended) and event.member == SERVER:
+            if not self._crew.ending:
+                self._workshop.server_ended(event.code)
+            return True
+        if isinstance(event, Ended) and event.is_worker:
+            self._workshop.leave(rank_of(event.member))
+        if isinstance(event, Signalled) and event.signum != signal.SIGINT:
+            self._keep_a_checkpoint()
+        return False
+
+    def look(self) -> None:
+        if not self._crew.ending:
+            self._workshop.look()
+
+    # ---- the server
+
+    def _start_server(self) -> Tell:
+        ours, theirs = socket_pair()
+        with theirs:
+            env = inherited_environment() | {"SLIPSTREAM_CONTROL_FD": str(theirs.fileno())}
+            self._server = self._crew.add_helper(SERVER, SERVER_COMMAND, env, (theirs.fileno(),))
+        return self._listen(SERVER, ours, FromServer)
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
+    def _keep_a_checkpoint(self) -> None:
+        """SIGTERM makes the server keep one and go."""
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._server.wait(timeout=3.0)
+
+    def _own_directory(self) -> Path:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
+            self._crew.add_directory(self._directory)
+            self._stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+        return self._directory
+
+    def _fail(self, trouble: str) -> None:
+        say(trouble)
+        self._crew.events.put(Ended("the job", 1))
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+
+
+def rank_of(name: str) -> int:
+    return int(name.removeprefix("rank "))

@@ -1,0 +1,159 @@
+"""Checkpoints of shared weights: the files of ``job.save``, written without torch.
+
+A directory keeps the last two, each written whole or not at all. What does not match its checksum
+is passed over, and the one before is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream._native import crc32c
+from slipstream.errors import CheckpointError
+from slipstream.runtime.whole_files import write_whole
+
+FORMAT = 1
+KEPT = 2
+NAME = re.compile(r"weights-(\d{15})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor as bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What a file holds."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        return int(self.facts["step"])
+
+    def write(self, path: Path) -> None:
+        """Beside the target first, then in its place: a reader sees the old file or the new."""
+        facts = json.dumps({"format": FORMAT, "random": [], **self.facts})
+        about = {"slipstream": facts, "pairs": "[]", "crc": str(crc(facts, self.pieces))}
+        told: dict[str, Any] = {"__metadata__": about}
+        end = 0
+        for name, piece in self.pieces.items():
+            begin, end = end, end + len(piece.data)
+            told[name] = {
+                "dtype": SHORT[piece.dtype],
+                "shape": piece.shape,
+                "data_offsets": [begin, end],
+            }
+        header = json.dumps(told).encode()
+        header += b" " * (-len(header) % 8)
+        whole = [len(header).to_bytes(8, "little"), header]
+        write_whole(path, [*whole, *(piece.data for piece in self.pieces.values())])
+
+    @classmethod
+    def read(cls, path: Path) -> Snapshot:
+        try:
+            content = memoryview(path.read_bytes())
+            begin = 8 + int.from_bytes(content[:8], "little")
+            told = json.loads(bytes(content[8:begin]))
+            about = told.pop("__metadata__")
+            pieces = {name: piece_in(content[begin:], entry) for name, entry in told.items()}
+            facts = json.loads(about["slipstream"])
+            if about["crc"] != str(crc(about["slipstream"], pieces)):
+                raise ValueError("its content does not match its checksum")
+        except FileNotFoundError:
+            raise CheckpointError(f"no checkpoint at {path}") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+        if facts.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {facts.get('format')}, this slipstream reads {FORMAT}"
+            )
+        return cls(pieces, facts)
+
+
+# What safetensors calls them in a file.
+SHORT = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+FULL = {short: full for full, short in SHORT.items()}
+
+
+def piece_in(content: memoryview, entry: Any) -> Piece:
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= len(content):
+        raise ValueError("a tensor lies outside of it")
+    return Piece(FULL[entry["dtype"]], tuple(entry["shape"]), content[begin:end])
+
+
+def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
+    total = crc32c(facts.encode())
+    for name in sorted(pieces):
+        total = crc32c(pieces[name].data, crc32c(name.encode(), total))
+    return total
+
+
+def kept_in(directory: Path) -> list[Path]:
+    """The checkpoints of a directory, the newest first."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {directory}: {error.strerror}") from error
+    return [directory / name for name in sorted(filter(NAME.fullmatch, names), reverse=True)]
+
+
+def keep(directory: Path, snapshot: Snapshot) -> None:
+    """Write one more, and let go of those that are too many."""
+    path = directory / f"weights-{snapshot.version:015d}.safetensors"
+    snapshot.write(path)
+    for old in older_than_needed(kept_in(directory), path):
+        with contextlib.suppress(OSError):
+            old.unlink()
+
+
+def older_than_needed(paths: Sequence[Path], newest: Path) -> list[Path]:
+    """All but the newest and the one before; one with a higher number is of a run gone by."""
+    older = [path for path in paths if path.name < newest.name]
+    later = [path for path in paths if path.name > newest.name]
+    return [*later, *older[KEPT - 1 :]]
+
+
+def newest_in(directory: Path) -> tuple[Snapshot | None, list[str]]:
+    """The last one that is whole, and what was wrong with those after it."""
+    wrong: list[str] = []
+    for path in kept_in(directory):
+        try:
+            return Snapshot.read(path), wrong
+        except CheckpointError as error:
+            wrong.append(str(error))
+    return None, wrong
+
+
+def sweep_drafts(directory: Path) -> None:
+    """What one that was killed while writing has left behind."""
+    for draft in directory.glob(".weights-*.draft"):
+        with contextlib.suppress(OSError):
+            draft.unlink()

@@ -1,0 +1,172 @@
+"""What learners, the launcher and the server of one machine tell each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.planning.segment import SegmentPlan, SharedTensor
+
+
+class Body(msgspec.Struct, frozen=True, tag=True):
+    """A message."""
+
+
+# ---- a learner to the launcher
+
+
+class Hello(Body, frozen=True):
+    """Its model and optimizer; ``portrait`` says line by line what all must have alike."""
+
+    portrait: list[str]
+    tensors: list[SharedTensor]
+    optimizer: str
+    settings: list[list[float]]  # by group
+    workers: int
+    updates: str  # "server" or "direct"
+    slots: int
+    consistent: bool
+    checkpoints: str | None
+    every_s: float
+
+
+class Filled(Body, frozen=True):
+    """The first one's weights are in place."""
+
+
+class Share(Body, frozen=True):
+    key: str
+    value: Any
+
+
+class Lease(Body, frozen=True):
+    batches: int
+    number: int
+    returned: int
+
+
+class Save(Body, frozen=True):
+    path: str
+
+
+class Load(Body, frozen=True):
+    path: str
+
+
+class Ask(Body, frozen=True):
+    """For the server's account."""
+
+
+class Departing(Body, frozen=True):
+    figures: bytes
+    ages: dict[int, int]  # of gradients that it applied itself
+
+
+FromLearner = Hello | Filled | Share | Lease | Save | Load | Ask | Departing
+
+
+# ---- the launcher to a learner
+
+
+class Welcome(Body, frozen=True):
+    """With the memory's descriptor; ``fill``: this one's weights are the first."""
+
+    plan: SegmentPlan
+    fill: bool
+
+
+class Begin(Body, frozen=True):
+    """The weights are in place."""
+
+
+class Shared(Body, frozen=True):
+    value: Any
+
+
+class Leased(Body, frozen=True):
+    batches: list[tuple[int, int]]
+
+
+class Done(Body, frozen=True):
+    trouble: str = ""
+
+
+class Account(Body, frozen=True):
+    staleness: dict[int, int]
+    refused: int = 0
+    checkpoints: int = 0
+
+
+class Farewell(Body, frozen=True):
+    """Everybody's figures, for one of them."""
+
+    figures: list[bytes]
+    account: Account | None = None
+    restarts: int = 0
+
+
+class Refused(Body, frozen=True):
+    trouble: str
+
+
+ToLearner = Welcome | Begin | Shared | Leased | Done | Account | Farewell | Refused
+
+
+# ---- the launcher to the server, and back
+
+
+class Start(Body, frozen=True):
+    """With the memory's descriptor; where updates are ``direct`` there is nothing to apply."""
+
+    plan: SegmentPlan
+    optimizer: str
+    settings: list[list[float]]
+    direct: bool
+    consistent: bool
+    checkpoints: str
+    every_s: float
+
+
+class Keep(Body, frozen=True):
+    """A checkpoint: in the directory, or at a path."""
+
+    path: str | None = None
+
+
+class Restore(Body, frozen=True):
+    path: str
+
+
+class Finish(Body, frozen=True):
+    """Nothing more will be pushed: drain, keep a checkpoint, and go."""
+
+
+ToServer = Start | Keep | Restore | Finish | Ask
+
+
+class Ready(Body, frozen=True):
+    """It maps the memory; ``restored`` if the weights are a checkpoint's, and so many gradients
+    that had been pushed were let go."""
+
+    restored: bool
+    version: int
+    notes: list[str]
+    discarded: int = 0
+
+
+class Kept(Body, frozen=True):
+    trouble: str = ""
+
+
+class Finished(Body, frozen=True):
+    account: Account
+
+
+class Note(Body, frozen=True):
+    """For people."""
+
+    text: str
+
+
+FromServer = Ready | Kept | Finished | Account | Note

@@ -1,0 +1,163 @@
+"""A model whose tensors are views of shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.planning.segment import FROZEN, RULES, SegmentPlan, SharedTensor, settings_vector
+from slipstream.torch.compact_layers import named_forms
+from slipstream.torch.inventory import whole_state
+from slipstream.transports.shared_memory import SharedMemory
+
+TRAINED = ("float32", "float64")
+
+
+def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what the native update of shared weights cannot do."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ not in RULES:
+        raise ConfigError(
+            f"gadei updates shared weights with {', '.join(RULES)}, not {kind.__name__}: use one "
+            "of these, or async_sgd, whose servers take any elementwise optimizer"
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ConfigError("gadei has no amsgrad=True: use Adam without it, or async_sgd")
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        if id(parameter) in trained and parameter.requires_grad and dtype not in TRAINED:
+            raise ConfigError(
+                f"{name!r} is {dtype}; gadei trains weights in {' or '.join(TRAINED)}: keep them "
+                "so and compute under torch.autocast"
+            )
+
+
+def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[SharedTensor]:
+    """All of the model, in its order; the embeddings that touch few rows are marked."""
+    group_of = {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    in_rows = {
+        id(module.weight)
+        for _, module, form, obstacle in named_forms(model)
+        if form == "rows" and not obstacle
+    }
+    parameters = dict(model.named_parameters())
+    tensors = []
+    for name, tensor in whole_state(model):
+        own = parameters.get(name)
+        trained = own is not None and own.requires_grad
+        tensors.append(
+            SharedTensor(
+                name,
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                tensor.element_size(),
+                group_of.get(id(own), FROZEN) if trained else FROZEN,
+                trained and id(own) in in_rows,
+            )
+        )
+    return tensors
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """By group, as the native update reads them."""
+    kind = type(optimizer).__name__
+    return [
+        settings_vector(kind, {key: value for key, value in group.items() if key != "params"})
+        for group in optimizer.param_groups
+    ]
+
+
+class SharedWeights:
+    """The model's own tensors, and those in shared memory that stand for them.
+
+    On the CPU the model's may be views of the shared ones (``bind``); else they are copied. Tensors
+    that hold no floating-point numbers (counters) are copied once.
+    """
+
+    def __init__(self, model: nn.Module, plan: SegmentPlan, memory: SharedMemory, at: int) -> None:
+        self._own = [tensor for _, tensor in [*model.named_parameters(), *model.named_buffers()]]
+        self.views = [
+            view_of(memory, at + offset, tensor.shape, getattr(torch, tensor.dtype))
+            for tensor, offset in zip(plan.tensors, plan.weights_at, strict=True)
+        ]
+        self._trained = [gradient.tensor for gradient in plan.gradients]
+        self._buffers = [
+            i
+            for i, tensor in enumerate(self._own)
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        ]
+
+    @property
+    def on_host(self) -> bool:
+        return all(tensor.device.type == "cpu" for tensor in self._own)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """What the model has becomes everybody's."""
+        for view, tensor in zip(self.views, self._own, strict=True):
+            view.copy_(tensor)
+
+    @torch.no_grad()
+    def copy_in(self) -> None:
+        """What everybody has becomes the model's."""
+        for view, tensor in zip(self.views, self._own, strict=True):
+            tensor.copy_(view)
+
+    # ---- the model's are the shared ones
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        for view, tensor in zip(self.views, self._own, strict=True):
+            if tensor.is_floating_point():
+                tensor.data = view
+            else:
+                tensor.copy_(view)
+
+    @torch.no_grad()
+    def unbind(self) -> None:
+        """The model keeps what it has, in memory of its own."""
+        for view, tensor in zip(self.views, self._own, strict=True):
+            if tensor.data_ptr() == view.data_ptr():
+                tensor.data = view.clone()
+
+    # ---- the model's are its own
+
+    def trained(self) -> list[torch.Tensor]:
+        return [self.views[i] for i in self._trained]
+
+    def shared_buffers(self) -> list[torch.Tensor]:
+        return [self.views[i] for i in self._buffers]
+
+    def own_buffers(self) -> list[torch.Tensor]:
+        return [self._own[i].detach() for i in self._buffers]
+
+    def own_tensors(self) -> list[torch.Tensor]:
+        """What trained parameters are made of now."""
+        return [self._own[i].data for i in self._trained]
+
+    def spare_tensors(self) -> list[torch.Tensor]:
+        """As much again."""
+        return [torch.empty_like(tensor) for tensor in self.own_tensors()]
+
+    def point_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Trained parameters are made of these from now on."""
+        for i, tensor in zip(self._trained, tensors, strict=True):
+            self._own[i].data = tensor
+
+
+def view_of(
+    memory: SharedMemory, at: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory.memory, dtype=dtype, count=count, offset=at).view(tuple(shape))

@@ -1,0 +1,101 @@
+"""Messages between two processes of one machine over a socket that both were born with.
+
+Nobody else can connect: such a socket has no address. A message is a typed msgpack body, and may
+bring a descriptor along.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from slipstream.errors import FrameRefused
+
+LARGEST = 64 * 1024 * 1024
+HEAD = struct.Struct("<IB")  # how many bytes follow, and how many descriptors came along
+Body = TypeVar("Body")
+
+
+class Hangup(Exception):
+    """The other side has closed, or died."""
+
+
+class LocalSocket(Generic[Body]):
+    """One end. Any thread may send; one thread receives."""
+
+    def __init__(self, end: socket.socket, bodies: type[Body]) -> None:
+        self._end = end
+        self._decoder = msgspec.msgpack.Decoder(bodies)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sending = threading.Lock()
+        self._received = bytearray()
+        self._descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, body: object, descriptor: int | None = None) -> None:
+        content = self._encoder.encode(body)
+        frame = HEAD.pack(len(content), int(descriptor is not None)) + content
+        with self._sending:
+            try:
+                if descriptor is not None:
+                    sent = socket.send_fds(self._end, [frame], [descriptor])
+                    frame = frame[sent:]
+                self._end.sendall(frame)
+            except OSError as error:
+                raise Hangup(str(error)) from error
+
+    def has_come(self) -> bool:
+        """Whether there is something to receive; two messages may have come as one."""
+        return bool(self._received) or bool(select.select([self._end], [], [], 0)[0])
+
+    def receive(self, limit_s: float | None = None) -> tuple[Body, int | None]:
+        """The next message, and the descriptor that came with it. ``Hangup`` if there is none, and
+        ``TimeoutError`` if none comes in time."""
+        self._fill(HEAD.size, limit_s)
+        nbytes, descriptors = HEAD.unpack_from(self._received)
+        if nbytes > LARGEST:
+            raise FrameRefused(f"a message of {nbytes} bytes; at most {LARGEST} are taken")
+        self._fill(HEAD.size + nbytes, limit_s)
+        content = bytes(self._received[HEAD.size : HEAD.size + nbytes])
+        del self._received[: HEAD.size + nbytes]
+        if descriptors > len(self._descriptors):
+            raise FrameRefused("a message that lacks its descriptor")
+        try:
+            body = self._decoder.decode(content)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise FrameRefused(f"a message that makes no sense: {error}") from error
+        return body, self._descriptors.pop(0) if descriptors else None
+
+    def _fill(self, nbytes: int, limit_s: float | None) -> None:
+        while len(self._received) < nbytes:
+            self._end.settimeout(limit_s)
+            try:
+                content, descriptors, _, _ = socket.recv_fds(self._end, 1 << 16, 4)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise Hangup(str(error)) from error
+            finally:
+                self._end.settimeout(None)
+            if not content:
+                raise Hangup("it has closed")
+            self._received += content
+            self._descriptors += descriptors
+
+    def close(self) -> None:
+        self._end.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

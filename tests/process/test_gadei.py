@@ -1,0 +1,283 @@
+"""Learners of one machine on shared weights: real processes, real deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import SLIPSTREAM, TORCHRUN, Launch, until
+
+from slipstream.torch.checkpoint import Checkpoint
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's"),
+]
+
+WORKER = Path(__file__).with_name("gadei_worker.py")
+LEARNERS = 2
+DIGITS = 0.97  # what the small net reaches in TOTAL updates, and not in a tenth of them
+TOTAL = 1500
+
+
+def start(
+    folder: Path, *told: object, strategy: str = "gadei", options: tuple[str, ...] = ()
+) -> Launch:
+    command = (
+        SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", strategy, *options,
+        str(WORKER), *(str(word) for word in told),
+    )  # fmt: skip
+    return Launch(command, folder, {"TMPDIR": str(temporary(folder))})
+
+
+def temporary(folder: Path) -> Path:
+    path = folder / "tmp"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def finished(folder: Path, *told: object, **more: Any) -> Launch:
+    launch = start(folder, *told, **more)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.remains.left() == []
+    assert list(temporary(folder).iterdir()) == []
+    return launch
+
+
+def said(folder: Path, rank: int = 0, life: int = 0) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((folder / f"{rank}.{life}.json").read_text())
+    return told
+
+
+# ---- every gradient once
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "gadei",
+        "gadei(slots=1)",
+        "gadei(consistent=True)",
+        "gadei(apply='direct', consistent=True)",
+    ],
+)
+def test_every_gradient_is_applied_once(tmp_path: Path, strategy: str) -> None:
+    steps = 200
+    finished(tmp_path, "counted", tmp_path, steps, strategy=strategy)
+    numbers = [(1 + (r + s) % 5, s % 10) for r in range(LEARNERS) for s in range(steps)]
+    for rank in range(LEARNERS):
+        told = said(tmp_path, rank)
+        assert told["whole"] == [-float(sum(number for number, _ in numbers))]
+        by_row = [-float(sum(n for n, row in numbers if row == each)) for each in range(10)]
+        assert told["rows"] == [[each] for each in by_row]
+    assert said(tmp_path, 0)["shared"] == said(tmp_path, 1)["shared"]
+    summary = said(tmp_path)["summary"]
+    assert summary["steps"] == LEARNERS * steps
+    assert summary["workers"] == LEARNERS
+    assert summary["staleness"]["all tensors"]["count"] == LEARNERS * steps
+    assert said(tmp_path, 1)["summary"] is None
+
+
+@pytest.mark.parametrize("apply", ["server", "direct"])
+def test_a_net_learns(tmp_path: Path, apply: str) -> None:
+    finished(tmp_path, "learning", tmp_path, TOTAL, "nobody", 0, strategy=f"gadei(apply='{apply}')")
+    assert said(tmp_path)["right"] > DIGITS
+    assert said(tmp_path)["digest"] == said(tmp_path, 1)["digest"]
+    assert TOTAL <= said(tmp_path)["steps"] <= TOTAL + 4 * LEARNERS
+
+
+def test_more_learners_than_cores(tmp_path: Path) -> None:
+    finished(tmp_path, "counted", tmp_path, 30, options=("--workers", "6"))
+    total = sum(1 + (r + s) % 5 for r in range(6) for s in range(30))
+    assert said(tmp_path, 5)["whole"] == [-float(total)]
+
+
+# ---- deaths
+
+
+def test_a_killed_learner_comes_back_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    launch = finished(tmp_path, "learning", tmp_path, TOTAL, "learner", TOTAL // 3)
+    assert "rank 1 was killed by SIGKILL; it is started again" in launch.stderr
+    assert said(tmp_path)["right"] > DIGITS
+    assert said(tmp_path)["longest"] < 1.0
+    assert said(tmp_path)["summary"]["restarts"] == 1
+    assert said(tmp_path)["digest"] == said(tmp_path, 1, life=1)["digest"]
+
+
+def test_the_first_learner_is_no_leader(tmp_path: Path) -> None:
+    launch = start(tmp_path, "learning", tmp_path, TOTAL, "nobody", 0)
+    until(lambda: (tmp_path / "struck").exists(), "training")
+    os.kill(pid_of(launch, 0), signal.SIGKILL)
+    assert launch.wait() == 0, launch.stderr
+    assert launch.remains.left() == []
+    assert "rank 0 was killed by SIGKILL; it is started again" in launch.stderr
+    assert said(tmp_path, 1)["right"] > DIGITS
+
+
+def pid_of(launch: Launch, rank: int) -> int:
+    for process in launch.remains.processes():
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment and str(WORKER) in process.cmdline():
+            return process.pid
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def test_without_restarts_a_learner_may_be_left_out(tmp_path: Path) -> None:
+    launch = finished(
+        tmp_path, "learning", tmp_path, TOTAL, "learner", 300,
+        options=("--restarts", "0", "--may-lose", "1"),
+    )  # fmt: skip
+    assert "rank 1 was killed by SIGKILL; the others go on" in launch.stderr
+    assert said(tmp_path)["right"] > DIGITS
+    assert not (tmp_path / "1.1.json").exists()
+
+
+def test_a_lost_learner_ends_the_job_if_it_must_not(tmp_path: Path) -> None:
+    launch = start(
+        tmp_path, "learning", tmp_path, 10**6, "learner", 100, options=("--restarts", "0")
+    )
+    assert launch.wait() == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in launch.stderr
+    assert launch.remains.left() == []
+
+
+@pytest.mark.parametrize("whom", ["server", "server hangs"])
+def test_a_dead_or_hung_server_is_replaced(tmp_path: Path, whom: str) -> None:
+    launch = finished(
+        tmp_path, "learning", tmp_path, TOTAL, whom, TOTAL // 2, strategy="gadei(every_s=0.2)"
+    )
+    assert "another takes its place" in launch.stderr
+    assert said(tmp_path)["right"] > DIGITS
+    assert said(tmp_path)["summary"]["restarts"] == 1
+    # Five seconds of silence are what tells a hung one.
+    assert said(tmp_path)["longest"] < (5.0 if whom == "server" else 12.0)
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    launch = start(tmp_path, "learning", tmp_path, 10**6, "launcher", 100)
+    launch.wait()
+    assert launch.remains.left() == []
+    until(lambda: not list(temporary(tmp_path).iterdir()), "its directory to go", limit_s=5.0)
+
+
+# ---- checkpoints
+
+
+def test_a_job_goes_on_from_its_directory(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    strategy = f"gadei(checkpoints={str(kept)!r}, every_s=0.2)"
+    first, second = tmp_path / "first", tmp_path / "second"
+    finished(first, "learning", first, 300, "nobody", 0, "Adam", strategy=strategy)
+    assert said(first)["begun"] == 0
+    # The newest is torn: the one before is taken.
+    newest = max(kept.iterdir())
+    newest.write_bytes(newest.read_bytes()[:-100])
+    before = sorted(kept.iterdir())[-2]
+    launch = finished(second, "learning", second, 900, "nobody", 0, "Adam", strategy=strategy)
+    assert "a tensor lies outside of it; the one before is taken" in launch.stderr
+    assert "goes on from a checkpoint of " in launch.stderr
+    assert said(second)["begun"] >= int(before.stem.removeprefix("weights-")) > 0
+    assert said(second)["steps"] >= 900
+    assert len(list(kept.iterdir())) == 2
+
+
+def test_sigterm_keeps_a_checkpoint(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    strategy = f"gadei(checkpoints={str(kept)!r}, every_s=1000)"
+    launch = start(tmp_path, "learning", tmp_path, 10**6, "nobody", 200, strategy=strategy)
+    until(lambda: (tmp_path / "struck").exists(), "training")
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert launch.remains.left() == []
+    newest = max(kept.glob("weights-*.safetensors"))
+    checkpoint = Checkpoint.read(newest)
+    assert checkpoint.facts["step"] >= 200
+    assert "model/0.weight" in checkpoint.tensors
+
+
+def test_what_is_saved_is_loaded_elsewhere(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    finished(first, "saved", first)
+    assert said(first)["staleness"]["all tensors"]["count"] > 0
+    checkpoint = Checkpoint.read(first / "saved")
+    assert 50 <= checkpoint.facts["step"] <= 100
+    assert checkpoint.tensors["optimizer/state/0.weight/exp_avg"].shape == (50, 20)
+    finished(second, "saved", second, first / "saved")
+    assert said(second)["begun"] >= checkpoint.facts["step"]
+    alone = tmp_path / "alone"
+    command = (sys.executable, str(WORKER), "saved", str(alone), str(first / "saved"))
+    launch = Launch(command, alone)
+    assert launch.wait() == 0, launch.stderr
+    assert said(alone)["begun"] == checkpoint.facts["step"]
+
+
+# ---- batches
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_every_sample_is_learnt_from_once_an_epoch(tmp_path: Path, dies: bool) -> None:
+    finished(tmp_path, "sampled", tmp_path, *(["dies"] if dies else []))
+    seen = [*said(tmp_path, 0)["seen"], *said(tmp_path, 1)["seen"]]
+    if dies:
+        seen += said(tmp_path, 1, life=1)["seen"]
+    counts = torch.bincount(torch.tensor(seen), minlength=101)
+    if not dies:
+        assert counts.tolist() == [2] * 101
+        assert said(tmp_path)["updates"] == 42
+    else:
+        # What it had leased and not pushed was dealt again.
+        assert int(counts.min()) >= 2
+        assert said(tmp_path)["updates"] == 42
+
+
+# ---- what cannot work
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("models", "rank 1 differs from the others: it has parameter 'weight': (3, 4)"),
+        ("optimizer", "gadei updates shared weights with SGD, Adam, AdamW, RMSprop, not Adagrad"),
+        ("dtype", "'weight' is bfloat16; gadei trains weights in float32 or float64"),
+        ("strategy", "the script asks for push_pull: start it with --strategy push_pull"),
+        ("exception", "ZeroDivisionError: on purpose"),
+    ],
+)
+def test_mistakes_end_in_a_message(tmp_path: Path, what: str, message: str) -> None:
+    launch = start(tmp_path, "mistaken", tmp_path, what)
+    assert launch.wait() != 0
+    told = launch.stderr
+    if what == "models":  # whoever came first is who the others are
+        assert "differs from the others" in told
+    else:
+        assert message in told
+    assert launch.remains.left() == []
+    assert list(temporary(tmp_path).iterdir()) == []
+
+
+def test_other_launchers_say_how_it_is_done(tmp_path: Path) -> None:
+    command = (TORCHRUN, "--nproc-per-node=2", str(WORKER), "mistaken", str(tmp_path), "none")
+    launch = Launch(command, tmp_path, {"SLIPSTREAM_STRATEGY": "gadei"})
+    assert launch.wait() != 0
+    assert "slipstream run --workers N --strategy gadei SCRIPT" in launch.stderr
+
+
+@pytest.mark.parametrize("options", [("--servers", "1"), ("--lab", "2x100mbit")])
+def test_options_of_a_network_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+    launch = start(tmp_path, "mistaken", tmp_path, "none", options=options)
+    assert launch.wait() != 0
+    assert "leave out --lab and --servers" in launch.stderr
+
+
+def test_alone_it_is_plain_training(tmp_path: Path) -> None:
+    command = (sys.executable, str(WORKER), "counted", str(tmp_path), "20")
+    launch = Launch(command, tmp_path, {"SLIPSTREAM_STRATEGY": "gadei"})
+    assert launch.wait() == 0, launch.stderr
+    assert said(tmp_path)["whole"] == [-float(sum(1 + s % 5 for s in range(20)))]

@@ -1,0 +1,142 @@
+"""Checkpoints of shared weights: whole, or passed over."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError
+from slipstream.runtime.shared_checkpoint import (
+    Piece,
+    Snapshot,
+    keep,
+    kept_in,
+    newest_in,
+    sweep_drafts,
+)
+from slipstream.torch.checkpoint import Checkpoint, unpack
+
+FACTS = {"strategy": "gadei", "workers": 2, "optimizer": {"$dict": [["kind", "SGD"]]}}
+
+
+def snapshot(version: int, values: int = 1000) -> Snapshot:
+    data = np.full(values, version, np.float32).tobytes()
+    pieces = {
+        "model/w": Piece("float32", (values,), data),
+        "model/n": Piece("int64", (), np.int64(version).tobytes()),
+        "model/half": Piece("bfloat16", (2,), b"\x80\x3f\x00\x40"),
+        "model/nothing": Piece("float64", (0, 3), b""),
+    }
+    return Snapshot(pieces, {**FACTS, "step": version})
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    snapshot(7).write(tmp_path / "file")
+    read = Snapshot.read(tmp_path / "file")
+    assert read.version == 7
+    assert {n: (p.dtype, p.shape, bytes(p.data)) for n, p in read.pieces.items()} == {
+        n: (p.dtype, p.shape, bytes(p.data)) for n, p in snapshot(7).pieces.items()
+    }
+
+
+def test_torch_reads_the_same(tmp_path: Path) -> None:
+    snapshot(7).write(tmp_path / "file")
+    checkpoint = Checkpoint.read(tmp_path / "file")
+    assert checkpoint.facts["step"] == 7
+    assert (checkpoint.tensors["model/w"] == 7).all()
+    assert checkpoint.tensors["model/n"] == 7
+    assert checkpoint.tensors["model/half"].tolist() == [1.0, 2.0]
+    assert checkpoint.tensors["model/half"].dtype == torch.bfloat16
+    assert unpack(checkpoint.facts["optimizer"], checkpoint.tensors) == {"kind": "SGD"}
+
+
+def test_two_are_kept(tmp_path: Path) -> None:
+    for version in (1, 2, 30):
+        keep(tmp_path, snapshot(version))
+    assert [Snapshot.read(path).version for path in kept_in(tmp_path)] == [30, 2]
+    # Of a run that began again earlier, what came later is not the newest.
+    keep(tmp_path, snapshot(10))
+    assert [Snapshot.read(path).version for path in kept_in(tmp_path)] == [10, 2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_one_is_passed_over(tmp_path: Path, seed: int) -> None:
+    keep(tmp_path, snapshot(1))
+    keep(tmp_path, snapshot(2))
+    newest = kept_in(tmp_path)[0]
+    content = bytearray(newest.read_bytes())
+    chance = random.Random(seed)
+    if seed % 2:
+        del content[chance.randrange(len(content)) :]
+    else:
+        at = chance.randrange(len(content))
+        content[at] ^= 1 << chance.randrange(8)
+    newest.write_bytes(content)
+    found, wrong = newest_in(tmp_path)
+    assert found is not None
+    # A bit may be one that means nothing, such as a blank; then all is as it was.
+    assert found.version in ((1,) if seed % 2 or wrong else (2,))
+    assert len(wrong) == (found.version == 1)
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert newest_in(tmp_path / "nowhere") == (None, [])
+    (tmp_path / "weights-000000000000001.safetensors").write_bytes(b"")
+    found, wrong = newest_in(tmp_path)
+    assert found is None
+    assert len(wrong) == 1
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        Snapshot.read(tmp_path / "missing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork and limits as Linux has them")
+def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+    keep(tmp_path, snapshot(1))
+    pid = os.fork()
+    if pid == 0:  # files of this process may not grow beyond a little
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            keep(tmp_path, snapshot(2))
+        except CheckpointError as error:
+            os._exit(0 if "cannot write" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-000000000000001.safetensors"]
+    found, wrong = newest_in(tmp_path)
+    assert found is not None
+    assert (found.version, wrong) == (1, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork and kill as Linux has them")
+def test_a_hundred_deaths_while_writing_lose_at_most_the_last(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    version = 1
+    keep(tmp_path, snapshot(version, 200_000))
+    for _ in range(100):
+        pid = os.fork()
+        if pid == 0:
+            for later in range(version + 1, version + 1000):
+                keep(tmp_path, snapshot(later, 200_000))
+            os._exit(0)
+        time.sleep(chance.uniform(0.0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found, wrong = newest_in(tmp_path)
+        assert found is not None
+        assert wrong == []
+        assert found.version >= version
+        assert set(np.frombuffer(found.pieces["model/w"].data, np.float32)) == {found.version}
+        version = found.version
+    sweep_drafts(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
+    assert version > 1

@@ -1,0 +1,359 @@
+"""What the launcher does for learners that share memory, without any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.planning.segment import SharedTensor
+from slipstream.runtime.workshop import Workshop
+from slipstream.runtime.workshop_messages import (
+    Account,
+    Ask,
+    Begin,
+    Body,
+    Departing,
+    Done,
+    Farewell,
+    Filled,
+    Finish,
+    Finished,
+    Hello,
+    Keep,
+    Kept,
+    Lease,
+    Leased,
+    Load,
+    Note,
+    Ready,
+    Refused,
+    Restore,
+    Save,
+    Share,
+    Shared,
+    Start,
+    Welcome,
+)
+
+TENSORS = [SharedTensor("w", (10,), "float32", 4, 0)]
+
+
+def hello(portrait: str = "a model") -> Hello:
+    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], 2, "server", 2, False, None, 30.0)
+
+
+class Bench:
+    """A workshop whose messages are kept."""
+
+    def __init__(self, learners: int = 2) -> None:
+        self.now = 0.0
+        self.to_server: list[Body] = []
+        self.said: list[str] = []
+        self.failed: list[str] = []
+        self.servers = self.ended = 0
+        self.shop = Workshop(
+            learners,
+            self._start,
+            self._end,
+            lambda: Path("/nowhere"),
+            self.said.append,
+            self.failed.append,
+            clock=lambda: self.now,
+        )
+        self.to: dict[int, list[Body]] = {}
+        for rank in range(learners):
+            self.seat(rank)
+
+    def _start(self) -> Any:
+        self.servers += 1
+        return lambda body, descriptor=None: self.to_server.append(body)
+
+    def _end(self) -> None:
+        self.ended += 1
+
+    def seat(self, rank: int) -> None:
+        heard: list[Body] = []
+        self.to[rank] = heard
+        self.shop.seat(rank, lambda body, descriptor=None: heard.append(body))
+
+    def begun(self) -> Bench:
+        """All learners are in."""
+        for rank in self.to:
+            self.shop.hear(rank, hello())
+        self.shop.hear_server(Ready(False, 0, []))
+        self.shop.hear(0, Filled())
+        self.shop.hear_server(Kept())
+        self.clear()
+        return self
+
+    def clear(self) -> None:
+        self.to_server.clear()
+        for heard in self.to.values():
+            heard.clear()
+
+    def push(self, rank: int, number: int = 1) -> None:
+        assert self.shop.rings is not None
+        for _ in range(number):
+            assert self.shop.rings.reserve(rank, 0.0) is not None
+            self.shop.rings.publish(rank)
+            self.shop.rings.release(rank)
+            self.shop.rings.advance()
+
+    def kinds(self, rank: int) -> list[type]:
+        return [type(body) for body in self.to[rank]]
+
+
+# ---- the beginning
+
+
+def test_the_first_ones_weights_are_everybodys() -> None:
+    bench = Bench()
+    bench.shop.hear(1, hello())
+    assert isinstance(bench.to_server[0], Start)
+    bench.shop.hear(0, hello())
+    assert bench.servers == 1
+    assert bench.to == {0: [], 1: []}  # nobody begins before the server is there
+    bench.shop.hear_server(Ready(False, 0, []))
+    filler = 0 if bench.to[0] else 1
+    assert bench.kinds(filler) == [Welcome]
+    assert bench.to[1 - filler] == []
+    bench.shop.hear(filler, Filled())
+    assert bench.to_server[1:] == [Keep()]
+    bench.shop.hear_server(Kept())
+    assert bench.kinds(filler) == [Welcome, Begin]
+    assert bench.kinds(1 - filler) == [Welcome, Begin]
+    fills = [
+        body.fill for heard in bench.to.values() for body in heard if isinstance(body, Welcome)
+    ]
+    assert sorted(fills) == [False, True]
+
+
+def test_if_the_first_dies_another_fills() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.shop.hear(rank, hello())
+    bench.shop.hear_server(Ready(False, 0, []))
+    bench.shop.leave(0)
+    assert bench.kinds(1) == [Welcome]
+    assert isinstance(bench.to[1][0], Welcome)
+    assert bench.to[1][0].fill
+
+
+def test_a_checkpoint_needs_nobody_to_fill() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.shop.hear(rank, hello())
+    bench.shop.hear_server(Ready(True, 70, ["that one is damaged"]))
+    assert bench.kinds(0) == bench.kinds(1) == [Welcome, Begin]
+    assert bench.said == [
+        "that one is damaged; the one before is taken",
+        "goes on from a checkpoint of 70 updates",
+    ]
+
+
+def test_another_model_is_refused() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello())
+    bench.shop.hear(1, hello("another model"))
+    assert bench.kinds(1) == [Refused]
+    assert "rank 1 differs from the others: it has another model; they have a model" in bench.said
+
+
+def test_one_that_is_started_again_goes_on() -> None:
+    bench = Bench().begun()
+    bench.shop.leave(1)
+    bench.seat(1)
+    bench.shop.hear(1, hello())
+    assert bench.kinds(1) == [Welcome, Begin]
+
+
+# ---- on the way
+
+
+def test_what_the_first_says_all_hear() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(1, Share("share/1", "one"))
+    bench.shop.hear(0, Share("share/1", "nought"))
+    bench.shop.hear(0, Share("share/2", None))
+    assert bench.to == {0: [Shared("one"), Shared(None)], 1: [Shared("one")]}
+
+
+def test_the_server_answers_whoever_asked() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(1, Ask())
+    bench.shop.hear(0, Save("there"))
+    assert bench.to_server == [Ask(), Keep("there")]
+    bench.shop.hear_server(Note("by the way"))
+    bench.shop.hear_server(Account({0: 3}))
+    bench.shop.hear_server(Kept("no room"))
+    assert bench.to == {0: [Done("no room")], 1: [Account({0: 3})]}
+    assert bench.said[-1] == "by the way"
+
+
+def test_a_file_is_loaded_once_and_all_wait_for_it() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Load("there"))
+    bench.shop.hear(1, Load("there"))
+    assert bench.to_server == [Restore("there")]
+    assert bench.to == {0: [], 1: []}
+    bench.shop.hear_server(Kept())
+    assert bench.to == {0: [Done()], 1: [Done()]}
+    bench.push(0)
+    bench.shop.leave(1)
+    bench.seat(1)
+    bench.shop.hear(1, Load("there"))
+    assert bench.to[1] == [Done()]
+    assert bench.to_server == [Restore("there")]
+
+
+# ---- batches
+
+
+def dealt(bench: Bench, rank: int) -> list[tuple[int, int]]:
+    bench.to[rank].clear()
+    bench.shop.hear(rank, Lease(6, 2, 0))
+    (body,) = bench.to[rank]
+    assert isinstance(body, Leased)
+    return list(body.batches)
+
+
+def test_batches_of_the_dead_are_dealt_again() -> None:
+    bench = Bench().begun()
+    assert dealt(bench, 0) == [(0, 0), (0, 1)]
+    assert dealt(bench, 1) == [(0, 2), (0, 3)]
+    bench.push(1)
+    bench.shop.leave(1)
+    assert dealt(bench, 0) == [(0, 3), (0, 4)]
+    bench.seat(1)
+    assert dealt(bench, 1) == [(0, 5), (1, 0)]
+
+
+def test_batches_of_lost_updates_are_dealt_again() -> None:
+    bench = Bench().begun()
+    dealt(bench, 0)
+    bench.push(0, 2)
+    assert dealt(bench, 0) == [(0, 2), (0, 3)]
+    bench.push(0)
+    assert dealt(bench, 1) == [(0, 4), (0, 5)]
+    bench.shop.server_ended(-9)
+    bench.shop.hear_server(Ready(True, 2, [], discarded=1))
+    assert dealt(bench, 1) == [(0, 1), (0, 2)]
+
+
+def test_another_data_set_is_refused() -> None:
+    bench = Bench().begun()
+    dealt(bench, 0)
+    bench.shop.hear(1, Lease(7, 2, 0))
+    assert bench.kinds(1) == [Refused]
+
+
+# ---- servers die
+
+
+def test_a_dead_server_is_replaced_and_asked_again() -> None:
+    bench = Bench().begun()
+    bench.push(0, 2)
+    bench.shop.hear(0, Save("there"))
+    bench.shop.server_ended(-9)
+    assert bench.servers == 2
+    assert isinstance(bench.to_server[-1], Start)
+    bench.shop.hear(1, Ask())
+    bench.shop.hear_server(Ready(True, 0, []))
+    assert bench.to_server[-2:] == [Keep("there"), Ask()]
+    bench.shop.hear_server(Kept())
+    bench.shop.hear_server(Account({}))
+    assert bench.to == {0: [Done()], 1: [Account({})]}
+
+
+def test_servers_that_get_nowhere_end_the_job() -> None:
+    bench = Bench().begun()
+    bench.push(0)
+    for _ in range(3):
+        bench.shop.server_ended(-9)
+        bench.shop.hear_server(Ready(True, 0, []))
+    assert bench.failed == []
+    bench.shop.server_ended(-9)
+    assert bench.failed == ["4 servers died one after the other without an update"]
+
+
+def test_a_server_that_cannot_begin_ends_the_job() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello())
+    bench.shop.server_ended(1)
+    assert bench.failed == ["the server exited with code 1"]
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_server_that_does_nothing_is_ended(pushes: bool) -> None:
+    bench = Bench().begun()
+    rings = bench.shop.rings
+    assert rings is not None
+    for _ in range(20):
+        rings.next(0, 0.0)  # it is well
+        bench.now += 1.0
+        bench.shop.look()
+    assert bench.ended == 0
+    if pushes:
+        rings.reserve(0, 0.0)
+        rings.publish(0)
+    for _ in range(7):
+        if pushes:
+            rings.rest(0.0)  # it looks well, but takes nothing
+        bench.now += 1.0
+        bench.shop.look()
+    assert bench.ended == 1
+    assert "the server has done nothing for 5 s, and is ended" in bench.said
+
+
+# ---- the end
+
+
+def test_all_leave_together_and_one_has_the_figures() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(1, Departing(b"one", {2: 5}))
+    bench.shop.look()
+    assert bench.to_server == []
+    bench.shop.hear(0, Departing(b"nought", {}))
+    bench.shop.look()
+    assert bench.to_server == [Finish()]
+    assert bench.to == {0: [], 1: []}
+    bench.shop.hear_server(Finished(Account({1: 1}, 0, 4)))
+    whole = Account({1: 1, 2: 5}, 0, 4)
+    assert bench.to == {0: [Farewell([b"nought", b"one"], whole, 0)], 1: [Farewell([])]}
+
+
+def test_the_end_waits_for_one_that_is_started_again() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Departing(b"nought", {}))
+    bench.shop.leave(1)
+    bench.seat(1)
+    bench.shop.look()
+    assert bench.to_server == []
+    bench.shop.hear(1, hello())
+    bench.shop.hear(1, Departing(b"one", {}))
+    bench.shop.look()
+    assert bench.to_server == [Finish()]
+
+
+def test_the_end_does_not_wait_for_one_that_is_left_out() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Departing(b"nought", {}))
+    bench.shop.leave(1)
+    bench.shop.look()
+    assert bench.to_server == [Finish()]
+
+
+def test_a_server_that_dies_at_the_end_is_replaced_too() -> None:
+    bench = Bench().begun()
+    for rank in (0, 1):
+        bench.shop.hear(rank, Departing(b"", {}))
+    bench.shop.look()
+    bench.shop.server_ended(-9)
+    bench.shop.hear_server(Ready(True, 0, []))
+    assert bench.to_server[-1] == Finish()
+    bench.shop.hear_server(Finished(Account({})))
+    assert bench.kinds(0) == [Farewell]
+    bench.shop.server_ended(0)
+    assert bench.servers == 2

@@ -1,0 +1,229 @@
+"""Rings in one process: counts, turns, limits and locks. Two processes are in tests/process."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream._native import Rings, format_segment, segment_nbytes
+
+SHAPE = (3, 2, 100, 5000)
+
+
+def segment(*shape: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, segment_nbytes(*shape))
+    format_segment(memory, *shape)
+    return memory
+
+
+@pytest.fixture
+def rings() -> Rings:
+    return Rings(segment(*SHAPE))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=60))
+@settings(deadline=None)
+def test_a_ring_gives_back_what_was_pushed_in_order(moves: list[tuple[int, bool]]) -> None:
+    memory = segment(*SHAPE)
+    rings = Rings(memory)
+    waiting: list[list[int]] = [[], [], []]
+    pushed, last = 0, 2
+    for learner, pushes in moves:
+        if pushes:
+            slot = rings.reserve(learner, 0.0)
+            assert (slot is None) == (len(waiting[learner]) == SHAPE[1])
+            if slot is not None:
+                pushed += 1
+                memory[rings.slot_at(learner, slot)] = pushed
+                rings.publish(learner)
+                waiting[learner].append(pushed)
+            continue
+        ready = rings.next(last, 0.0)
+        assert (ready is None) == (not any(waiting))
+        if ready is not None:
+            # The first in turn after the last that was served.
+            turn = [(last + step) % 3 for step in (1, 2, 3)]
+            assert ready[0] == next(each for each in turn if waiting[each])
+            last = ready[0]
+            assert memory[rings.slot_at(*ready)] == waiting[last].pop(0)
+            rings.release(last)
+
+
+def test_slots_and_weights_lie_apart() -> None:
+    memory = segment(*SHAPE)
+    rings = Rings(memory)
+    spans = [(rings.weights_at, rings.weights_at + SHAPE[3])]
+    spans += [
+        (rings.slot_at(learner, slot), rings.slot_at(learner, slot) + SHAPE[2])
+        for learner in range(3)
+        for slot in range(2)
+    ]
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert spans[-1][1] <= len(memory)
+    assert all(begin % 64 == 0 for begin, _ in spans)
+
+
+def test_what_is_discarded_makes_room(rings: Rings) -> None:
+    for _ in range(2):
+        rings.reserve(1, 0.0)
+        rings.publish(1)
+    assert rings.reserve(1, 0.0) is None
+    assert rings.discard(1) == 2
+    assert rings.discard(0) == 0
+    assert rings.next(2, 0.0) is None
+    assert rings.reserve(1, 0.0) == 0
+    assert (rings.pushed(1), rings.taken(1)) == (2, 2)
+
+
+def test_sleepers_are_woken(rings: Rings) -> None:
+    """With limits so long that only being woken ends the sleep within the test's own."""
+    found: list[object] = []
+    server = threading.Thread(target=lambda: found.append(rings.next(2, 100.0)))
+    server.start()
+    time.sleep(0.1)
+    rings.reserve(0, 0.0)
+    rings.publish(0)
+    server.join(10.0)
+    assert found == [(0, 0)]
+    rings.reserve(0, 0.0)
+    rings.publish(0)
+    learner = threading.Thread(target=lambda: found.append(rings.reserve(0, 100.0)))
+    learner.start()
+    time.sleep(0.1)
+    rings.release(0)
+    learner.join(10.0)
+    assert found[1:] == [0]
+    resting = threading.Thread(target=lambda: rings.rest(100.0))
+    resting.start()
+    time.sleep(0.1)
+    rings.close()
+    resting.join(10.0)
+    assert not resting.is_alive()
+
+
+def test_who_waits_takes_no_time_of_the_processor(rings: Rings) -> None:
+    for _ in range(2):
+        rings.reserve(0, 0.0)
+        rings.publish(0)
+    begun, used = time.monotonic(), time.thread_time()
+    assert rings.reserve(0, 0.5) is None
+    assert time.monotonic() - begun >= 0.5
+    assert time.thread_time() - used < 0.01
+
+
+def test_versions_and_beats(rings: Rings) -> None:
+    assert rings.version == 0
+    assert [rings.advance(), rings.advance(), rings.version] == [1, 2, 2]
+    rings.version = 70
+    assert rings.advance() == 71
+    before = rings.beat
+    rings.next(0, 0.0)
+    rings.rest(0.0)
+    assert rings.beat == before + 2
+    assert not rings.closing
+
+
+# ---- weights that hold still
+
+
+def test_readers_and_a_writer_keep_each_other_out(rings: Rings) -> None:
+    assert rings.begin_reading(0, 0.0)
+    assert rings.begin_reading(1, 0.0)
+    assert not rings.begin_writing(3, 0.01)
+    rings.end_reading(0)
+    rings.end_reading(1)
+    assert rings.begin_writing(3, 0.0)
+    assert not rings.begin_reading(2, 0.01)
+    assert not rings.begin_writing(1, 0.01)
+    rings.end_writing()
+    assert rings.begin_reading(2, 0.0)
+
+
+def test_the_dead_hold_nothing(rings: Rings) -> None:
+    assert rings.begin_reading(0, 0.0)
+    rings.bury(0)
+    assert rings.begin_writing(1, 0.0)
+    rings.bury(0)
+    assert not rings.begin_reading(2, 0.01)
+    rings.bury(1)
+    assert rings.begin_reading(2, 0.0)
+    rings.bury(3)  # the server
+
+
+def test_a_copy_is_of_one_moment() -> None:
+    memory = segment(2, 1, 64, 8 * 4096)
+    rings = Rings(memory)
+    at = rings.weights_at
+    values = np.frombuffer(memory, np.int64, 4096, at)
+    stop = threading.Event()
+
+    def write(who: int) -> None:
+        while not stop.is_set():
+            if rings.begin_writing(who, 1.0):
+                values[:2048] += 1
+                values[2048:] += 1
+                rings.end_writing()
+
+    writers = [threading.Thread(target=write, args=(who,)) for who in (1, 2)]
+    for writer in writers:
+        writer.start()
+    copies = []
+    for _ in range(200):
+        assert rings.begin_reading(0, 10.0)
+        copies.append(values.copy())
+        rings.end_reading(0)
+    stop.set()
+    for writer in writers:
+        writer.join()
+    assert all((copy == copy[0]).all() for copy in copies)
+    assert (values == values[0]).all()
+
+
+# ---- what is no segment
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 1, 1, 1),
+        (1, 0, 1, 1),
+        (1, 1, 0, 1),
+        (1, 1, 1, 0),
+        (5000, 1, 1, 1),
+        (4000, 4000, 1 << 40, 1),
+        (1, 1, 1 << 41, 1),
+        (1, 1, 1, (1 << 64) - 1),
+    ],
+)
+def test_shapes_that_no_memory_has(shape: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no segment has"):
+        segment_nbytes(*shape)
+
+
+def test_other_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not begin as a segment does"):
+        Rings(mmap.mmap(-1, 1 << 16))
+    with pytest.raises(ValueError, match="shorter than a segment's header"):
+        Rings(mmap.mmap(-1, 64))
+    memory = segment(*SHAPE)
+    with pytest.raises(ValueError, match="another size than its header says"):
+        Rings(memoryview(memory)[:-4096])
+    with pytest.raises(ValueError, match="where a segment takes"):
+        format_segment(memory, 4, 2, 100, 5000)
+    with pytest.raises(ValueError, match="writable"):
+        Rings(bytes(memory))
+
+
+def test_learners_and_slots_that_are_not_there(rings: Rings) -> None:
+    for call in (rings.publish, rings.release, rings.discard, rings.pushed, rings.end_reading):
+        with pytest.raises(ValueError, match="there is no learner 3"):
+            call(3)
+    with pytest.raises(ValueError, match="there is no slot 2"):
+        rings.slot_at(0, 2)

@@ -1,0 +1,162 @@
+"""A learner whose weights and gradients are carried by another thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream._native import Rings, format_segment, segment_nbytes
+from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
+from slipstream.torch.carried_updates import CarriedUpdates, HostWay
+from slipstream.torch.shared_weights import SharedWeights, shared_tensors
+from slipstream.torch.slot_updates import Slot, slots_of
+from slipstream.transports.shared_memory import SharedMemory
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 3, sparse=True)
+        self.norm = nn.BatchNorm1d(3)
+        self.out = nn.Linear(3, 2)
+        self.unused = nn.Linear(1, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.rows(ids)))
+
+
+class Bench:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.plan = SegmentPlan.of(shared_tensors(self.model, self.optimizer), 1)
+        shape = (1, 2, self.plan.slot_nbytes, self.plan.weights_nbytes)
+        self.memory = SharedMemory.create(segment_nbytes(*shape))
+        format_segment(self.memory.memory, *shape)
+        self.rings = Rings(self.memory.memory)
+        self.weights = SharedWeights(self.model, self.plan, self.memory, self.rings.weights_at)
+        self.weights.fill()
+        self.delivered: list[tuple[Slot, list[int], int]] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.held = 0
+        self.fails = False
+        self.trained_by: set[str] = set()
+        turns = itertools.count()
+
+        def reserve() -> int:
+            self.goes_on.wait(10)
+            return next(turns) % 2
+
+        self.updates = CarriedUpdates(
+            self.model,
+            self.optimizer,
+            self.plan,
+            slots_of(self.memory, self.rings, self.plan, 0),
+            self.weights,
+            HostWay(),
+            reserve=reserve,
+            deliver=self._deliver,
+            version=lambda: self.rings.version,
+            holding=self._holding,
+        )
+
+    def _deliver(self, slot: Slot) -> None:
+        if self.fails:
+            raise ZeroDivisionError("on purpose")
+        self.trained_by.add(threading.current_thread().name)
+        self.delivered.append((slot, slot.forms.tolist(), int(slot.version[0])))
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self.held += 1
+        yield
+
+    def step(self) -> list[torch.Tensor | None]:
+        self.model(torch.tensor([1, 4, 4])).sum().backward()
+        gradients = [p.grad for p in self.model.parameters()]
+        self.updates.end_step()
+        return gradients
+
+    def change(self, amount: float) -> None:
+        for view in self.weights.trained():
+            view.add_(amount)
+        self.rings.advance()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.goes_on.set()
+    bench.updates.close()
+
+
+def test_gradients_come_into_slots_in_every_form(bench: Bench) -> None:
+    for _ in range(3):
+        gradients = bench.step()
+        bench.updates.settle()
+        slot, forms, _ = bench.delivered[-1]
+        assert forms == [ROWS + 2, DENSE, DENSE, DENSE, DENSE, ABSENT, ABSENT]
+        assert slot.numbers[0][:2].tolist() == [1, 4]
+        for view, gradient in zip(slot.gradients, gradients, strict=True):
+            if gradient is not None:
+                whole = gradient.to_dense() if gradient.is_sparse else gradient
+                assert torch.equal(view, whole)
+        assert all(p.grad is None for p in bench.model.parameters())
+    assert bench.trained_by == {"carrier"}
+
+
+def test_the_next_step_does_not_wait_for_the_carrier(bench: Bench) -> None:
+    bench.goes_on.clear()
+    bench.step()
+    bench.step()
+    assert bench.delivered == []
+    bench.goes_on.set()
+    bench.updates.settle()
+    assert len(bench.delivered) == 2
+
+
+def test_weights_are_brought_once_a_version(bench: Bench) -> None:
+    before = bench.model.out.weight.detach().clone()
+    bench.step()
+    bench.updates.settle()
+    assert (bench.updates.pulls, bench.held) == (0, 0)
+    assert bench.updates.skipped >= 2
+    bench.change(1.0)
+    assert torch.equal(bench.model.out.weight, before)  # not under the learner's hands
+    bench.updates.settle()
+    assert torch.equal(bench.model.out.weight, before + 1.0)
+    assert (bench.updates.pulls, bench.held) == (1, 1)
+    bench.step()
+    bench.updates.settle()
+    assert bench.delivered[-1][2] == 1  # the version it was computed on
+    assert bench.updates.pulls == 1
+    for _ in range(3):
+        bench.change(1.0)
+        bench.updates.settle()
+    assert torch.equal(bench.model.out.weight, before + 4.0)
+
+
+def test_buffers_are_everybodys(bench: Bench) -> None:
+    bench.step()
+    bench.updates.settle()
+    shared = dict(zip((t.name for t in bench.plan.tensors), bench.weights.views, strict=True))
+    assert torch.equal(shared["norm.running_mean"], bench.model.norm.running_mean)
+    assert shared["norm.running_mean"].any()
+
+
+def test_trouble_reaches_the_loop(bench: Bench) -> None:
+    bench.fails = True
+    bench.step()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        bench.updates.settle()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        bench.step()

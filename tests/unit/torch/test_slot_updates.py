@@ -1,0 +1,218 @@
+"""What a learner writes into its slots against the gradients that torch makes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream._native import Rings, format_segment, segment_nbytes
+from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
+from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.shared_weights import SharedWeights, shared_tensors
+from slipstream.torch.slot_updates import Slot, SlotUpdates, slots_of
+from slipstream.transports.shared_memory import SharedMemory
+
+WORDS, WIDTH = 30, 8
+
+
+class Reader(nn.Module):
+    """An embedding, a convolution, a wide layer that is captured and a narrow one that is not."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0, sparse=sparse)
+        self.mix = nn.Conv1d(WIDTH, 16, 2)
+        self.wide = nn.Linear(16, 5000)
+        self.narrow = nn.Linear(5000, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        mixed = self.mix(self.words(rows).transpose(1, 2)).amax(2)
+        return self.narrow(self.wide(mixed).relu())
+
+
+class Bench:
+    def __init__(self, model: nn.Module, **settings: float) -> None:
+        self.twin = copy.deepcopy(model)
+        self.model = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)  # type: ignore[arg-type]
+        self.plan = SegmentPlan.of(shared_tensors(model, optimizer), 1)
+        shape = (1, 2, self.plan.slot_nbytes, self.plan.weights_nbytes)
+        self.memory = SharedMemory.create(segment_nbytes(*shape))
+        format_segment(self.memory.memory, *shape)
+        self.rings = Rings(self.memory.memory)
+        self.weights = SharedWeights(model, self.plan, self.memory, self.rings.weights_at)
+        self.weights.fill()
+        self.weights.bind()
+        turns = itertools.count()
+        self.delivered: list[tuple[Slot, list[int]]] = []
+        self.updates = SlotUpdates(
+            model,
+            optimizer,
+            self.plan,
+            slots_of(self.memory, self.rings, self.plan, 0),
+            reserve=lambda: next(turns) % 2,
+            deliver=lambda slot: self.delivered.append((slot, slot.forms.tolist())),
+            version=lambda: self.rings.version,
+        )
+        self.optimizer = LoopOptimizer(optimizer)
+        self.optimizer.synchronizer = self.updates
+
+    def forms(self) -> dict[str, int]:
+        names = [self.plan.tensors[gradient.tensor].name for gradient in self.plan.gradients]
+        return dict(zip(names, self.delivered[-1][1], strict=True))
+
+    def assert_gradients(self, expected: nn.Module) -> None:
+        """The last slot holds the gradients of ``expected``, to the last bit or nearly so."""
+        slot, forms = self.delivered[-1]
+        known = dict(expected.named_parameters())
+        for view, numbers, gradient, form in zip(
+            slot.gradients, slot.numbers, self.plan.gradients, forms, strict=True
+        ):
+            wanted = known[self.plan.tensors[gradient.tensor].name].grad
+            if form == ABSENT:
+                assert wanted is None
+                continue
+            assert wanted is not None
+            wanted = wanted.to_dense() if wanted.is_sparse else wanted
+            torch.testing.assert_close(view, wanted, rtol=1e-5, atol=1e-6)
+            if form >= ROWS:
+                named = numbers[: form - ROWS]
+                rest = torch.ones(len(view), dtype=torch.bool)
+                rest[named] = False
+                assert not view[rest].any()
+                assert len(set(named.tolist())) == len(named)
+
+
+def batch(seed: int, most: int = WORDS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, most, (4, 6), generator=generator)
+    return rows, torch.randint(0, 3, (4,), generator=generator)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    rows, labels = batch(seed)
+    F.cross_entropy(model(rows), labels).backward()
+
+
+@pytest.fixture(params=[False, True], ids=["dense", "sparse"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    torch.manual_seed(0)
+    return Bench(Reader(sparse=request.param))
+
+
+def both(bench: Bench, act: Callable[[nn.Module], None]) -> None:
+    act(bench.model)
+    act(bench.twin)
+
+
+def test_step_after_step_slots_hold_the_gradients(bench: Bench) -> None:
+    for seed in range(6):
+        bench.optimizer.zero_grad()
+        bench.twin.zero_grad()
+        both(bench, lambda model, seed=seed: backward(model, seed))
+        assert bench.model.words.weight.grad is not None
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+        assert ROWS < bench.forms()["words.weight"] < ROWS + WORDS
+        assert bench.forms()["wide.weight"] == DENSE
+        assert bench.forms()["unused.weight"] == ABSENT
+        assert all(p.grad is None for p in bench.model.parameters())
+
+
+def test_settings_and_the_version_travel_with_them(bench: Bench) -> None:
+    bench.rings.version = 7
+    both(bench, lambda model: backward(model, 0))
+    bench.optimizer.step()
+    assert bench.delivered[0][0].version[0] == 0  # what there was when the step began
+    bench.optimizer.param_groups[0]["lr"] = 0.25
+    both(bench, lambda model: backward(model, 1))
+    bench.optimizer.step()
+    slot = bench.delivered[1][0]
+    assert slot.version[0] == 7
+    assert slot.settings[0] == 0.25
+
+
+def test_several_backwards_add_up(bench: Bench) -> None:
+    for seed in range(3):
+        both(bench, lambda model, seed=seed: backward(model, seed))
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+    assert bench.forms()["words.weight"] > ROWS
+
+
+def test_gradients_may_be_clipped() -> None:
+    torch.manual_seed(0)
+    bench = Bench(Reader())
+    for seed in range(3):
+        bench.twin.zero_grad()
+        both(bench, lambda model, seed=seed: backward(model, seed))
+        both(bench, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None)
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+        assert bench.forms()["words.weight"] == DENSE  # it was changed: it may be anything
+
+
+def test_gradients_may_be_set_by_the_loop(bench: Bench) -> None:
+    both(bench, lambda model: backward(model, 0))
+    for model in (bench.model, bench.twin):
+        model.mix.weight.grad = torch.ones_like(model.mix.weight)
+        model.words.weight.grad = torch.ones_like(model.words.weight)
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+    # And nothing of it stays in the slot.
+    for seed in (1, 2):
+        bench.twin.zero_grad()
+        both(bench, lambda model, seed=seed: backward(model, seed))
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_step_that_is_given_up_leaves_nothing(bench: Bench, to_none: bool) -> None:
+    both(bench, lambda model: backward(model, 0))
+    bench.optimizer.zero_grad(set_to_none=to_none)
+    bench.twin.zero_grad(set_to_none=to_none)
+    both(bench, lambda model: backward(model, 1))
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+
+
+def test_a_layer_used_twice(bench: Bench) -> None:
+    def twice(model: nn.Module) -> None:
+        (one, labels), (other, _) = batch(0), batch(1)
+        F.cross_entropy(model(one) + model(other), labels).backward()
+
+    both(bench, twice)
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+
+
+def test_weights_are_the_shared_ones_until_the_end(bench: Bench) -> None:
+    parameter = bench.model.mix.weight
+    view = bench.weights.views[1]
+    view.fill_(3.0)
+    assert (parameter == 3.0).all()
+    bench.updates.close()
+    bench.weights.unbind()
+    view.fill_(4.0)
+    assert (parameter == 3.0).all()
+    backward(bench.model, 0)
+    assert bench.delivered == []
+    assert parameter.grad is not None
+
+
+def test_numbers_of_rows_fit_what_the_server_reads(bench: Bench) -> None:
+    """A slot that another learner died with may hold anything: it is cleaned before it is used."""
+    raw = bench.memory.view(bench.rings.slot_at(0, 0), bench.plan.slot_nbytes)
+    np.frombuffer(raw, np.uint8)[:] = 255
+    both(bench, lambda model: backward(model, 0))
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
