@@ -109,6 +109,9 @@ class Rings {
         const nb::gil_scoped_release unlocked;
         return segment_.begin_reading(learner, limit_s);
     }
+    bool reading(std::uint64_t learner) const {
+        return segment_.lane(known(learner)).reading.load() != 0;
+    }
     void end_reading(std::uint64_t learner) const { segment_.end_reading(known(learner)); }
 
     bool begin_writing(std::uint64_t who, double limit_s) const {
@@ -224,6 +227,7 @@ void bind_shared(nb::module_& m) {
         .def_prop_ro("closing", &Rings::closing)
         .def("close", &Rings::close, "No more will be pushed.")
         .def("begin_reading", &Rings::begin_reading, "learner"_a, "limit_s"_a)
+        .def("reading", &Rings::reading, "learner"_a)
         .def("end_reading", &Rings::end_reading, "learner"_a)
         .def("begin_writing", &Rings::begin_writing, "who"_a, "limit_s"_a)
         .def("end_writing", &Rings::end_writing)

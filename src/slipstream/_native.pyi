@@ -172,6 +172,7 @@ class Rings:
     def begin_reading(self, learner: int, limit_s: float) -> bool:
         """Until `end_reading` nobody changes weights; False if that takes longer."""
 
+    def reading(self, learner: int) -> bool: ...
     def end_reading(self, learner: int) -> None: ...
     def begin_writing(self, who: int, limit_s: float) -> bool:
         """Until `end_writing` nobody else does, and nobody reads; False if that takes longer."""

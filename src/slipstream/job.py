@@ -306,6 +306,9 @@ class Job:
         self._resumed_at = welcome.standing[0]
         replica.synchronizer.resume(self._resumed_at + welcome.steps)
         self._back_at = self._own_steps
+        if self._env.back_fd is not None:
+            with os.fdopen(self._env.back_fd, "wb") as launcher:
+                launcher.write(b".")
 
     def _standing(self) -> list[int]:
         """What one that comes back must know."""
@@ -466,7 +469,7 @@ class Job:
         model, optimizer = self._distributed("load")
         if self._just_back:
             return
-        if not self.plan.together and self._own_steps:
+        if self._own_steps and (not self.plan.together or self.plan.slices is not None):
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self.flush()
         occasion = self._occasion("load")

@@ -126,6 +126,8 @@ class LearnerJob(Job):
         if self._own_steps:
             raise ConfigError(f"with {self._named()} job.load comes before the first step")
         self._line.load(str(Path(path).absolute()))
+        assert self._learner is not None
+        self._learner.begin_anew()
 
     # ---- figures
 

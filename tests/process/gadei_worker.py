@@ -143,13 +143,16 @@ def sampled() -> None:
         model, optimizer = job.distribute(model, optimizer)
         seen = []
         batches = job.sampler(range(101), 5)
+        dies = len(sys.argv) > 3
+        while dies and job.rank == 0 and not (FOLDER / "1.0.json").exists():
+            time.sleep(0.01)  # else nothing might be left for the other
         for _ in range(2):
             for numbers in batches:
                 optimizer.zero_grad()
                 model(1, 0).backward()
                 optimizer.step()
                 seen += numbers
-                if job.rank == 1 and LIFE == "0" and len(seen) > 20 and len(sys.argv) > 3:
+                if dies and job.rank == 1 and LIFE == "0" and len(seen) > 20:
                     (FOLDER / "1.0.json").write_text(json.dumps({"seen": seen}))
                     os.kill(os.getpid(), signal.SIGKILL)
     tell(job, seen=seen, updates=-model.whole[0].item())

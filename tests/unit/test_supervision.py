@@ -5,6 +5,7 @@ import pytest
 
 from slipstream.runtime.supervision import (
     EXIT_PEER_FAILED,
+    CameBack,
     Ended,
     Limits,
     Signalled,
@@ -213,6 +214,19 @@ def test_who_comes_back_after_the_end_does_not_spoil_it(clock: Clock) -> None:
     watch.take(Ended("rank 2", -signal.SIGTERM))
     assert not watch.running
     assert watch.verdict() == Verdict(0)
+
+
+def test_who_is_back_may_take_its_time_at_the_end_and_may_fail(clock: Clock) -> None:
+    watch = restarting(clock, 1)
+    watch.take(Ended("rank 2", -9))
+    watch.started("rank 2")
+    watch.take(CameBack("rank 2"))
+    for rank in (1, 3, 0):
+        watch.take(Ended(f"rank {rank}", 0))
+    assert watch.deadline == math.inf
+    assert watch.condemned == set()
+    watch.take(Ended("rank 2", 3))
+    assert watch.verdict().code == 3
 
 
 def test_who_was_never_away_may_take_its_time_at_the_end(clock: Clock) -> None:

@@ -25,7 +25,7 @@ from slipstream.runtime.processes import (
     start_process,
 )
 from slipstream.runtime.relay import start_relay
-from slipstream.runtime.supervision import Ended, Limits, Signalled, Supervision, Verdict
+from slipstream.runtime.supervision import CameBack, Ended, Limits, Signalled, Supervision, Verdict
 
 # For the last lines of members that have ended; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
@@ -141,18 +141,17 @@ class Crew:
         """Goes with this process, should it be killed."""
         self._tell_guardian(directory)
 
-    @property
-    def running(self) -> frozenset[str]:
-        return frozenset(self._watch.running)
+    def end(self, name: str) -> None:
+        self._kill_workers(signal.SIGKILL, [name])
+
+    def restart_nobody(self) -> None:
+        """All are about to end: who dies now has no place to come back to."""
+        self._watch.over = True
 
     @property
     def ending(self) -> bool:
         """Whether something has failed, or somebody has asked for the end."""
         return self._watch.ending
-
-    @property
-    def restarts(self) -> int:
-        return len(self._watch.replaced)
 
     def servers_announced(self) -> bool:
         """Waits until every server has its address; False if the job is over before that."""
@@ -197,7 +196,7 @@ class Crew:
             event = self.events.get(timeout=remaining_s)
             if self.house is not None and self.house.take(event):
                 return
-            assert isinstance(event, Ended | Signalled)
+            assert isinstance(event, Ended | CameBack | Signalled)
             signum = self._watch.take(event)
             self._kill_workers(signum, self._watch.condemned)
         for ended in self._watch.lost[lost:]:
@@ -213,8 +212,19 @@ class Crew:
             self.house.start_again(name, life)
             return
         command, env, placement = self._starts[name]
-        again = {**env, "SLIPSTREAM_LIFE": str(life)}
-        self.add_worker(name, command, again, placement, has_terminal=False)
+        heard, told = os.pipe()
+        again = {**env, "SLIPSTREAM_LIFE": str(life), "SLIPSTREAM_BACK_FD": str(told)}
+        try:
+            self.add_worker(name, command, again, placement, has_terminal=False, pass_fds=(told,))
+        finally:
+            os.close(told)
+        threading.Thread(target=self._await_return, args=(name, heard), daemon=True).start()
+
+    def _await_return(self, name: str, heard: int) -> None:
+        """A worker that is back writes a byte; one that never comes back ends without."""
+        with os.fdopen(heard, "rb") as told:
+            if told.read(1):
+                self.events.put(CameBack(name))
 
     def _kill_workers(self, signum: signal.Signals | None, members: Collection[str]) -> None:
         if signum is None:

@@ -41,6 +41,7 @@ class Environment:
     prometheus: int | None = None
     launcher: int | None = None
     control_fd: int | None = None  # of the socket to the launcher, where learners share memory
+    back_fd: int | None = None  # where a worker that was started again says that it is back
     life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
@@ -81,6 +82,7 @@ class Environment:
             prometheus=optional(env, "SLIPSTREAM_PROMETHEUS"),
             launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
             control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
+            back_fd=optional(env, "SLIPSTREAM_BACK_FD"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 

@@ -28,6 +28,8 @@ from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
 SERVER = "server"
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.update_server")
 RESTARTS = 10
+SEND_S = 10.0  # how long a member may leave a message in its socket
+KEEP_S = 20.0  # for the checkpoint that SIGTERM asks for
 
 
 def launch_learners(
@@ -40,16 +42,15 @@ def launch_learners(
     restarts: int = RESTARTS,
 ) -> int:
     """Runs ``command`` once a learner; returns the exit code of the job, as ``launch`` does."""
-    with ExitStack() as stack:
-        crew = stack.enter_context(
-            Crew(limits or Limits(), may_lose=may_lose, restarts=restarts, leader=None)
-        )
-        house = LearnersHouse(crew, command, learners, settings, stack)
+    with (
+        ExitStack() as last,  # when nobody is left who could write
+        Crew(limits or Limits(), may_lose=may_lose, restarts=restarts, leader=None) as crew,
+    ):
+        house = LearnersHouse(crew, command, learners, settings, last)
         crew.house = house
         for rank in range(learners):
             house.start(rank, life=0)
         verdict = crew.wait()
-        house.close()
     report(verdict)
     return verdict.code
 
@@ -74,21 +75,28 @@ class LearnersHouse:
         command: Sequence[str],
         learners: int,
         settings: Settings,
-        stack: ExitStack,
+        last: ExitStack,
     ) -> None:
-        self._crew, self._command, self._stack = crew, command, stack
+        self._crew, self._command, self._last = crew, command, last
+        last.callback(self.close)
         self._env = job_environment(settings, workers=learners)
         self._lives: dict[str, int] = {}
         self._lines: dict[str, LocalSocket[Any]] = {}
         self._server: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._workshop = Workshop(
-            learners, self._start_server, self._end_server, self._own_directory, say, self._fail
+            learners,
+            self._start_server,
+            self._end_server,
+            self._end_learner,
+            self._own_directory,
+            say,
+            self._fail,
         )
 
     def start(self, rank: int, life: int) -> None:
         name = f"rank {rank}"
-        ours, theirs = socket_pair()
+        ours, theirs = socket_pair(SEND_S)
         with theirs:
             env = {
                 **self._env,
@@ -128,14 +136,20 @@ class LearnersHouse:
                         body, _ = line.receive()
                     except FrameRefused as error:
                         say(f"{name}: {error}")
+                        line.hang_up()
                         return
                     self._crew.events.put(Heard(name, life, body))
 
         threading.Thread(target=listen, daemon=True).start()
 
         def tell(body: Body, descriptor: int | None = None) -> None:
-            with contextlib.suppress(Hangup):  # its end is an event of its own
+            try:
                 line.send(body, descriptor)
+            except TimeoutError:
+                say(f"{name} does not listen, and is ended")
+                self._crew.end(name)
+            except Hangup:
+                pass  # its end is an event of its own
 
         return tell
 
@@ -162,32 +176,36 @@ class LearnersHouse:
     def look(self) -> None:
         if not self._crew.ending:
             self._workshop.look()
+        if self._workshop.finishing:
+            self._crew.restart_nobody()
 
     # ---- the server
 
     def _start_server(self) -> Tell:
-        ours, theirs = socket_pair()
+        ours, theirs = socket_pair(SEND_S)
         with theirs:
             env = inherited_environment() | {"SLIPSTREAM_CONTROL_FD": str(theirs.fileno())}
             self._server = self._crew.add_helper(SERVER, SERVER_COMMAND, env, (theirs.fileno(),))
         return self._listen(SERVER, ours, FromServer)
 
     def _end_server(self) -> None:
-        if self._server is not None:
-            self._server.kill()
+        self._crew.end(SERVER)
+
+    def _end_learner(self, rank: int) -> None:
+        self._crew.end(f"rank {rank}")
 
     def _keep_a_checkpoint(self) -> None:
         """SIGTERM makes the server keep one and go."""
         if self._server is not None and self._server.poll() is None:
             self._server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(timeout=3.0)
+                self._server.wait(timeout=KEEP_S)
 
     def _own_directory(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
             self._crew.add_directory(self._directory)
-            self._stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._last.callback(shutil.rmtree, self._directory, ignore_errors=True)
         return self._directory
 
     def _fail(self, trouble: str) -> None:
@@ -195,6 +213,7 @@ class LearnersHouse:
         self._crew.events.put(Ended("the job", 1))
 
     def close(self) -> None:
+        self._workshop.close()
         for line in self._lines.values():
             line.close()
 

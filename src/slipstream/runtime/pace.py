@@ -14,6 +14,7 @@ BUSY = 0.25  # of the time, for a link to show that it has more
 FULL_TIME = 0.5  # for it to show that it has less: a slice may wait for a busy processor, too
 CALM_LOOKS = 15  # before more is tried
 MOST_LOOKS = 240
+LEAST_LEFT = 0.1  # of what a link was known to carry, after one look
 A_LITTLE_MORE = 1.3  # enough for p to follow
 
 
@@ -83,7 +84,8 @@ class Pace:
         if self._basis is None or self._basis.differs(self.load):
             self._basis = self.load
             if self._slices.partitions is None:
-                self.partitions = self.load.partitions()
+                # Of one number each they would still be slices.
+                self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
         self._begun_s, self._steps, self._waited_s, self._held_up = self._clock(), 0, 0.0, False
 
     def _listen(self, elapsed_s: float) -> None:
@@ -101,7 +103,8 @@ class Pace:
         before = self.bytes_s
         share = busy_s / elapsed_s
         if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
-            self.bytes_s = seen
+            # A link that stands still for a while has not become a slow one for ever.
+            self.bytes_s = max(seen, self.bytes_s * LEAST_LEFT)
         if self._held_up and self._trying:
             self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
         elif self._held_up:

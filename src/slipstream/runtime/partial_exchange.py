@@ -166,7 +166,11 @@ class PartialExchange:
         self._owed.add(update)
         self.made += 1
         self._member.round = self.made
-        held_up = not self.offer()
+        waiting = self.offer()
+        for peer in waiting:
+            # Else one that is behind might wait for a worker that is ahead, and busy elsewhere.
+            self.links.send(peer, Part, self.made, 0, True, checksum([b""]), frames=[b""])
+        held_up = bool(waiting or self._left_over)
         self.merged += held_up
         before_s, self._waited_s = self._waited_s, self.wait_s
         partitions = self.pace.stepped(self.wait_s - before_s, held_up)
@@ -228,10 +232,14 @@ class PartialExchange:
     def _until(
         self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
     ) -> None:
-        begun_s = time.monotonic()
+        """A limit on how long nobody makes a step: who has fewer to make waits for the others."""
+        begun_s = moved_s = time.monotonic()
+        rounds = dict(self._member.roster.rounds)
         while not holds():
             self._member.check()
-            if time.monotonic() - begun_s > self._limit_s:
+            if self._member.roster.rounds != rounds:
+                rounds, moved_s = dict(self._member.roster.rounds), time.monotonic()
+            if time.monotonic() - moved_s > self._limit_s:
                 raise WaitLimit(what, self._limit_s, missing(), self._member.last_refusal)
             self.offer()
             self._member.pause(LOOK_AGAIN_S)
@@ -250,8 +258,8 @@ class PartialExchange:
         with self._member.changed:
             return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
 
-    def offer(self) -> bool:
-        """Send what is due wherever the slice before has left; whether all could be sent."""
+    def offer(self) -> set[Rank]:
+        """Send what is due wherever the slice before has left; to whom it has not."""
         self._hear_the_news()
         for debt in [debt for debt in self._left_over if self._free(debt.peers)]:
             self._send_part(debt.peers, 0, debt.total)
@@ -260,7 +268,7 @@ class PartialExchange:
         free = [debt for debt in due if self._free(debt.peers)]
         for debt in free:
             self._send_part(debt.peers, *self._owed.take(debt))
-        return len(free) == len(due) and not self._left_over
+        return set().union(*(debt.peers for debt in due if debt not in free))
 
     def _free(self, peers: Collection[Rank]) -> bool:
         for peer in peers:
@@ -305,6 +313,7 @@ class PartialExchange:
             elif isinstance(each, Applicant):
                 self._applicants.append(each)
             else:
+                self._forget(each.rank)  # an earlier life, if its end was not heard of
                 self.links.open(each.rank)
                 owed = [debt.total for debt in self.debts if 0 in debt.peers]
                 zeros = np.zeros(self.weights.numel, np.float32)
@@ -338,9 +347,11 @@ class PartialExchange:
     def _readmit(self, applicant: Applicant) -> None:
         """At rank 0: let it in, tell everybody, and send it the weights."""
         rank = applicant.rank
+        self._forget(rank)
         self.links.open(rank)
         with self._arriving:
-            self._forwarding[rank] = self._peers - {rank}
+            gone = {rank_of(name) for name in self._member.lost}
+            self._forwarding[rank] = self._peers - {rank} - gone
             snapshot = self.weights.whole()
         self._know(rank, applicant.life, self._drains)
         self.admit(applicant)

@@ -56,7 +56,8 @@ class Doorkeeper:
     def _admit(self, applicant: Applicant) -> None:
         rank, drains = applicant.rank, self._exchange.drains
         self._member.readmit(f"rank {rank}", applicant.address)
-        others = [peer for peer in self._exchange.peers if peer != rank]
+        lost = self._member.lost
+        others = [p for p in self._exchange.peers if p != rank and f"rank {p}" not in lost]
         told = Returned(rank, applicant.address, applicant.life, drains)
         for peer in others:
             self._member.send(f"rank {peer}", told, priority=CONTROL)

@@ -110,7 +110,9 @@ def piece_in(content: memoryview, entry: Any) -> Piece:
 def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
     total = crc32c(facts.encode())
     for name in sorted(pieces):
-        total = crc32c(pieces[name].data, crc32c(name.encode(), total))
+        piece = pieces[name]
+        head = f"{name} {piece.dtype} {list(piece.shape)}"
+        total = crc32c(piece.data, crc32c(head.encode(), total))
     return total
 
 

@@ -38,6 +38,7 @@ class StateChain:
         before = [r for r in range(self._rank) if r not in lost]
         self._next = f"rank {after[0]}" if after else None
         self._before = f"rank {before[-1]}" if before else ""
+        self._upstream = {f"rank {rank}" for rank in before}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -50,7 +51,7 @@ class StateChain:
     def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> bool:
         """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same.
 
-        Whether they have come; not if the rank before has died, where the rest go on.
+        Whether they have come; not if one on the way to here has died, where the rest go on.
         """
         if self._rank == 0:
             self._send_all(tensors)
@@ -62,7 +63,7 @@ class StateChain:
                     with suppress(FrameRefused):
                         self._take(message)
             self._member.wait_until(
-                lambda: not self._left or self._before in self._member.lost,
+                lambda: not self._left or not self._upstream.isdisjoint(self._member.lost),
                 what="rank 0's weights",
                 limit_s=self._limit_s,
                 missing=lambda: [self._before],

@@ -51,6 +51,13 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class CameBack:
+    """A worker that was started again trains with the others."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class Signalled:
     """The launcher itself was asked to stop."""
 
@@ -65,7 +72,7 @@ class Signalled:
         return f"stopped by {by}"
 
 
-Event = Ended | Signalled
+Event = Ended | CameBack | Signalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,9 @@ class Supervision:
     deadline: float = math.inf
     lost: list[Ended] = field(default_factory=list)
     replaced: list[Ended] = field(default_factory=list)  # to be started again
-    _over: bool = False  # the leader has ended
-    _strays: set[str] = field(default_factory=set)  # started again, and there when it was over
+    over: bool = False  # the leader has ended: nobody comes back
+    _back: set[str] = field(default_factory=set)  # started again, and one of the others since
+    _strays: set[str] = field(default_factory=set)  # started again, and not back when it was over
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
@@ -118,7 +126,11 @@ class Supervision:
         if isinstance(event, Signalled):
             self._asked = self._asked or event
             return self.press()
+        if isinstance(event, CameBack):
+            self._back.add(event.member)
+            return None
         self.running.discard(event.member)
+        self._back.discard(event.member)
         if event.member in self._strays and not self.ending:
             self._strays.discard(event.member)
             if not self._strays:
@@ -131,8 +143,8 @@ class Supervision:
             return None
         if event.member == self.leader and not self.ending:
             # The job is over; one that was started again may be looking for it for long.
-            self._over = True
-            self._strays = {ended.member for ended in self.replaced} & self.running
+            self.over = True
+            self._strays = {e.member for e in self.replaced} & self.running - self._back
             if self._strays:
                 self.deadline = self.clock() + self.limits.grace_s
         # A server may well be gone before the workers are: rank 0 dismisses it at the end.
@@ -154,7 +166,7 @@ class Supervision:
     def _restartable(self, event: Ended) -> bool:
         """Also where one that was started again finds that the others have finished."""
         if event.code < 0:
-            return len(self.replaced) < self.restarts and not self._over
+            return len(self.replaced) < self.restarts and not self.over
         return event.member in {ended.member for ended in self.replaced}
 
     def press(self) -> signal.Signals | None:

@@ -3,21 +3,23 @@
 It takes gradients of the learners in turn, one slot at a time, and never waits for one of them. It
 keeps checkpoints: a copy is made between two updates, and written by a thread of its own. What it
 knows besides the weights (an optimizer's memories, how old gradients were) is its own; if it dies,
-the launcher starts another, which goes on from the last checkpoint. Standard input says when the
-launcher is gone.
+the launcher starts another, which goes on from the last checkpoint. It ends when its socket does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from slipstream._native import Rings
 from slipstream.errors import CheckpointError
@@ -35,6 +37,7 @@ from slipstream.runtime.workshop_messages import (
     Ready,
     Restore,
     Start,
+    Told,
     ToServer,
 )
 from slipstream.transports.local_socket import Hangup, LocalSocket
@@ -42,7 +45,7 @@ from slipstream.transports.shared_memory import SharedMemory
 
 LOOK_S = 0.1  # how long a slot may lie here whose learner died before it could ring
 LISTEN_EVERY = 64  # updates
-LOCK_S = 1.0
+LOCK_S = 0.2
 
 
 class UpdateServer:
@@ -72,14 +75,38 @@ class UpdateServer:
         ready = self.rings.next(self._last, limit_s)
         if ready is None:
             return False
-        self._last, slot = ready
-        self._apply(self._slots[self._last][slot])
-        self.rings.release(self._last)
+        learner, slot = ready
+        with self._writing() as alone:
+            if not alone:
+                return True  # somebody reads for long; the slot stays where it is
+            self._apply(self._slots[learner][slot])
+        self._last = learner
+        self.rings.release(learner)
         return True
 
+    @contextmanager
+    def _writing(self) -> Iterator[bool]:
+        """Within, weights are nobody else's; False if that could not be had soon."""
+        if not self._start.consistent:
+            yield True
+            return
+        alone = self.rings.begin_writing(self.rings.learners, LOCK_S)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self.rings.end_writing()
+
+    @contextmanager
+    def _certainly_writing(self) -> Iterator[None]:
+        """Readers are quick, and the launcher sees to the dead ones."""
+        while True:
+            with self._writing() as alone:
+                if alone:
+                    yield
+                    return
+
     def _apply(self, slot: memoryview) -> None:
-        if self._start.consistent and not self.rings.begin_writing(self.rings.learners, LOCK_S):
-            raise RuntimeError("a learner has been reading the weights for too long")
         at = self._plan.version_at
         seen = int.from_bytes(slot[at : at + 8], sys.byteorder)
         try:
@@ -87,9 +114,6 @@ class UpdateServer:
         except ValueError:
             self.refused += 1
             return
-        finally:
-            if self._start.consistent:
-                self.rings.end_writing()
         self.ages[max(0, self.rings.advance() - 1 - seen)] += 1
 
     def account(self, checkpoints: int) -> Account:
@@ -97,9 +121,13 @@ class UpdateServer:
 
     # ---- checkpoints
 
-    def snapshot(self) -> Snapshot:
-        """A copy, of one moment."""
-        weights = bytes(self._weights)
+    def snapshot(self) -> Snapshot | None:
+        """A copy, of one moment; None if learners that update themselves keep it busy."""
+        with self._writing() as alone:
+            if not alone:
+                return None
+            weights, version = bytes(self._weights), self.rings.version
+            taken = [self.rings.taken(learner) for learner in range(self.rings.learners)]
         pieces = {}
         for tensor, at in zip(self._plan.tensors, self._plan.weights_at, strict=True):
             data = memoryview(weights)[at : at + tensor.nbytes]
@@ -115,15 +143,16 @@ class UpdateServer:
             ["groups", {"$list": [{"$dict": []} for _ in self._start.settings]}],
         ]
         facts = {
-            "step": self.rings.version,
+            "step": version,
             "strategy": "gadei",
             "workers": self.rings.learners,
             "optimizer": {"$dict": optimizer},
+            "taken": taken,
         }
         return Snapshot(pieces, facts)
 
-    def restore(self, snapshot: Snapshot) -> int:
-        """Its weights and memories; what has been pushed since is let go. Returns how many."""
+    def restore(self, snapshot: Snapshot) -> None:
+        """Its weights and memories; what has been pushed since is let go."""
         here = {f"model/{tensor.name}" for tensor in self._plan.tensors}
         there = {name for name in snapshot.pieces if name.startswith("model/")}
         for name in sorted(here ^ there):
@@ -137,10 +166,13 @@ class UpdateServer:
                 f"it holds the state of {kind}; this job trains with {self._start.optimizer}"
             )
         self._optimizer.load(state)
-        for tensor, at in zip(self._plan.tensors, self._plan.weights_at, strict=True):
-            self._weights[at : at + tensor.nbytes] = snapshot.pieces[f"model/{tensor.name}"].data
-        self.rings.version = snapshot.version
-        return sum(self.rings.discard(learner) for learner in range(self.rings.learners))
+        with self._certainly_writing():
+            for tensor, at in zip(self._plan.tensors, self._plan.weights_at, strict=True):
+                piece = snapshot.pieces[f"model/{tensor.name}"]
+                self._weights[at : at + tensor.nbytes] = piece.data
+            self.rings.version = snapshot.version
+        for learner in range(self.rings.learners):
+            self.rings.discard(learner)
 
 
 def optimizer_in(snapshot: Snapshot) -> tuple[str, dict[str, dict[str, Piece]]]:
@@ -157,65 +189,93 @@ def optimizer_in(snapshot: Snapshot) -> tuple[str, dict[str, dict[str, Piece]]]:
     return str(told["kind"]), state
 
 
-class Checkpoints:
-    """Written by a thread, one at a time; a disk that is full is told of and costs nothing else."""
+Report = Callable[[str], None]  # what went wrong, or nothing
 
-    def __init__(self, server: UpdateServer, directory: Path, every_s: float, tell: Any) -> None:
+
+class Checkpoints:
+    """Copied between two updates, written by a thread one after the other: updates go on meanwhile.
+
+    A disk that is full is told of and costs nothing else.
+    """
+
+    def __init__(
+        self, server: UpdateServer, directory: Path, every_s: float, tell: Callable[[Note], None]
+    ) -> None:
         self._server, self._directory, self._every_s = server, directory, every_s
         self._tell = tell
-        self._writer: threading.Thread | None = None
         self._due = time.monotonic() + every_s
         self._version = -1
+        self._drafts: queue.SimpleQueue[tuple[Snapshot, Path | None, Report] | None] = (
+            queue.SimpleQueue()
+        )
+        self._writing = 0
         self.written = 0
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer.start()
 
     def look(self) -> None:
         """Begin one if it is time, the last is done, and something has changed."""
         now = time.monotonic()
-        busy = self._writer is not None and self._writer.is_alive()
-        if now < self._due or busy or self._server.rings.version == self._version:
+        if now < self._due or self._writing or self._server.rings.version == self._version:
             return
-        self._due = now + self._every_s
-        snapshot = self._server.snapshot()
-        self._version = snapshot.version
-        self._writer = threading.Thread(target=self._keep, args=(snapshot,))
-        self._writer.start()
+        if self.begin(None, self._complain):
+            self._due = now + self._every_s
 
-    def _keep(self, snapshot: Snapshot) -> None:
-        if trouble := self._write(snapshot):
+    def begin(self, path: Path | None, report: Report) -> bool:
+        """One more, in the directory or at a path; False if there is nothing to copy just now."""
+        snapshot = self._server.snapshot()
+        if snapshot is None:
+            return False
+        if path is None:
+            self._version = snapshot.version
+        self._writing += 1
+        self._drafts.put((snapshot, path, report))
+        return True
+
+    def _complain(self, trouble: str) -> None:
+        if trouble:
             self._tell(Note(f"{trouble}; the checkpoint before is kept"))
 
-    def keep_now(self) -> str:
-        """One more, before anything else happens; what went wrong, if something did."""
-        self.settle()
-        return self._write(self._server.snapshot())
+    def _write_all(self) -> None:
+        while (draft := self._drafts.get()) is not None:
+            snapshot, path, report = draft
+            trouble = ""
+            try:
+                if path is None:
+                    shared_checkpoint.keep(self._directory, snapshot)
+                else:
+                    snapshot.write(path)
+                self.written += 1
+            except CheckpointError as error:
+                trouble = str(error)
+            with contextlib.suppress(Hangup):
+                report(trouble)
+            self._writing -= 1
 
-    def _write(self, snapshot: Snapshot) -> str:
-        try:
-            shared_checkpoint.keep(self._directory, snapshot)
-        except CheckpointError as error:
-            return str(error)
-        self.written += 1
-        return ""
-
-    def settle(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
+    def finish(self) -> None:
+        """The last one, whole on the disk when this returns."""
+        while not self.begin(None, self._complain):
+            time.sleep(LOOK_S)
+        self._drafts.put(None)
+        self._writer.join()
 
 
 def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) -> None:
     server = UpdateServer(start, memory)
     directory = Path(start.checkpoints)
     shared_checkpoint.sweep_drafts(directory)
-    found, notes = shared_checkpoint.newest_in(directory)
-    discarded = 0
+    found, notes = None, list[str]()
+    if not start.as_they_are:
+        found, notes = shared_checkpoint.newest_in(directory)
     if found is not None:
         try:
-            discarded = server.restore(found)
+            server.restore(found)
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoints in {directory} are of something else: {error}"
             ) from error
-    control.send(Ready(found is not None, server.rings.version, notes, discarded))
+    taken = None if found is None else [int(each) for each in found.facts.get("taken", [])]
+    control.send(Ready(found is not None, server.rings.version, notes, taken))
     kept = Checkpoints(server, directory, start.every_s, control.send)
     asked_to_go = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_go.set())
@@ -230,40 +290,32 @@ def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) ->
         while control.has_come():
             body, _ = control.receive()
             if isinstance(body, Finish):
-                finish(server, kept, control)
+                while server.serve_one(0.0):
+                    pass
+                kept.finish()
+                control.send(Finished(server.account(kept.written)))
                 return
             obey(body, server, kept, control)
-    kept.keep_now()
+    kept.finish()
 
 
 def obey(
     body: ToServer, server: UpdateServer, kept: Checkpoints, control: LocalSocket[ToServer]
 ) -> None:
     if isinstance(body, Ask):
-        control.send(server.account(kept.written))
+        control.send(Told(body.number, server.account(kept.written)))
     elif isinstance(body, Keep):
-        trouble = ""
-        if body.path is None:
-            trouble = kept.keep_now()
-        else:
-            try:
-                server.snapshot().write(Path(body.path))
-            except CheckpointError as error:
-                trouble = str(error)
-        control.send(Kept(trouble))
+        path = None if body.path is None else Path(body.path)
+        while not kept.begin(path, lambda trouble: control.send(Kept(trouble, body.number))):
+            time.sleep(LOOK_S)
     elif isinstance(body, Restore):
         try:
             server.restore(Snapshot.read(Path(body.path)))
-            control.send(Kept(kept.keep_now()))
         except CheckpointError as error:
-            control.send(Kept(f"{body.path}: {error}"))
-
-
-def finish(server: UpdateServer, kept: Checkpoints, control: LocalSocket[ToServer]) -> None:
-    while server.serve_one(0.0):
-        pass
-    kept.keep_now()
-    control.send(Finished(server.account(kept.written)))
+            control.send(Kept(f"{body.path}: {error}", body.number))
+            return
+        while not kept.begin(None, lambda trouble: control.send(Kept(trouble, body.number))):
+            time.sleep(LOOK_S)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from the last checkpoint. All of it happens in the launcher's main thread, one e
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,7 @@ from slipstream.runtime.workshop_messages import (
     Share,
     Shared,
     Start,
+    Told,
     Welcome,
 )
 from slipstream.transports.shared_memory import SharedMemory
@@ -56,9 +57,9 @@ class Seat:
     """One learner, in the life it has now."""
 
     tell: Tell
-    hello: Hello | None = None
     pushed: int = 0  # by lives before
     settled: int = 0  # batches of this life whose gradients are in
+    waits: bool = False  # to be welcomed
     departing: Departing | None = None
 
 
@@ -77,16 +78,20 @@ class Workshop:
     learners: int
     start_server: Callable[[], Tell]
     end_server: Callable[[], None]
+    end_learner: Callable[[Rank], None]
     own_directory: Callable[[], Path]
     say: Callable[[str], None]
     fail: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     silence_s: float = 5.0
+    start_s: float = 120.0
     most_deaths: int = 3  # of servers, without an update in between
+    remembered: int = 1_000_000  # batches of a learner that a checkpoint may bring back
 
     memory: SharedMemory | None = None
     rings: Rings | None = None
     restarts: int = 0
+    finishing: bool = False
     _plan: SegmentPlan | None = None
     _hello: Hello | None = None
     _seats: dict[Rank, Seat] = field(default_factory=dict)
@@ -98,33 +103,38 @@ class Workshop:
     _loading: list[Rank] = field(default_factory=list)  # who waits for a checkpoint
     _loaded: dict[str, str] = field(default_factory=dict)  # paths, and what went wrong
     _leases: Leases | None = None
-    _history: deque[Batch] = field(default_factory=lambda: deque(maxlen=100_000))
-    _asked: deque[tuple[Rank | None, Body]] = field(default_factory=deque)
+    _learnt: dict[Rank, dict[int, Batch]] = field(default_factory=dict)  # by number of the push
+    _requests: int = 0
+    _asked: dict[int, tuple[Rank | None, Body]] = field(default_factory=dict)
     _progress: Progress = field(default_factory=Progress)
-    _version_at_death: int = -1
+    _began_at: int = 0  # the version that the server of now found
     _deaths: int = 0
-    _finishing: bool = False
     _account: Account | None = None
-    _restarted: int = 0
+    _replaced: int = 0  # servers
 
     # ---- learners come and go
 
     def seat(self, rank: Rank, tell: Tell) -> None:
         """A learner has been started."""
         pushed = self.rings.pushed(rank) if self.rings is not None else 0
-        self._seats[rank] = Seat(tell, pushed=pushed)
+        self._seats[rank] = Seat(tell, pushed)
 
     def leave(self, rank: Rank) -> None:
-        """A learner has ended, however."""
+        """A learner has ended, however; what it asked for is nobody's."""
         seat = self._seats.pop(rank, None)
         if seat is None:
             return
+        self._asked = {
+            number: (None if who == rank else who, body)
+            for number, (who, body) in self._asked.items()
+        }
+        self._loading = [each for each in self._loading if each != rank]
         if self.rings is not None:
             self.rings.bury(rank)
             self._settle(rank, seat)
         if self._leases is not None:
             self._leases.forfeit(rank, keeping=0)
-        if self._filler == rank and not self._filled:
+        if self._filler == rank:
             self._filler = None
             self._welcome()
 
@@ -134,18 +144,14 @@ class Workshop:
             return
         if isinstance(body, Hello):
             self._introduce(rank, seat, body)
-        elif isinstance(body, Filled):
-            self._ask_server(rank, Keep())
+        elif isinstance(body, Filled | Save | Ask):
+            self._ask_server(rank, body)
         elif isinstance(body, Share):
             self._tell(rank, Shared(self._board.setdefault(body.key, body.value)))
         elif isinstance(body, Lease):
             self._deal(rank, seat, body)
-        elif isinstance(body, Save):
-            self._ask_server(rank, Keep(body.path), body)
         elif isinstance(body, Load):
             self._load(rank, body)
-        elif isinstance(body, Ask):
-            self._ask_server(rank, body)
         elif isinstance(body, Departing):
             seat.departing = body
             self._settle(rank, seat)
@@ -166,7 +172,7 @@ class Workshop:
             self.say(trouble)
             self._tell(rank, Refused(trouble))
             return
-        seat.hello = hello
+        seat.waits = True
         self._welcome()
 
     def _make_memory(self, hello: Hello) -> None:
@@ -181,15 +187,14 @@ class Workshop:
         if not self._serving or self.memory is None or self._plan is None:
             return
         for rank, seat in self._seats.items():
-            if seat.hello is None:
+            if not seat.waits or not (self._filled or self._filler is None):
                 continue
+            seat.waits = False
+            self._tell(rank, Welcome(self._plan, not self._filled), self.memory.descriptor)
             if self._filled:
-                seat.hello = None
-                self._tell(rank, Welcome(self._plan, fill=False), self.memory.descriptor)
                 self._tell(rank, Begin())
-            elif self._filler is None:
-                self._filler, seat.hello = rank, None
-                self._tell(rank, Welcome(self._plan, fill=True), self.memory.descriptor)
+            else:
+                self._filler = rank
 
     # ---- the server
 
@@ -197,61 +202,68 @@ class Workshop:
         assert self._hello is not None
         assert self._plan is not None
         assert self.memory is not None
-        directory = self._hello.checkpoints or str(self.own_directory())
         self._server = self.start_server()
         self._progress = Progress(since=self.clock())
+        direct = self._hello.updates == "direct"
         start = Start(
             self._plan,
             self._hello.optimizer,
             self._hello.settings,
-            self._hello.updates == "direct",
+            direct,
             self._hello.consistent,
-            directory,
+            self._hello.checkpoints or str(self.own_directory()),
             self._hello.every_s,
+            as_they_are=direct and self._filled,
         )
         self._server(start, self.memory.descriptor)
 
-    def _ask_server(self, rank: Rank | None, body: Body, reason: Body | None = None) -> None:
-        """It answers in order."""
-        self._asked.append((rank, reason or body))
-        if self._serving and self._server is not None:
-            self._server(body, None)
+    def _ask_server(self, rank: Rank, body: Body) -> None:
+        self._requests += 1
+        self._asked[self._requests] = (rank, body)
+        if self._serving:
+            self._pass_on(self._requests, body)
+
+    def _pass_on(self, number: int, body: Body) -> None:
+        assert self._server is not None
+        request: Body = Ask(number)
+        if isinstance(body, Filled | Save):
+            request = Keep(number, body.path if isinstance(body, Save) else None)
+        elif isinstance(body, Load):
+            request = Restore(number, body.path)
+        self._server(request, None)
 
     def hear_server(self, body: Body) -> None:
         if isinstance(body, Note):
             self.say(body.text)
-            return
-        if isinstance(body, Ready):
+        elif isinstance(body, Ready):
             self._ready(body)
-            return
-        if isinstance(body, Finished):
+        elif isinstance(body, Finished):
             self._account = body.account
             self._bid_farewell()
-            return
-        rank, about = self._asked.popleft()
-        if isinstance(body, Account):
-            assert rank is not None
-            self._tell(rank, body)
+        elif isinstance(body, Told):
+            rank, _ = self._asked.pop(body.number)
+            if rank is not None:
+                self._tell(rank, body.account)
         elif isinstance(body, Kept):
-            self._kept(rank, about, body.trouble)
+            self._kept(*self._asked.pop(body.number), body.trouble)
 
     def _ready(self, ready: Ready) -> None:
-        assert self.rings is not None
         for note in ready.notes:
             self.say(f"{note}; the one before is taken")
         self._serving = True
-        if self._filled and not ready.restored:
+        self._began_at = ready.version
+        direct = self._hello is not None and self._hello.updates == "direct"
+        if self._filled and not ready.restored and not direct:
             self.fail("the server died before it could keep a checkpoint")
             return
         if ready.restored and not self._filled:
             self.say(f"goes on from a checkpoint of {ready.version} updates")
-        elif self._filled:
-            self._undo(self._version_at_death - ready.version + ready.discarded)
+        elif ready.restored and ready.taken is not None:
+            self._undo(ready.taken)
         self._filled = self._filled or ready.restored
-        for _, body in self._asked:
-            assert self._server is not None
-            self._server(_as_request(body), None)
-        if self._finishing:
+        for number, (_, body) in self._asked.items():
+            self._pass_on(number, body)
+        if self.finishing:
             self._tell_to_finish()
         self._welcome()
 
@@ -261,14 +273,11 @@ class Workshop:
             for each in self._loading:
                 self._tell(each, Done(trouble))
             self._loading.clear()
-            return
-        if isinstance(about, Save):
-            assert rank is not None
+        elif isinstance(about, Save) and rank is not None:
             self._tell(rank, Done(trouble))
-            return
-        if trouble:
-            self.say(f"{trouble}; if the server dies now, the job ends")
-        if not self._filled and rank is not None:
+        elif isinstance(about, Filled) and rank is not None:
+            if trouble:
+                self.say(f"{trouble}; until one is kept, the job ends if the server dies")
             self._filled = True
             self._tell(rank, Begin())
             self._welcome()
@@ -281,47 +290,63 @@ class Workshop:
             self._tell(rank, Done(self._loaded.get(body.path, "")))
             return
         self._loading.append(rank)
-        if len(self._loading) == 1:
-            self._ask_server(rank, Restore(body.path), body)
+        if not any(isinstance(asked, Load) for _, asked in self._asked.values()):
+            self._ask_server(rank, body)
 
     def server_ended(self, code: int) -> None:
         """Another takes its place, unless all is done."""
-        if self._account is not None:
+        if self._account is not None or self.rings is None:
             return
-        self._server, self._serving = None, False
-        if self.rings is None or self._hello is None:
-            return
+        was_ready, self._server, self._serving = self._serving, None, False
         version = self.rings.version
-        self._deaths = 1 if version > self._version_at_death else self._deaths + 1
-        if not self._filled and code > 0:
+        moved = was_ready and version > self._began_at
+        self._deaths = 1 if moved else self._deaths + 1
+        if not was_ready and code > 0:
             self.fail(f"the server exited with code {code}")
             return
         if self._deaths > self.most_deaths:
             self.fail(f"{self._deaths} servers died one after the other without an update")
             return
-        self._version_at_death = version
-        self._restarted += 1
+        self._replaced += 1
         self.say(f"the server was lost at update {version}; another takes its place")
         self.rings.bury(self.learners)
         self._start()
 
     def look(self) -> None:
-        """Called after every event, and now and then. A server that is alive but does nothing is no
-        better than a dead one."""
+        """Called after every event, and now and then."""
         self._finish_if_done()
-        if not self._serving or self.rings is None or self._finishing:
+        if self.rings is None or self._server is None or self._account is not None:
             return
-        rings = self.rings
+        now, rings = self.clock(), self.rings
+        if not self._serving:
+            if now - self._progress.since > self.start_s:
+                self._give_up_on_server(f"was not ready after {self.start_s:.0f} s", now)
+            return
         waiting = [r for r in range(self.learners) if rings.pushed(r) != rings.taken(r)]
-        taken = tuple(rings.taken(rank) for rank in waiting)
-        seen = (rings.version, *taken) if waiting else (rings.beat,)
-        now = self.clock()
-        if seen != self._progress.seen:
+        # One that does what it was told may be at it for long.
+        busy = self.finishing or any(isinstance(body, Load) for _, body in self._asked.values())
+        seen = (rings.version, *(rings.taken(r) for r in waiting)) if waiting else (rings.beat,)
+        if seen != self._progress.seen or busy:
             self._progress = Progress(seen, now)
         elif now - self._progress.since > self.silence_s:
-            self.say(f"the server has done nothing for {self.silence_s:.0f} s, and is ended")
-            self._progress = Progress(since=now)
-            self.end_server()
+            self._unblock(now)
+
+    def _unblock(self, now: float) -> None:
+        """A server that is alive but does nothing is no better than a dead one; nor is a learner
+        that holds on to the weights."""
+        assert self.rings is not None
+        reading = [rank for rank in self._seats if self.rings.reading(rank)]
+        if not reading:
+            self._give_up_on_server(f"has done nothing for {self.silence_s:.0f} s", now)
+        for rank in reading:
+            self.say(f"rank {rank} has held the weights for {self.silence_s:.0f} s, and is ended")
+            self.end_learner(rank)
+        self._progress = Progress(since=now)
+
+    def _give_up_on_server(self, why: str, now: float) -> None:
+        self.say(f"the server {why}, and is ended")
+        self._progress = Progress(since=now)
+        self.end_server()
 
     # ---- batches
 
@@ -329,13 +354,11 @@ class Workshop:
         if self._leases is None:
             self._leases = Leases(body.batches)
         if self._leases.batches != body.batches:
-            self._tell(
-                rank,
-                Refused(
-                    f"rank {rank} asks for batches of another data set: its epochs have "
-                    f"{body.batches}, the others' {self._leases.batches}"
-                ),
+            trouble = (
+                f"rank {rank} asks for batches of another data set: its epochs have "
+                f"{body.batches}, the others' {self._leases.batches}"
             )
+            self._tell(rank, Refused(trouble))
             return
         self._settle(rank, seat)
         self._leases.give_back(rank, body.returned)
@@ -346,57 +369,60 @@ class Workshop:
         """Batches whose gradients have been pushed count."""
         if self._leases is None or self.rings is None:
             return
-        new = self.rings.pushed(rank) - seat.pushed - seat.settled
-        for batch in self._leases.first_of(rank, new):
+        first = seat.pushed + seat.settled
+        new = self._leases.first_of(rank, self.rings.pushed(rank) - first)
+        for _ in new:
             self._leases.settle(rank, counts=True)
-            self._history.append(batch)
-        seat.settled += new
+        learnt = self._learnt.setdefault(rank, {})
+        learnt.update(enumerate(new, first))
+        for old in list(learnt)[: -self.remembered]:
+            del learnt[old]
+        seat.settled = self.rings.pushed(rank) - seat.pushed
 
-    def _undo(self, updates: int) -> None:
-        """The last so many gradients are lost: their batches are dealt again."""
+    def _undo(self, taken: list[int]) -> None:
+        """Gradients after the checkpoint's are lost: their batches are dealt again."""
         for rank, seat in self._seats.items():
             self._settle(rank, seat)
+        lost = []
+        for rank, learnt in self._learnt.items():
+            after = taken[rank] if rank < len(taken) else 0
+            numbers = [number for number in learnt if number >= after]
+            lost += [learnt.pop(number) for number in numbers]
         if self._leases is not None:
-            lost = [self._history.pop() for _ in range(min(updates, len(self._history)))]
             self._leases.deal_again(lost)
+        if self.finishing and lost:
+            self.say(f"the last {len(lost)} updates are lost: all learners had finished")
 
     # ---- the end
 
     def _finish_if_done(self) -> None:
-        if self._finishing or not self._seats:
+        if self.finishing or not self._seats:
             return
         if all(seat.departing is not None for seat in self._seats.values()):
-            self._finishing = True
+            self.finishing = True
             self._tell_to_finish()
 
     def _tell_to_finish(self) -> None:
-        if self.rings is None or self._server is None or not self._serving:
-            if self.rings is None:
-                self._bid_farewell()
-            return
-        self.rings.close()
-        self._server(Finish(), None)
+        if self.rings is not None and self._server is not None and self._serving:
+            self.rings.close()
+            self._server(Finish(), None)
 
     def _bid_farewell(self) -> None:
         leaving = {r: s.departing for r, s in sorted(self._seats.items()) if s.departing}
-        ages = Counter(self._account.staleness if self._account else {})
+        account = self._account or Account({})
+        ages = Counter(account.staleness)
         for departing in leaving.values():
             ages.update(departing.ages)
-        account = self._account or Account({})
         whole = Account(dict(ages), account.refused, account.checkpoints)
         figures = [departing.figures for departing in leaving.values()]
         for number, rank in enumerate(leaving):
-            told = Farewell(figures, whole, self.restarts + self._restarted)
+            told = Farewell(figures, whole, self.restarts + self._replaced)
             self._tell(rank, told if number == 0 else Farewell([]))
 
-
-def _as_request(body: Body) -> Body:
-    """What the server is told for what a learner has asked."""
-    if isinstance(body, Save):
-        return Keep(body.path)
-    if isinstance(body, Load):
-        return Restore(body.path)
-    return body
+    def close(self) -> None:
+        self.rings = None
+        if self.memory is not None:
+            self.memory.close()
 
 
 def difference(rank: Rank, first: list[str], other: list[str]) -> str:

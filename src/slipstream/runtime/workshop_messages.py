@@ -55,7 +55,9 @@ class Load(Body, frozen=True):
 
 
 class Ask(Body, frozen=True):
-    """For the server's account."""
+    """For the server's account; requests to the server have numbers, by which it answers."""
+
+    number: int = 0
 
 
 class Departing(Body, frozen=True):
@@ -117,7 +119,8 @@ ToLearner = Welcome | Begin | Shared | Leased | Done | Account | Farewell | Refu
 
 
 class Start(Body, frozen=True):
-    """With the memory's descriptor; where updates are ``direct`` there is nothing to apply."""
+    """With the memory's descriptor; where updates are ``direct`` there is nothing to apply, and the
+    weights may be ``as_they_are``: no server's death can have spoilt them."""
 
     plan: SegmentPlan
     optimizer: str
@@ -126,15 +129,18 @@ class Start(Body, frozen=True):
     consistent: bool
     checkpoints: str
     every_s: float
+    as_they_are: bool = False
 
 
 class Keep(Body, frozen=True):
     """A checkpoint: in the directory, or at a path."""
 
+    number: int
     path: str | None = None
 
 
 class Restore(Body, frozen=True):
+    number: int
     path: str
 
 
@@ -146,17 +152,23 @@ ToServer = Start | Keep | Restore | Finish | Ask
 
 
 class Ready(Body, frozen=True):
-    """It maps the memory; ``restored`` if the weights are a checkpoint's, and so many gradients
-    that had been pushed were let go."""
+    """It maps the memory; ``restored`` if the weights are a checkpoint's, which had ``taken`` so
+    many gradients of each learner (of this job, if it is this job's)."""
 
     restored: bool
     version: int
     notes: list[str]
-    discarded: int = 0
+    taken: list[int] | None = None
 
 
 class Kept(Body, frozen=True):
-    trouble: str = ""
+    trouble: str
+    number: int
+
+
+class Told(Body, frozen=True):
+    number: int
+    account: Account
 
 
 class Finished(Body, frozen=True):
@@ -169,4 +181,4 @@ class Note(Body, frozen=True):
     text: str
 
 
-FromServer = Ready | Kept | Finished | Account | Note
+FromServer = Ready | Kept | Told | Finished | Note

@@ -121,12 +121,10 @@ class CarriedUpdates:
         self._optimizer, self._slots, self._weights, self._way = optimizer, slots, weights, way
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._holding = holding
-        weights.copy_in()
-        self._seen = version()
+        self._seen = self._brought = self._take_all()
         # The model uses one, the carrier fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
         self._used = 0
-        self._brought = self._seen
         self._offer: Offer | None = None
         self._lock = threading.Lock()
         self._loads: queue.Queue[Load | None] = queue.Queue(AHEAD)
@@ -162,6 +160,17 @@ class CarriedUpdates:
         self._raise_trouble()
         self._bring()
         self._take_offer()
+
+    def begin_anew(self) -> None:
+        """The weights have been replaced, and all that is beside them."""
+        self.settle()
+        self._seen = self._brought = self._take_all()
+
+    def _take_all(self) -> int:
+        with self._holding():
+            version = self._version()
+            self._weights.copy_in()
+        return version
 
     def _hand_over(self, load: Load | None) -> None:
         while True:

@@ -71,8 +71,10 @@ def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """Over everything: a disk that loses a bit says so nowhere."""
     total = crc32c(facts.encode())
     for name in sorted(tensors):
-        flat = tensors[name].contiguous().reshape(-1).view(torch.uint8)
-        total = crc32c(flat.numpy(), crc32c(name.encode(), total))
+        tensor = tensors[name]
+        head = f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        total = crc32c(flat.numpy(), crc32c(head.encode(), total))
     return total
 
 

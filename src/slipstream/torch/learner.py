@@ -140,6 +140,13 @@ class Learner:
             time.sleep(0.0005)
         self.updates.settle()
 
+    def begin_anew(self) -> None:
+        """The shared weights have been replaced, and all that is beside them."""
+        assert self.updates is not None
+        if isinstance(self.updates, SlotUpdates):
+            self.weights.copy_counters()
+        self.updates.begin_anew()
+
     def close(self) -> None:
         if self.updates is not None:
             self.updates.close()

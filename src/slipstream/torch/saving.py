@@ -181,8 +181,10 @@ def load_job(
             # Nobody sends before everybody would take it.
             membership.rendezvous.gather(f"{occasion}/begun", True, bool)
             share_outcome(membership, occasion, problem)
-            copy_state(replica.chain, model)
-            checkpoint = spread(checkpoint, occasion, replica, membership)
+            whole = copy_state(replica.chain, model)
+            checkpoint, rest = spread(checkpoint, occasion, replica, membership)
+            if not all(membership.rendezvous.gather(f"{occasion}/whole", whole and rest, bool)):
+                raise CheckpointError(f"a worker died while {path} was copied: load it again")
             if replica.residuals is not None:
                 replica.residuals.restore(checkpoint.tensors)
     restore_optimizer(model, optimizer, checkpoint, replica, membership)
@@ -209,8 +211,8 @@ def check_optimizer_kind(optimizer: Optimizer, checkpoint: Checkpoint, path: Pat
 
 def spread(
     checkpoint: Checkpoint, occasion: str, replica: Replica, membership: Membership
-) -> Checkpoint:
-    """Everything but the model, from rank 0 to all."""
+) -> tuple[Checkpoint, bool]:
+    """Everything but the model, from rank 0 to all; and whether all of it has come."""
     rendezvous, rank = membership.rendezvous, membership.env.rank
     if rank == 0:
         rest = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("model/")}
@@ -221,9 +223,9 @@ def spread(
         rest = {n: torch.empty(shape, dtype=getattr(torch, kind)) for n, shape, kind in shapes}
         checkpoint = Checkpoint(facts=facts)
     staging = Staging()
-    replica.chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
+    whole = replica.chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
     checkpoint.tensors.update(rest)
-    return checkpoint
+    return checkpoint, whole
 
 
 def restore_optimizer(

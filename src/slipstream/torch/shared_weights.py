@@ -10,6 +10,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.planning.segment import FROZEN, RULES, SegmentPlan, SharedTensor, settings_vector
+from slipstream.runtime.shared_checkpoint import SHORT
 from slipstream.torch.compact_layers import named_forms
 from slipstream.torch.inventory import whole_state
 from slipstream.transports.shared_memory import SharedMemory
@@ -27,6 +28,12 @@ def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ConfigError("gadei has no amsgrad=True: use Adam without it, or async_sgd")
+    for name, tensor in whole_state(model):
+        if (dtype := str(tensor.dtype).removeprefix("torch.")) not in SHORT:
+            raise ConfigError(
+                f"{name!r} is {dtype}, which gadei's checkpoints cannot keep: make it two real "
+                "tensors, or use async_sgd"
+            )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -119,7 +126,13 @@ class SharedWeights:
         for view, tensor in zip(self.views, self._own, strict=True):
             if tensor.is_floating_point():
                 tensor.data = view
-            else:
+        self.copy_counters()
+
+    @torch.no_grad()
+    def copy_counters(self) -> None:
+        """What is not bound."""
+        for view, tensor in zip(self.views, self._own, strict=True):
+            if not tensor.is_floating_point():
                 tensor.copy_(view)
 
     @torch.no_grad()

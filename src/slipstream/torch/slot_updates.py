@@ -143,11 +143,11 @@ class SlotUpdates:
         slot, gradient = self._open(), parameter.grad
         if gradient is None or gradient is slot.gradients[index]:
             return
-        if gradient.is_sparse:
+        if gradient.is_sparse and len(slot.numbers[index]):
             gradient = gradient.coalesce()
             self._write_rows(index, gradient.indices()[0], gradient.values())
             return
-        self._write_all(index, gradient)
+        self._write_all(index, gradient.to_dense() if gradient.is_sparse else gradient)
 
     def _write_all(self, index: int, gradient: Tensor) -> None:
         slot = self._open()
@@ -181,15 +181,19 @@ class SlotUpdates:
             slot.written[index] = ids
             self._rows[index] = (ids, view._version)
             return
-        parameter.grad.index_add_(0, ids, values.to(parameter.grad.dtype))
         before = self._rows.pop(index, None)
-        if parameter.grad is view and before is not None:
+        untouched = before is not None and before[1] == view._version  # by anybody else
+        parameter.grad.index_add_(0, ids, values.to(parameter.grad.dtype))
+        slot.written[index] = None
+        if parameter.grad is view and before is not None and untouched:
             both = torch.cat([before[0], ids]).unique()
             slot.written[index] = both
             self._rows[index] = (both, view._version)
 
     def _write_product(self, index: int, left: Tensor, right: Tensor) -> None:
         view, parameter = self._open().gradients[index], self._parameters[index]
+        if not parameter.requires_grad:  # any more
+            return
         left, right = left.to(view.dtype), right.to(view.dtype)
         if parameter.grad is None:
             torch.mm(left, right, out=view)
@@ -199,6 +203,8 @@ class SlotUpdates:
 
     def _write_sum(self, index: int, rows: Tensor) -> None:
         view, parameter = self._open().gradients[index], self._parameters[index]
+        if not parameter.requires_grad:
+            return
         if parameter.grad is None:
             torch.sum(rows.to(view.dtype), 0, out=view)
             parameter.grad = view
@@ -238,6 +244,10 @@ class SlotUpdates:
 
     def settle(self) -> None:
         """Nothing is under way but what is in slots."""
+
+    def begin_anew(self) -> None:
+        """The weights have been replaced."""
+        self._seen = self._version()
 
     def close(self) -> None:
         for end in self._ends:

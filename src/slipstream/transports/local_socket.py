@@ -6,6 +6,7 @@ bring a descriptor along.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -41,6 +42,7 @@ class LocalSocket(Generic[Body]):
         return self._end.fileno()
 
     def send(self, body: object, descriptor: int | None = None) -> None:
+        """``Hangup`` if nobody is there, ``TimeoutError`` if nobody listens."""
         content = self._encoder.encode(body)
         frame = HEAD.pack(len(content), int(descriptor is not None)) + content
         with self._sending:
@@ -49,6 +51,8 @@ class LocalSocket(Generic[Body]):
                     sent = socket.send_fds(self._end, [frame], [descriptor])
                     frame = frame[sent:]
                 self._end.sendall(frame)
+            except BlockingIOError:
+                raise TimeoutError from None
             except OSError as error:
                 raise Hangup(str(error)) from error
 
@@ -90,6 +94,11 @@ class LocalSocket(Generic[Body]):
             self._received += content
             self._descriptors += descriptors
 
+    def hang_up(self) -> None:
+        """The other side hears of it, whoever else has this end."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._end.close()
         for descriptor in self._descriptors:
@@ -97,5 +106,10 @@ class LocalSocket(Generic[Body]):
         self._descriptors.clear()
 
 
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+def socket_pair(send_s: float | None = None) -> tuple[socket.socket, socket.socket]:
+    """The first gives up sending (``TimeoutError``) if the other does not listen for so long."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    if send_s is not None:
+        limit = struct.pack("ll", int(send_s), int(send_s % 1 * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return ours, theirs

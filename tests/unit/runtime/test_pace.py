@@ -145,3 +145,13 @@ def test_what_did_not_go_well_is_tried_again_later_and_later() -> None:
     gaps = [later - earlier for earlier, later in pairwise(tries)]
     assert len(gaps) >= 2
     assert all(later > 1.5 * earlier for earlier, later in pairwise(gaps))
+
+
+def test_a_link_that_stands_still_is_not_the_end() -> None:
+    scene = Scene(Slices())
+    before = scene.train(LOOK_STEPS, 0.1)
+    for _ in range(40):
+        scene.counters.move(0, 10.0)  # busy all the time, and nothing arrives
+        most = scene.train(round(LOOK_S / 0.1) + LOOK_STEPS, 0.1, held_up=True)
+    assert before < most <= MODEL // 4
+    assert scene.pace.bytes_s > 0

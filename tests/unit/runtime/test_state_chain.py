@@ -127,3 +127,21 @@ def test_a_piece_that_does_not_fit_is_refused_and_the_rest_still_fits(
     link.run(target)
     assert member.refused == 1
     assert equal(target, tensors(3, 10))
+
+
+def test_a_death_anywhere_on_the_way_ends_the_wait_of_all_behind_it() -> None:
+    chain = Chain(4)
+    mine = tensors(1, 50)
+    chain.links[0].run(mine)  # nobody delivers: rank 1 has died with all that it had
+    for rank in (2, 3):
+        chain.members[rank].lost.append("rank 1")
+        assert not chain.links[rank].run(tensors(9, 50))
+    for rank in (2, 3):
+        chain.links[rank].among([1])
+    chain.links[0].among([1])
+    chain.links[0].run(mine)
+    for rank in (2, 3):
+        chain.deliver()
+        theirs = tensors(9, 50)
+        assert chain.links[rank].run(theirs)
+        assert equal(theirs, mine)

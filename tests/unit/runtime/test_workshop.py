@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from slipstream.planning.segment import SharedTensor
@@ -34,6 +35,7 @@ from slipstream.runtime.workshop_messages import (
     Share,
     Shared,
     Start,
+    Told,
     Welcome,
 )
 
@@ -52,11 +54,13 @@ class Bench:
         self.to_server: list[Body] = []
         self.said: list[str] = []
         self.failed: list[str] = []
+        self.killed: list[int] = []
         self.servers = self.ended = 0
         self.shop = Workshop(
             learners,
             self._start,
             self._end,
+            self.killed.append,
             lambda: Path("/nowhere"),
             self.said.append,
             self.failed.append,
@@ -84,9 +88,16 @@ class Bench:
             self.shop.hear(rank, hello())
         self.shop.hear_server(Ready(False, 0, []))
         self.shop.hear(0, Filled())
-        self.shop.hear_server(Kept())
+        self.kept()
         self.clear()
         return self
+
+    def kept(self, trouble: str = "") -> None:
+        """The server answers the last request."""
+        request = next(
+            body for body in reversed(self.to_server) if isinstance(body, Keep | Restore)
+        )
+        self.shop.hear_server(Kept(trouble, request.number))
 
     def clear(self) -> None:
         self.to_server.clear()
@@ -120,8 +131,8 @@ def test_the_first_ones_weights_are_everybodys() -> None:
     assert bench.kinds(filler) == [Welcome]
     assert bench.to[1 - filler] == []
     bench.shop.hear(filler, Filled())
-    assert bench.to_server[1:] == [Keep()]
-    bench.shop.hear_server(Kept())
+    assert bench.to_server[1:] == [Keep(1)]
+    bench.kept()
     assert bench.kinds(filler) == [Welcome, Begin]
     assert bench.kinds(1 - filler) == [Welcome, Begin]
     fills = [
@@ -184,10 +195,10 @@ def test_the_server_answers_whoever_asked() -> None:
     bench = Bench().begun()
     bench.shop.hear(1, Ask())
     bench.shop.hear(0, Save("there"))
-    assert bench.to_server == [Ask(), Keep("there")]
+    assert bench.to_server == [Ask(2), Keep(3, "there")]
     bench.shop.hear_server(Note("by the way"))
-    bench.shop.hear_server(Account({0: 3}))
-    bench.shop.hear_server(Kept("no room"))
+    bench.shop.hear_server(Kept("no room", 3))
+    bench.shop.hear_server(Told(2, Account({0: 3})))
     assert bench.to == {0: [Done("no room")], 1: [Account({0: 3})]}
     assert bench.said[-1] == "by the way"
 
@@ -196,16 +207,16 @@ def test_a_file_is_loaded_once_and_all_wait_for_it() -> None:
     bench = Bench().begun()
     bench.shop.hear(0, Load("there"))
     bench.shop.hear(1, Load("there"))
-    assert bench.to_server == [Restore("there")]
+    assert bench.to_server == [Restore(2, "there")]
     assert bench.to == {0: [], 1: []}
-    bench.shop.hear_server(Kept())
+    bench.kept()
     assert bench.to == {0: [Done()], 1: [Done()]}
     bench.push(0)
     bench.shop.leave(1)
     bench.seat(1)
     bench.shop.hear(1, Load("there"))
     assert bench.to[1] == [Done()]
-    assert bench.to_server == [Restore("there")]
+    assert bench.to_server == [Restore(2, "there")]
 
 
 # ---- batches
@@ -232,14 +243,17 @@ def test_batches_of_the_dead_are_dealt_again() -> None:
 
 def test_batches_of_lost_updates_are_dealt_again() -> None:
     bench = Bench().begun()
-    dealt(bench, 0)
+    assert dealt(bench, 0) == [(0, 0), (0, 1)]
+    assert dealt(bench, 1) == [(0, 2), (0, 3)]
     bench.push(0, 2)
-    assert dealt(bench, 0) == [(0, 2), (0, 3)]
+    bench.push(1)
+    assert dealt(bench, 0) == [(0, 4), (0, 5)]
     bench.push(0)
-    assert dealt(bench, 1) == [(0, 4), (0, 5)]
     bench.shop.server_ended(-9)
-    bench.shop.hear_server(Ready(True, 2, [], discarded=1))
+    # In the checkpoint there are one gradient of the first learner and none of the other.
+    bench.shop.hear_server(Ready(True, 1, [], taken=[1, 0]))
     assert dealt(bench, 1) == [(0, 1), (0, 2)]
+    assert dealt(bench, 1) == [(0, 4), (1, 0)]
 
 
 def test_another_data_set_is_refused() -> None:
@@ -261,18 +275,25 @@ def test_a_dead_server_is_replaced_and_asked_again() -> None:
     assert isinstance(bench.to_server[-1], Start)
     bench.shop.hear(1, Ask())
     bench.shop.hear_server(Ready(True, 0, []))
-    assert bench.to_server[-2:] == [Keep("there"), Ask()]
-    bench.shop.hear_server(Kept())
-    bench.shop.hear_server(Account({}))
+    assert bench.to_server[-2:] == [Keep(2, "there"), Ask(3)]
+    bench.kept()
+    bench.shop.hear_server(Told(3, Account({})))
     assert bench.to == {0: [Done()], 1: [Account({})]}
 
 
 def test_servers_that_get_nowhere_end_the_job() -> None:
     bench = Bench().begun()
-    bench.push(0)
-    for _ in range(3):
+    rings = bench.shop.rings
+    assert rings is not None
+    # Each lost more than it made, and yet got somewhere.
+    for version in (2000, 1800, 1500, 1200, 1100):
+        rings.version = version
         bench.shop.server_ended(-9)
-        bench.shop.hear_server(Ready(True, 0, []))
+        rings.version = 1000
+        bench.shop.hear_server(Ready(True, 1000, []))
+    for _ in range(2):
+        bench.shop.server_ended(-9)
+        bench.shop.hear_server(Ready(True, 1000, []))
     assert bench.failed == []
     bench.shop.server_ended(-9)
     assert bench.failed == ["4 servers died one after the other without an update"]
@@ -305,6 +326,103 @@ def test_a_server_that_does_nothing_is_ended(pushes: bool) -> None:
         bench.shop.look()
     assert bench.ended == 1
     assert "the server has done nothing for 5 s, and is ended" in bench.said
+    assert bench.killed == []
+
+
+def test_a_learner_that_holds_the_weights_is_ended_and_not_the_server() -> None:
+    bench = Bench().begun()
+    rings = bench.shop.rings
+    assert rings is not None
+    assert rings.begin_reading(1, 0.0)
+    rings.reserve(0, 0.0)
+    rings.publish(0)
+    for _ in range(7):
+        rings.rest(0.0)
+        bench.now += 1.0
+        bench.shop.look()
+    assert (bench.killed, bench.ended) == ([1], 0)
+    bench.shop.leave(1)
+    assert not rings.reading(1)
+
+
+def test_a_server_that_is_never_ready_is_ended() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello())
+    bench.now += 119.0
+    bench.shop.look()
+    assert bench.ended == 0
+    bench.now += 2.0
+    bench.shop.look()
+    assert bench.ended == 1
+
+
+def test_a_server_that_loads_may_take_its_time() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Load("there"))
+    for _ in range(20):
+        bench.now += 1.0
+        bench.shop.look()
+    assert bench.ended == 0
+
+
+def test_a_server_of_direct_updates_takes_the_weights_as_they_are() -> None:
+    bench = Bench()
+    told = msgspec.structs.replace(hello(), updates="direct")
+    bench.shop.hear(0, told)
+    bench.shop.hear_server(Ready(False, 0, []))
+    bench.shop.hear(0, Filled())
+    bench.kept()
+    assert isinstance(bench.to_server[0], Start)
+    assert not bench.to_server[0].as_they_are
+    bench.shop.server_ended(-9)
+    assert isinstance(bench.to_server[-1], Start)
+    assert bench.to_server[-1].as_they_are
+    bench.shop.hear_server(Ready(False, 5, []))
+    assert bench.failed == []
+
+
+# ---- answers for the dead
+
+
+def test_a_new_life_does_not_hear_what_the_old_one_asked() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Save("there"))
+    bench.shop.hear(0, Ask())
+    bench.shop.hear(1, Load("file"))
+    for rank in (0, 1):
+        bench.shop.leave(rank)
+        bench.seat(rank)
+    bench.shop.hear_server(Kept("", 2))
+    bench.shop.hear_server(Told(3, Account({})))
+    bench.shop.hear_server(Kept("", 4))
+    assert bench.to == {0: [], 1: []}
+
+
+def test_weights_half_filled_by_the_dead_are_filled_again() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.shop.hear(rank, hello())
+    bench.shop.hear_server(Ready(False, 0, []))
+    bench.shop.hear(0, Filled())
+    bench.shop.leave(0)
+    assert isinstance(bench.to[1][-1], Welcome)
+    assert bench.to[1][-1].fill
+    bench.shop.hear_server(Kept("", 1))  # of what the dead one had filled
+    assert bench.kinds(1) == [Welcome]
+    bench.shop.hear(1, Filled())
+    bench.kept()
+    assert bench.kinds(1) == [Welcome, Begin]
+
+
+def test_the_first_begins_though_the_server_died_as_it_kept_its_weights() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello())
+    bench.shop.hear_server(Ready(False, 0, []))
+    bench.shop.hear(0, Filled())
+    bench.shop.server_ended(-9)
+    bench.shop.hear_server(Ready(True, 0, []))
+    bench.kept()
+    assert bench.kinds(0) == [Welcome, Begin]
 
 
 # ---- the end

@@ -128,13 +128,13 @@ def test_weights_are_brought_once_a_version(bench: Bench) -> None:
     before = bench.model.out.weight.detach().clone()
     bench.step()
     bench.updates.settle()
-    assert (bench.updates.pulls, bench.held) == (0, 0)
+    assert (bench.updates.pulls, bench.held) == (0, 1)  # once, at the beginning
     assert bench.updates.skipped >= 2
     bench.change(1.0)
     assert torch.equal(bench.model.out.weight, before)  # not under the learner's hands
     bench.updates.settle()
     assert torch.equal(bench.model.out.weight, before + 1.0)
-    assert (bench.updates.pulls, bench.held) == (1, 1)
+    assert (bench.updates.pulls, bench.held) == (1, 2)
     bench.step()
     bench.updates.settle()
     assert bench.delivered[-1][2] == 1  # the version it was computed on
@@ -143,6 +143,19 @@ def test_weights_are_brought_once_a_version(bench: Bench) -> None:
         bench.change(1.0)
         bench.updates.settle()
     assert torch.equal(bench.model.out.weight, before + 4.0)
+
+
+def test_weights_that_were_replaced_are_all_taken(bench: Bench) -> None:
+    for view in bench.weights.views:
+        view.fill_(3)
+    bench.rings.version = 70
+    bench.updates.begin_anew()
+    assert (bench.model.out.weight == 3).all()
+    assert (bench.model.norm.running_mean == 3).all()
+    assert bench.model.norm.num_batches_tracked == 3
+    bench.step()
+    bench.updates.settle()
+    assert bench.delivered[-1][2] == 70
 
 
 def test_buffers_are_everybodys(bench: Bench) -> None:

@@ -185,6 +185,53 @@ def test_a_step_that_is_given_up_leaves_nothing(bench: Bench, to_none: bool) -> 
     bench.assert_gradients(bench.twin)
 
 
+def test_a_gradient_that_was_changed_between_two_backwards_is_taken_whole() -> None:
+    torch.manual_seed(0)
+    bench = Bench(Reader())
+    both(bench, lambda model: backward(model, 0))
+    for model in (bench.model, bench.twin):
+        model.words.weight.grad += 0.5
+    both(bench, lambda model: backward(model, 1))
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+    assert bench.forms()["words.weight"] == DENSE
+    for seed in (2, 3):
+        bench.twin.zero_grad()
+        both(bench, lambda model, seed=seed: backward(model, seed))
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+
+
+def test_what_was_frozen_since_has_no_gradient(bench: Bench) -> None:
+    for model in (bench.model, bench.twin):
+        model.wide.weight.requires_grad_(False)
+    both(bench, lambda model: backward(model, 0))
+    bench.optimizer.step()
+    bench.assert_gradients(bench.twin)
+    assert bench.forms()["wide.weight"] == ABSENT
+    assert bench.forms()["wide.bias"] == DENSE
+
+
+def test_sparse_gradients_of_other_layers_are_taken_whole() -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(WORDS, WIDTH, sparse=True)
+            self.out = nn.Linear(WIDTH, 3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.out(self.bag(rows))
+
+    torch.manual_seed(0)
+    bench = Bench(Bag())
+    for seed in (0, 1):
+        bench.twin.zero_grad()
+        both(bench, lambda model, seed=seed: backward(model, seed))
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+    assert bench.forms()["bag.weight"] == DENSE
+
+
 def test_a_layer_used_twice(bench: Bench) -> None:
     def twice(model: nn.Module) -> None:
         (one, labels), (other, _) = batch(0), batch(1)

@@ -74,6 +74,16 @@ def test_the_end_and_the_limit(ends: Ends) -> None:
         other.send(Word("nobody hears it"))
 
 
+def test_who_does_not_listen_is_given_up() -> None:
+    ours, theirs = socket_pair(0.05)
+    line = LocalSocket(ours, Word)
+    with pytest.raises(TimeoutError):
+        line.send(Word("x" * 10_000_000))
+    line.hang_up()
+    line.close()
+    theirs.close()
+
+
 @pytest.mark.parametrize(
     "content", [HEAD.pack(LARGEST + 1, 0), HEAD.pack(3, 0) + b"\xc1zz", HEAD.pack(1, 1) + b"z"]
 )
