@@ -230,7 +230,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axis.set_xlabel("seconds", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[0][0].set_ylabel("test accuracy", fontsize=8)
-    axes[0][-1].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(file, dpi=150)
 

@@ -198,13 +198,11 @@ void Segment::release(std::uint64_t learner) const noexcept {
     }
 }
 
-std::uint64_t Segment::discard(std::uint64_t learner) const noexcept {
+void Segment::discard(std::uint64_t learner, std::uint64_t pushed) const noexcept {
     Lane& its = lane(learner);
-    const std::uint64_t pushed = its.pushed.load(std::memory_order_acquire);
-    const std::uint64_t taken = its.taken.exchange(pushed, std::memory_order_seq_cst);
+    its.taken.store(pushed, std::memory_order_seq_cst);
     its.room.fetch_add(1, std::memory_order_release);
     wake(its.room);
-    return pushed - taken;
 }
 
 bool Segment::begin_reading(std::uint64_t learner, double limit_s) const noexcept {

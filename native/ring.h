@@ -82,8 +82,8 @@ class Segment {
     void rest(double limit_s) const noexcept;
     // The oldest published slot is the learner's again.
     void release(std::uint64_t learner) const noexcept;
-    // So is every published one; returns how many.
-    std::uint64_t discard(std::uint64_t learner) const noexcept;
+    // So is every one before `pushed`, of those published.
+    void discard(std::uint64_t learner, std::uint64_t pushed) const noexcept;
 
     // ---- weights that hold still
 

@@ -86,7 +86,13 @@ class Rings {
     }
 
     void release(std::uint64_t learner) const { segment_.release(known(learner)); }
-    std::uint64_t discard(std::uint64_t learner) const { return segment_.discard(known(learner)); }
+    void discard(std::uint64_t learner, std::uint64_t pushed) const {
+        const std::uint64_t taken = segment_.lane(known(learner)).taken.load();
+        if (pushed < taken || pushed > this->pushed(learner))
+            refuse("learner " + std::to_string(learner) + " has not published " +
+                   std::to_string(pushed) + " slots");
+        segment_.discard(learner, pushed);
+    }
     std::uint64_t pushed(std::uint64_t learner) const {
         return segment_.lane(known(learner)).pushed.load();
     }
@@ -175,7 +181,7 @@ const std::byte* at_least(const Buffer& buffer, const char* name, std::size_t nb
 void apply(Update& update, nb::handle weights, nb::handle slot, nb::sequence memories,
            nb::handle steps) {
     const Buffer target(weights, "weights", Buffer::Access::write);
-    const Buffer source(slot, "slot", Buffer::Access::read);
+    const Buffer source(slot, "slot", Buffer::Access::write);
     if (nb::len(memories) != 3) refuse("an optimizer has three memories");
     const Buffer first(memories[0], "first", Buffer::Access::write);
     const Buffer second(memories[1], "second", Buffer::Access::write);
@@ -218,7 +224,8 @@ void bind_shared(nb::module_& m) {
              "A learner after `last`, in turn, and its oldest slot; None if none comes in time.")
         .def("rest", &Rings::rest, "limit_s"_a, "Sleep, and be well.")
         .def("release", &Rings::release, "learner"_a, "Its oldest slot is the learner's again.")
-        .def("discard", &Rings::discard, "learner"_a, "So is every published one; returns how many.")
+        .def("discard", &Rings::discard, "learner"_a, "pushed"_a,
+             "So is every one of the first so many.")
         .def("pushed", &Rings::pushed, "learner"_a)
         .def("taken", &Rings::taken, "learner"_a)
         .def_prop_rw("version", &Rings::version, &Rings::set_version)

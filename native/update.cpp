@@ -127,18 +127,23 @@ const char* Update::check(const std::byte* slot) const noexcept {
 }
 
 template <typename T>
-void Update::one(const Place& place, std::byte* weights, const std::byte* slot, std::uint64_t form,
+void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::uint64_t form,
                  const double* settings, const Memory& memory, std::uint64_t& steps) {
     T* w = as<T>(weights + place.weights_at);
-    const T* g = as<T>(slot + place.slot_at);
+    T* g = as<T>(slot + place.slot_at);
+    const std::uint64_t rows = form >= kRows ? form - kRows : 0;
+    const auto* numbers = as<std::int64_t>(slot + place.numbers_at);
+    const auto row_at = [&](std::uint64_t r) {
+        return static_cast<std::size_t>(numbers[r]) * place.width;
+    };
+    const auto clear = [&](std::uint64_t r) { std::fill_n(g + row_at(r), place.width, T{0}); };
     ++steps;
     if (form >= kRows && rule_ == Rule::sgd && settings[1] == 0.0 && settings[3] == 0.0) {
         // Elsewhere the gradient is zero, and so is what this rule makes of it.
         const auto rate = static_cast<T>(settings[5] != 0.0 ? -settings[0] : settings[0]);
-        const auto* numbers = as<std::int64_t>(slot + place.numbers_at);
-        for (std::uint64_t r = 0; r < form - kRows; ++r) {
-            const std::size_t at = static_cast<std::size_t>(numbers[r]) * place.width;
-            plain(w + at, g + at, place.width, rate);
+        for (std::uint64_t r = 0; r < rows; ++r) {
+            plain(w + row_at(r), g + row_at(r), place.width, rate);
+            clear(r);
         }
         return;
     }
@@ -146,13 +151,14 @@ void Update::one(const Place& place, std::byte* weights, const std::byte* slot, 
     T* second = as<T>(memory.second + place.weights_at);
     T* third = as<T>(memory.third + place.weights_at);
     switch (rule_) {
-        case Rule::sgd: return sgd(w, g, first, place.count, settings, steps);
-        case Rule::adam: return adam(w, g, first, second, place.count, settings, steps);
-        case Rule::rmsprop: return rmsprop(w, g, first, second, third, place.count, settings);
+        case Rule::sgd: sgd(w, g, first, place.count, settings, steps); break;
+        case Rule::adam: adam(w, g, first, second, place.count, settings, steps); break;
+        case Rule::rmsprop: rmsprop(w, g, first, second, third, place.count, settings); break;
     }
+    for (std::uint64_t r = 0; r < rows; ++r) clear(r);
 }
 
-const char* Update::apply(std::byte* weights, const std::byte* slot, const Memory& memory) noexcept {
+const char* Update::apply(std::byte* weights, std::byte* slot, const Memory& memory) noexcept {
     if (const char* reason = check(slot)) return reason;
     const auto* forms = as<std::uint64_t>(slot);
     const auto* settings = as<double>(slot + places_.size() * sizeof(std::uint64_t));

@@ -10,7 +10,8 @@ namespace slipstream {
 //
 // A slot begins with one word for each tensor, its form: kAbsent, kDense, or kRows + the number of
 // rows that are not zero; then kSettings doubles for each parameter group, what its optimizer is
-// set to. After that come the tensors, each at its own place and whole, and the numbers of rows.
+// set to. After that come the tensors, each at its own place and whole, and the numbers of rows. A
+// row may be named twice: it counts once, since what was applied is zero then.
 
 constexpr std::uint64_t kAbsent = 0, kDense = 1, kRows = 2;
 constexpr std::size_t kSettings = 8;
@@ -46,13 +47,14 @@ class Update {
         std::uint64_t* steps;
     };
 
-    // Why the slot cannot be applied, and then nothing has changed; nullptr if it was.
-    const char* apply(std::byte* weights, const std::byte* slot, const Memory& memory) noexcept;
+    // Why the slot cannot be applied, and then nothing has changed; nullptr if it was. What came in
+    // rows is all zeros afterwards.
+    const char* apply(std::byte* weights, std::byte* slot, const Memory& memory) noexcept;
 
   private:
     const char* check(const std::byte* slot) const noexcept;
     template <typename T>
-    void one(const Place& place, std::byte* weights, const std::byte* slot, std::uint64_t form,
+    void one(const Place& place, std::byte* weights, std::byte* slot, std::uint64_t form,
              const double* settings, const Memory& memory, std::uint64_t& steps);
 
     Rule rule_;

@@ -11,12 +11,15 @@
  * -DBROKEN_ORDER  a slot is published before it is full
  */
 
+#ifndef LEARNERS
 #define LEARNERS 2
+#endif
 #ifndef SLOTS
 #define SLOTS    2
 #endif
 #define TURNS    (2 * SLOTS)  /* twice the slots: a full ring differs from an empty one */
 #define NOBODY   9
+#define DEATHS_AT_MOST 3
 
 #define FULL(l)    ((pushed[l] + TURNS - taken[l]) % TURNS == SLOTS)
 #define AT(l, n)   ((l) * SLOTS + (n) % SLOTS)
@@ -31,7 +34,7 @@ bit room_moved[LEARNERS], bell_moved;
 byte first_half[LEARNERS * SLOTS], second_half[LEARNERS * SLOTS];  /* what a slot holds: its number */
 
 bit learner_sleeps[LEARNERS], server_sleeps;  /* in the kernel */
-byte dying = NOBODY;
+byte dying = NOBODY, deaths = DEATHS_AT_MOST;
 byte serving = NOBODY;
 
 /* The kernel looks at the word and puts to sleep in one step; waking moves nobody who is awake. */
@@ -147,11 +150,11 @@ proctype Server() {
 }
 
 #ifdef DEATHS
-/* Strikes whenever it likes. */
+/* Strikes the first learner whenever it likes; the other is one like it. */
 proctype Death() {
     do
-    :: atomic { dying == NOBODY -> dying = 0 }
-    :: atomic { dying == NOBODY -> dying = 1 }
+    :: atomic { dying == NOBODY && deaths > 0 -> dying = 0; deaths-- }
+    :: deaths == 0 -> break
     od
 }
 
@@ -172,7 +175,9 @@ init {
         od;
         run Server();
         run Learner(0);
+#if LEARNERS > 1
         run Learner(1);
+#endif
 #ifdef DEATHS
         run Death();
         run Timer();

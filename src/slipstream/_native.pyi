@@ -161,8 +161,8 @@ class Rings:
     def release(self, learner: int) -> None:
         """Its oldest published slot is the learner's again."""
 
-    def discard(self, learner: int) -> int:
-        """So is every published one; returns how many."""
+    def discard(self, learner: int, pushed: int) -> None:
+        """So is every one of the first so many that it has published."""
 
     def pushed(self, learner: int) -> int: ...
     def taken(self, learner: int) -> int: ...
@@ -199,4 +199,7 @@ class Update:
     def apply(
         self, weights: _Bytes, slot: _Bytes, memories: Sequence[_Bytes], steps: _Bytes
     ) -> None:
-        """Raise ValueError with the reason if the slot does not fit; nothing has changed then."""
+        """Raise ValueError with the reason if the slot does not fit; nothing has changed then.
+
+        What came in rows is all zeros in the slot afterwards.
+        """

@@ -63,7 +63,6 @@ def said(folder: Path, rank: int = 0, life: int = 0) -> dict[str, Any]:
     "strategy",
     [
         "gadei",
-        "gadei(slots=1)",
         "gadei(consistent=True)",
         "gadei(apply='direct', consistent=True)",
     ],
@@ -175,7 +174,7 @@ def test_a_job_goes_on_from_its_directory(tmp_path: Path) -> None:
     strategy = f"gadei(checkpoints={str(kept)!r}, every_s=0.2)"
     first, second = tmp_path / "first", tmp_path / "second"
     finished(first, "learning", first, 300, "nobody", 0, "Adam", strategy=strategy)
-    assert said(first)["begun"] == 0
+    assert min(said(first, rank)["begun"] for rank in range(LEARNERS)) == 0
     # The newest is torn: the one before is taken.
     newest = max(kept.iterdir())
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -245,7 +244,6 @@ def test_every_sample_is_learnt_from_once_an_epoch(tmp_path: Path, dies: bool) -
     [
         ("models", "rank 1 differs from the others: it has parameter 'weight': (3, 4)"),
         ("optimizer", "gadei updates shared weights with SGD, Adam, AdamW, RMSprop, not Adagrad"),
-        ("dtype", "'weight' is bfloat16; gadei trains weights in float32 or float64"),
         ("strategy", "the script asks for push_pull: start it with --strategy push_pull"),
         ("exception", "ZeroDivisionError: on purpose"),
     ],
@@ -269,7 +267,7 @@ def test_other_launchers_say_how_it_is_done(tmp_path: Path) -> None:
     assert "slipstream run --workers N --strategy gadei SCRIPT" in launch.stderr
 
 
-@pytest.mark.parametrize("options", [("--servers", "1"), ("--lab", "2x100mbit")])
+@pytest.mark.parametrize("options", [("--servers", "1")])
 def test_options_of_a_network_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
     launch = start(tmp_path, "mistaken", tmp_path, "none", options=options)
     assert launch.wait() != 0

@@ -75,8 +75,11 @@ def test_what_is_discarded_makes_room(rings: Rings) -> None:
         rings.reserve(1, 0.0)
         rings.publish(1)
     assert rings.reserve(1, 0.0) is None
-    assert rings.discard(1) == 2
-    assert rings.discard(0) == 0
+    for wrong in (0, 2, 5):
+        with pytest.raises(ValueError, match="has not published"):
+            rings.discard(0 if wrong < 5 else 1, max(wrong, 1))
+    rings.discard(1, 2)
+    rings.discard(0, 0)
     assert rings.next(2, 0.0) is None
     assert rings.reserve(1, 0.0) == 0
     assert (rings.pushed(1), rings.taken(1)) == (2, 2)
@@ -222,7 +225,7 @@ def test_other_memory_is_refused() -> None:
 
 
 def test_learners_and_slots_that_are_not_there(rings: Rings) -> None:
-    for call in (rings.publish, rings.release, rings.discard, rings.pushed, rings.end_reading):
+    for call in (rings.publish, rings.release, rings.pushed, rings.end_reading):
         with pytest.raises(ValueError, match="there is no learner 3"):
             call(3)
     with pytest.raises(ValueError, match="there is no slot 2"):

@@ -113,6 +113,7 @@ class UpdateServer:
             self._optimizer.apply(self._weights, slot)
         except ValueError:
             self.refused += 1
+            self._wipe(slot)
             return
         self.ages[max(0, self.rings.advance() - 1 - seen)] += 1
 
@@ -171,8 +172,21 @@ class UpdateServer:
                 piece = snapshot.pieces[f"model/{tensor.name}"]
                 self._weights[at : at + tensor.nbytes] = piece.data
             self.rings.version = snapshot.version
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Slots come back to learners as clean as if they had been applied."""
         for learner in range(self.rings.learners):
-            self.rings.discard(learner)
+            pushed = self.rings.pushed(learner)
+            for number in range(self.rings.taken(learner), pushed):
+                self._wipe(self._slots[learner][number % self.rings.slots])
+            self.rings.discard(learner, pushed)
+
+    def _wipe(self, slot: memoryview) -> None:
+        for gradient in self._plan.gradients:
+            if gradient.width:
+                tensor = self._plan.tensors[gradient.tensor]
+                slot[gradient.at : gradient.at + tensor.nbytes] = bytes(tensor.nbytes)
 
 
 def optimizer_in(snapshot: Snapshot) -> tuple[str, dict[str, dict[str, Piece]]]:

@@ -1,9 +1,9 @@
 """A learner's gradients, written into slots of shared memory as backward makes them.
 
-A parameter's ``.grad`` is a view of the slot that this learner fills: clipping and accumulation
-work on it as on any gradient. Backward writes a fully connected layer's straight there; others are
-copied while they are in the cache. Of an embedding only the rows that were used are written: the
-rest of its view stays zero from step to step, and the slot says which rows there are.
+Backward writes the gradient of a large fully connected layer straight into the slot, and of an
+embedding only the rows that were used: the rest stays zero from step to step, and the slot says
+which rows there are. ``.grad`` is a view of the slot then, whole and dense: clipping and
+accumulation work on it as on any gradient. Others are copied, all at once, when the step ends.
 
 When the step ends, the slot is given away, and with it the gradients: ``.grad`` is None then.
 """
@@ -30,6 +30,7 @@ from slipstream.torch.compact_layers import (
 from slipstream.torch.shared_weights import settings_of, view_of
 from slipstream.transports.shared_memory import SharedMemory
 
+NOWHERE = torch.empty(0, dtype=torch.int64)
 # Below, a copy costs less than a layer's own way through autograd.
 LEAST_FACTORS = 1 << 16
 
@@ -53,7 +54,7 @@ class Slot:
             for gradient in plan.gradients
         ]
         # Of gradients in rows: where they are not zero. None: it may be anywhere, since another
-        # learner may have had the slot before.
+        # learner may have had the slot before. Whoever applies rows leaves zeros there.
         self.written: list[Tensor | None] = [None for _ in plan.gradients]
 
     def place(self, index: int, gradient: Tensor | None) -> tuple[int, list[tuple[Tensor, Tensor]]]:
@@ -65,7 +66,7 @@ class Slot:
             ids = rows.indices()[0].cpu()
             self.clean(index).index_copy_(0, ids, rows.values().cpu())
             self.numbers[index][: len(ids)] = ids
-            self.written[index] = ids
+            self.written[index] = NOWHERE
             return ROWS + len(ids), []
         self.written[index] = None
         whole = gradient.to_dense() if gradient.is_sparse else gradient
@@ -76,7 +77,7 @@ class Slot:
         view, written = self.gradients[index], self.written[index]
         if written is None:
             view.zero_()
-        else:
+        elif len(written):
             view.index_fill_(0, written, 0.0)
         return view
 
@@ -109,26 +110,37 @@ class SlotUpdates:
         self._rows: dict[int, tuple[Tensor, int]] = {}  # touched rows, and the gradient's version
         self._seen = version()
         self.steps = 0
-        layers = self._captured(model, plan)
         ports = Ports(lambda *_: None, lambda _: True, lambda _: None, self._settled)
-        self._ends: list[Callable[[], None]] = [capture(layers, ports)]
-        for i, parameter in enumerate(self._parameters):
-            hook = parameter.register_post_accumulate_grad_hook(partial(self._arrived, i))
-            self._ends.append(hook.remove)
+        self._ends: list[Callable[[], None]] = [capture(self._factored(model), ports)]
+        for module in self._in_rows(model, plan):
+            self._ends += [self._watch(module.weight), make_sparse(module)]
 
-    def _captured(self, model: nn.Module, plan: SegmentPlan) -> list[CompactLayer]:
-        """Embeddings, and fully connected layers that are worth it."""
+    def _factored(self, model: nn.Module) -> list[CompactLayer]:
+        """Fully connected layers that are worth it."""
         layers = []
         for name, module, form, obstacle in named_forms(model):
             weight: Any = module.weight
             bias: Any = getattr(module, "bias", None)
             place = self._index.get(id(weight))
             known = place is not None and (bias is None or id(bias) in self._index)
-            worth = form == "rows" or weight.numel() >= LEAST_FACTORS
+            worth = form == "factors" and weight.numel() >= LEAST_FACTORS
             if known and worth and not obstacle:
                 at = None if bias is None else self._index[id(bias)]
                 layers.append(CompactLayer(shape_of(name, module, form), module, place or 0, at))
         return layers
+
+    def _in_rows(self, model: nn.Module, plan: SegmentPlan) -> list[nn.Embedding]:
+        rows = {id(p) for p, g in zip(self._parameters, plan.gradients, strict=True) if g.width}
+        return [
+            module
+            for module in model.modules()
+            if isinstance(module, nn.Embedding) and id(module.weight) in rows
+        ]
+
+    def _watch(self, parameter: Tensor) -> Callable[[], None]:
+        arrived = partial(self._arrived, self._index[id(parameter)])
+        handle: Any = parameter.register_post_accumulate_grad_hook(arrived)
+        return lambda: handle.remove()
 
     # ---- gradients arrive
 
@@ -137,26 +149,18 @@ class SlotUpdates:
             self._slot = self._slots[self._reserve()]
         return self._slot
 
-    @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
-        """Torch has added to a gradient."""
-        slot, gradient = self._open(), parameter.grad
-        if gradient is None or gradient is slot.gradients[index]:
+        """Torch has a gradient of an embedding; of a second backward it is in the view already."""
+        gradient = parameter.grad
+        if gradient is None or not gradient.is_sparse:
             return
-        if gradient.is_sparse and len(slot.numbers[index]):
-            gradient = gradient.coalesce()
-            self._write_rows(index, gradient.indices()[0], gradient.values())
-            return
-        self._write_all(index, gradient.to_dense() if gradient.is_sparse else gradient)
-
-    def _write_all(self, index: int, gradient: Tensor) -> None:
         slot = self._open()
-        slot.gradients[index].copy_(gradient)
-        slot.written[index] = None
-        self._rows.pop(index, None)
-        self._parameters[index].grad = slot.gradients[index]
+        ids, values = gradient._indices()[0], gradient._values().detach()
+        view = slot.clean(index).index_add_(0, ids, values)
+        parameter.grad = view
+        slot.written[index] = ids
+        self._rows[index] = (ids, view._version)
 
-    @torch.no_grad()
     def _settled(self, layer: CompactLayer) -> None:
         """All uses of a layer in this backward are known."""
         if not layer.settle():
@@ -164,31 +168,10 @@ class SlotUpdates:
         captured = layer.take()
         if captured is None:
             return
-        if layer.shape.form == "rows":
-            self._write_rows(layer.weight, captured.first, captured.second)
-            return
         x, dy = captured.first, captured.second
         self._write_product(layer.weight, dy.t(), x)
         if layer.bias is not None:
             self._write_sum(layer.bias, dy)
-
-    def _write_rows(self, index: int, ids: Tensor, values: Tensor) -> None:
-        slot, parameter = self._open(), self._parameters[index]
-        view = slot.gradients[index]
-        if parameter.grad is None or parameter.grad.is_sparse:
-            slot.clean(index).index_copy_(0, ids, values.to(view.dtype))
-            parameter.grad = view
-            slot.written[index] = ids
-            self._rows[index] = (ids, view._version)
-            return
-        before = self._rows.pop(index, None)
-        untouched = before is not None and before[1] == view._version  # by anybody else
-        parameter.grad.index_add_(0, ids, values.to(parameter.grad.dtype))
-        slot.written[index] = None
-        if parameter.grad is view and before is not None and untouched:
-            both = torch.cat([before[0], ids]).unique()
-            slot.written[index] = both
-            self._rows[index] = (both, view._version)
 
     def _write_product(self, index: int, left: Tensor, right: Tensor) -> None:
         view, parameter = self._open().gradients[index], self._parameters[index]
@@ -216,8 +199,12 @@ class SlotUpdates:
     @torch.no_grad()
     def end_step(self) -> None:
         slot = self._open()
+        copied: list[int] = []
         for index, parameter in enumerate(self._parameters):
-            slot.forms[index] = self._form(slot, index, parameter.grad)
+            slot.forms[index] = self._form(slot, index, parameter, copied)
+        if copied:
+            gradients: list[Any] = [self._parameters[index].grad for index in copied]
+            torch._foreach_copy_([slot.gradients[index] for index in copied], gradients)
         slot.settings[:] = np.concatenate(settings_of(self._optimizer))
         slot.version[0] = self._seen
         self._slot = None
@@ -228,19 +215,24 @@ class SlotUpdates:
         self._seen = self._version()
         self.steps += 1
 
-    def _form(self, slot: Slot, index: int, gradient: Tensor | None) -> int:
-        view = slot.gradients[index]
+    def _form(self, slot: Slot, index: int, parameter: Tensor, copied: list[int]) -> int:
+        """In which a gradient is in the slot, or will be once those to be copied are."""
+        gradient, view = parameter.grad, slot.gradients[index]
         if gradient is None:
             return ABSENT
-        if gradient is not view:  # somebody has put another one there
-            self._write_all(index, gradient.to_dense() if gradient.is_sparse else gradient)
-            return DENSE
         rows = self._rows.get(index)
-        if rows is None or rows[1] != view._version:
-            slot.written[index] = None
-            return DENSE
-        slot.numbers[index][: len(rows[0])] = rows[0]
-        return ROWS + len(rows[0])
+        if gradient is view and rows is not None and rows[1] == view._version:
+            numbers = slot.numbers[index]
+            ids = rows[0] if len(rows[0]) <= len(numbers) else rows[0].unique()
+            numbers[: len(ids)] = ids
+            slot.written[index] = NOWHERE
+            return ROWS + len(ids)
+        slot.written[index] = None
+        if gradient is not view:
+            if gradient.is_sparse:
+                parameter.grad = gradient.to_dense()
+            copied.append(index)
+        return DENSE
 
     def settle(self) -> None:
         """Nothing is under way but what is in slots."""
@@ -252,6 +244,16 @@ class SlotUpdates:
     def close(self) -> None:
         for end in self._ends:
             end()
+
+
+def make_sparse(module: nn.Embedding) -> Callable[[], None]:
+    """Torch gives its gradient in rows; returns what undoes it."""
+    before, module.sparse = module.sparse, True
+
+    def undo() -> None:
+        module.sparse = before
+
+    return undo
 
 
 def slots_of(memory: SharedMemory, rings: Rings, plan: SegmentPlan, learner: int) -> list[Slot]:
