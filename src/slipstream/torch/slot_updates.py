@@ -53,9 +53,9 @@ class Slot:
             view_of(memory, at + gradient.numbers_at, (rows_of(plan, gradient),), torch.int64)
             for gradient in plan.gradients
         ]
-        # Of gradients in rows: where they are not zero. None: it may be anywhere, since another
-        # learner may have had the slot before. Whoever applies rows leaves zeros there.
-        self.written: list[Tensor | None] = [None for _ in plan.gradients]
+        # Of gradients in rows: where they are not zero, and when that was so; whoever applies rows
+        # leaves zeros there. None: it may be anywhere, as another learner may have had the slot.
+        self.written: list[tuple[Tensor, int] | None] = [None for _ in plan.gradients]
 
     def place(self, index: int, gradient: Tensor | None) -> tuple[int, list[tuple[Tensor, Tensor]]]:
         """The form of a gradient, and what must be copied where for it to be here."""
@@ -66,7 +66,7 @@ class Slot:
             ids = rows.indices()[0].cpu()
             self.clean(index).index_copy_(0, ids, rows.values().cpu())
             self.numbers[index][: len(ids)] = ids
-            self.written[index] = NOWHERE
+            self.note(index, NOWHERE)
             return ROWS + len(ids), []
         self.written[index] = None
         whole = gradient.to_dense() if gradient.is_sparse else gradient
@@ -75,11 +75,17 @@ class Slot:
     def clean(self, index: int) -> Tensor:
         """A gradient in rows, all zeros."""
         view, written = self.gradients[index], self.written[index]
-        if written is None:
+        if written is None or written[1] != view._version:
             view.zero_()
-        elif len(written):
-            view.index_fill_(0, written, 0.0)
+        elif len(written[0]):
+            view.index_fill_(0, written[0], 0.0)
         return view
+
+    def note(self, index: int, rows: Tensor) -> int:
+        """A gradient is zero but for these rows, as long as nobody changes it; its version."""
+        version = self.gradients[index]._version
+        self.written[index] = (rows, version)
+        return version
 
 
 def rows_of(plan: SegmentPlan, gradient: Gradient) -> int:
@@ -156,10 +162,8 @@ class SlotUpdates:
             return
         slot = self._open()
         ids, values = gradient._indices()[0], gradient._values().detach()
-        view = slot.clean(index).index_add_(0, ids, values)
-        parameter.grad = view
-        slot.written[index] = ids
-        self._rows[index] = (ids, view._version)
+        parameter.grad = slot.clean(index).index_add_(0, ids, values)
+        self._rows[index] = (ids, slot.note(index, ids))
 
     def _settled(self, layer: CompactLayer) -> None:
         """All uses of a layer in this backward are known."""
@@ -225,7 +229,7 @@ class SlotUpdates:
             numbers = slot.numbers[index]
             ids = rows[0] if len(rows[0]) <= len(numbers) else rows[0].unique()
             numbers[: len(ids)] = ids
-            slot.written[index] = NOWHERE
+            slot.note(index, NOWHERE)
             return ROWS + len(ids)
         slot.written[index] = None
         if gradient is not view:
