@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.torch import checkpoint as module
+from slipstream.runtime import whole_files
 from slipstream.torch.checkpoint import (
     FORMAT,
     Checkpoint,
@@ -223,7 +223,7 @@ def test_a_write_that_fails_leaves_the_old_file_whole_and_no_draft(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, moment, full)
+    monkeypatch.setattr(whole_files.os, moment, full)
     with pytest.raises(CheckpointError, match=f"cannot write {path}: No space left on device"):
         plain(a=torch.zeros(2)).write(path)
     monkeypatch.undo()
@@ -245,7 +245,7 @@ def test_the_new_file_appears_only_when_it_is_complete(
         assert Checkpoint.read(Path(source)).tensors["a"].tolist() == [0, 0]
         replace(source, target)
 
-    monkeypatch.setattr(module.os, "replace", watched)
+    monkeypatch.setattr(whole_files.os, "replace", watched)
     plain(a=torch.zeros(2)).write(path)
     assert seen == [before]
     assert Checkpoint.read(path).tensors["a"].tolist() == [0, 0]
