@@ -166,11 +166,7 @@ class PartialExchange:
         self._owed.add(update)
         self.made += 1
         self._member.round = self.made
-        waiting = self.offer()
-        for peer in waiting:
-            # Else one that is behind might wait for a worker that is ahead, and busy elsewhere.
-            self.links.send(peer, Part, self.made, 0, True, checksum([b""]), frames=[b""])
-        held_up = bool(waiting or self._left_over)
+        held_up = not self.offer()
         self.merged += held_up
         before_s, self._waited_s = self._waited_s, self.wait_s
         partitions = self.pace.stepped(self.wait_s - before_s, held_up)
@@ -258,8 +254,8 @@ class PartialExchange:
         with self._member.changed:
             return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
 
-    def offer(self) -> set[Rank]:
-        """Send what is due wherever the slice before has left; to whom it has not."""
+    def offer(self) -> bool:
+        """Send what is due wherever the slice before has left; whether all could be sent."""
         self._hear_the_news()
         for debt in [debt for debt in self._left_over if self._free(debt.peers)]:
             self._send_part(debt.peers, 0, debt.total)
@@ -268,7 +264,7 @@ class PartialExchange:
         free = [debt for debt in due if self._free(debt.peers)]
         for debt in free:
             self._send_part(debt.peers, *self._owed.take(debt))
-        return set().union(*(debt.peers for debt in due if debt not in free))
+        return len(free) == len(due) and not self._left_over
 
     def _free(self, peers: Collection[Rank]) -> bool:
         for peer in peers:
