@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError
 from slipstream.job import Job
+from slipstream.planning.one_machine import OneMachine
 from slipstream.runtime.accounts import ServerFigures, together
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.joining import Limits
@@ -52,8 +53,7 @@ class LearnerJob(Job):
         check_shareable(model, optimizer)
         inventory = prepare(model, optimizer, chosen)
         self._plan = chosen.plan(inventory.specs, Cluster(self.world_size, servers=1))
-        hello = introduce(model, optimizer, chosen, self.world_size)
-        welcome, descriptor = self._line.join(hello)
+        welcome, descriptor = self._line.join(introduce(model, optimizer, chosen.one_machine))
         self._learner = Learner(
             model,
             optimizer,
@@ -168,17 +168,12 @@ class LearnerJob(Job):
         self._line.close()
 
 
-def introduce(
-    model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Strategy, workers: int
-) -> Hello:
-    assert chosen.one_machine is not None
-    about = chosen.one_machine
+def introduce(model: nn.Module, optimizer: torch.optim.Optimizer, about: OneMachine) -> Hello:
     return Hello(
         [*portrait(model, optimizer), str(about)],
         shared_tensors(model, optimizer),
         type(optimizer).__name__,
         settings_of(optimizer),
-        workers,
         about.apply,
         about.slots,
         about.consistent,

@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream.errors import FrameRefused
 from slipstream.runtime.crew import Crew, say
+from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
 from slipstream.runtime.supervision import Ended, Limits, Signalled
@@ -216,7 +217,3 @@ class LearnersHouse:
         self._workshop.close()
         for line in self._lines.values():
             line.close()
-
-
-def rank_of(name: str) -> int:
-    return int(name.removeprefix("rank "))

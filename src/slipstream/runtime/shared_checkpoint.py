@@ -108,6 +108,7 @@ def piece_in(content: memoryview, entry: Any) -> Piece:
 
 
 def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
+    """Over everything: a disk that loses a bit says so nowhere."""
     total = crc32c(facts.encode())
     for name in sorted(pieces):
         piece = pieces[name]

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.consistency.leases import Batch, Leases
 from slipstream.planning.segment import SegmentPlan
+from slipstream.runtime.portraits import difference
 from slipstream.runtime.workshop_messages import (
     Account,
     Ask,
@@ -168,7 +169,7 @@ class Workshop:
             self._make_memory(hello)
             self._start()
         elif hello.portrait != self._hello.portrait:
-            trouble = difference(rank, self._hello.portrait, hello.portrait)
+            trouble = difference(rank, self._hello.portrait, hello.portrait, "who came first")
             self.say(trouble)
             self._tell(rank, Refused(trouble))
             return
@@ -375,8 +376,8 @@ class Workshop:
             self._leases.settle(rank, counts=True)
         learnt = self._learnt.setdefault(rank, {})
         learnt.update(enumerate(new, first))
-        for old in list(learnt)[: -self.remembered]:
-            del learnt[old]
+        while len(learnt) > self.remembered:
+            del learnt[next(iter(learnt))]
         seat.settled = self.rings.pushed(rank) - seat.pushed
 
     def _undo(self, taken: list[int]) -> None:
@@ -423,14 +424,3 @@ class Workshop:
         self.rings = None
         if self.memory is not None:
             self.memory.close()
-
-
-def difference(rank: Rank, first: list[str], other: list[str]) -> str:
-    """The first thing in which a learner's model or strategy differs from the others'."""
-    for theirs, its in zip(first, other, strict=False):
-        if theirs != its:
-            return f"rank {rank} differs from the others: it has {its}; they have {theirs}"
-    longer, who = (other, f"rank {rank}") if len(other) > len(first) else (first, "the others")
-    return (
-        f"rank {rank} differs from the others: only {who} has {longer[min(len(first), len(other))]}"
-    )

@@ -23,7 +23,6 @@ class Hello(Body, frozen=True):
     tensors: list[SharedTensor]
     optimizer: str
     settings: list[list[float]]  # by group
-    workers: int
     updates: str  # "server" or "direct"
     slots: int
     consistent: bool

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from slipstream._native import crc32c
 from slipstream.errors import CheckpointError
+from slipstream.runtime import shared_checkpoint
 from slipstream.runtime.whole_files import write_whole
 from slipstream.torch.inventory import whole_state
 
-FORMAT = 1
+FORMAT = shared_checkpoint.FORMAT
 
 
 @dataclass(slots=True)
@@ -68,14 +68,14 @@ class Checkpoint:
 
 
 def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Over everything: a disk that loses a bit says so nowhere."""
-    total = crc32c(facts.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        head = f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        total = crc32c(flat.numpy(), crc32c(head.encode(), total))
-    return total
+    """As servers without torch reckon it."""
+    return shared_checkpoint.crc(facts, {name: piece_of(t) for name, t in tensors.items()})
+
+
+def piece_of(tensor: torch.Tensor) -> shared_checkpoint.Piece:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return shared_checkpoint.Piece(dtype, tuple(tensor.shape), memoryview(flat))
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -91,12 +91,12 @@ class Learner:
         return slot
 
     def _publish(self, slot: Slot) -> None:
-        self.moved += self._plan.slot_nbytes
+        self.moved += slot.filled_nbytes
         self.rings.publish(self._rank)
 
     def _apply(self, slot: Slot) -> None:
         """What the server would do; this learner's optimizer remembers its own gradients."""
-        self.moved += self._plan.slot_nbytes
+        self.moved += slot.filled_nbytes
         with self._writing():
             self._own.apply(self._all, slot.whole)
         before = self.rings.advance() - 1

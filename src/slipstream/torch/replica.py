@@ -26,6 +26,7 @@ from slipstream.runtime.joining import Membership
 from slipstream.runtime.link_watch import LinkWatch
 from slipstream.runtime.member import HUB, PATIENCE
 from slipstream.runtime.partial_exchange import PartialExchange
+from slipstream.runtime.portraits import difference
 from slipstream.runtime.returning import Doorkeeper
 from slipstream.runtime.shard_service import ShardService
 from slipstream.runtime.shards import LAST, Shards, choose_cluster
@@ -180,19 +181,9 @@ def agree(
         if trouble:
             raise ConfigError(f"rank {rank}: {trouble}")
         if other != said[0][1]:
-            raise ModelMismatch(difference(rank, said[0][1], other))
+            raise ModelMismatch(difference(rank, said[0][1], other, "rank 0"))
     assert inventory is not None
     return inventory
-
-
-def difference(rank: int, first: list[str], other: list[str]) -> str:
-    """The first thing in which a rank's model or strategy differs from rank 0's."""
-    for mine, theirs in zip(first, other, strict=False):
-        if mine != theirs:
-            return f"rank {rank} differs from rank 0: it has {theirs}; rank 0 has {mine}"
-    longer, who = (other, rank) if len(other) > len(first) else (first, 0)
-    extra = longer[min(len(first), len(other))]
-    return f"rank {rank} differs from rank 0: only rank {who} has {extra}"
 
 
 def replicate(

@@ -44,6 +44,12 @@ class Slot:
         self.settings = np.frombuffer(raw, np.float64, plan.groups * SETTINGS, plan.settings_at)
         self.version = np.frombuffer(raw, np.uint64, 1, plan.version_at)
         self.whole = raw
+        trained = [plan.tensors[gradient.tensor] for gradient in plan.gradients]
+        widths = [gradient.width for gradient in plan.gradients]
+        self._whole_nbytes = np.array([tensor.nbytes for tensor in trained], np.uint64)
+        self._row_nbytes = np.array(
+            [width * t.item_bytes for width, t in zip(widths, trained, strict=True)], np.uint64
+        )
         self.gradients = [
             view_of(memory, at + gradient.at, tensor.shape, getattr(torch, tensor.dtype))
             for gradient in plan.gradients
@@ -80,6 +86,13 @@ class Slot:
         elif len(written[0]):
             view.index_fill_(0, written[0], 0.0)
         return view
+
+    @property
+    def filled_nbytes(self) -> int:
+        """What there is of gradients, whole or in rows."""
+        whole = np.where(self.forms == DENSE, self._whole_nbytes, 0)
+        rows = np.where(self.forms >= ROWS, (self.forms - ROWS) * self._row_nbytes, 0)
+        return int(whole.sum() + rows.sum())
 
     def note(self, index: int, rows: Tensor) -> int:
         """A gradient is zero but for these rows, as long as nobody changes it; its version."""

@@ -86,6 +86,11 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, seed: int) -> None:
     # A bit may be one that means nothing, such as a blank; then all is as it was.
     assert found.version in ((1,) if seed % 2 or wrong else (2,))
     assert len(wrong) == (found.version == 1)
+    expected = snapshot(found.version)
+    assert {name: bytes(piece.data) for name, piece in found.pieces.items()} == {
+        name: bytes(piece.data) for name, piece in expected.pieces.items()
+    }
+    assert expected.facts.items() <= found.facts.items()
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:

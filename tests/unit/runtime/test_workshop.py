@@ -43,7 +43,7 @@ TENSORS = [SharedTensor("w", (10,), "float32", 4, 0)]
 
 
 def hello(portrait: str = "a model") -> Hello:
-    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], 2, "server", 2, False, None, 30.0)
+    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], "server", 2, False, None, 30.0)
 
 
 class Bench:
@@ -169,7 +169,9 @@ def test_another_model_is_refused() -> None:
     bench.shop.hear(0, hello())
     bench.shop.hear(1, hello("another model"))
     assert bench.kinds(1) == [Refused]
-    assert "rank 1 differs from the others: it has another model; they have a model" in bench.said
+    assert bench.said == [
+        "rank 1 differs from who came first: it has another model; who came first has a model"
+    ]
 
 
 def test_one_that_is_started_again_goes_on() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
-from slipstream.torch.carried_updates import CarriedUpdates, HostWay
+from slipstream.torch.carried_updates import CarriedUpdates, HostWay, Pairs
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
 from slipstream.torch.slot_updates import Slot, slots_of
 from slipstream.transports.shared_memory import SharedMemory
@@ -29,6 +30,15 @@ class Net(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.out(self.norm(self.rows(ids)))
+
+
+class Watched(HostWay):
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[Pairs], None] = lambda _: None
+
+    def copy(self, pairs: Pairs, after: Any = None) -> None:
+        self.meanwhile(pairs)
+        super().copy(pairs, after)
 
 
 class Bench:
@@ -49,6 +59,7 @@ class Bench:
         self.held = 0
         self.fails = False
         self.trained_by: set[str] = set()
+        self.way = Watched()
         turns = itertools.count()
 
         def reserve() -> int:
@@ -61,7 +72,7 @@ class Bench:
             self.plan,
             slots_of(self.memory, self.rings, self.plan, 0),
             self.weights,
-            HostWay(),
+            self.way,
             reserve=reserve,
             deliver=self._deliver,
             version=lambda: self.rings.version,
@@ -143,6 +154,25 @@ def test_weights_are_brought_once_a_version(bench: Bench) -> None:
         bench.change(1.0)
         bench.updates.settle()
     assert torch.equal(bench.model.out.weight, before + 4.0)
+
+
+def test_the_model_is_never_pointed_at_what_is_being_filled(bench: Bench) -> None:
+    """New weights were offered and not taken yet; newer ones go into the same buffer."""
+    used = []
+
+    def look(pairs: Pairs) -> None:
+        bench.updates._take_offer()  # the training thread ends a step just now
+        own = {p.data_ptr() for p in bench.model.parameters()}
+        used.extend(target.data_ptr() in own for target, _ in pairs)
+
+    for _ in range(3):
+        bench.change(1.0)
+        bench.updates._bring()
+    bench.way.meanwhile = look
+    bench.change(1.0)
+    bench.updates._bring()
+    assert used
+    assert not any(used)
 
 
 def test_weights_that_were_replaced_are_all_taken(bench: Bench) -> None:

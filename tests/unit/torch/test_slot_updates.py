@@ -128,6 +128,12 @@ def test_step_after_step_slots_hold_the_gradients(bench: Bench) -> None:
         assert bench.forms()["wide.weight"] == DENSE
         assert bench.forms()["unused.weight"] == ABSENT
         assert all(p.grad is None for p in bench.model.parameters())
+        whole = [
+            p for n, p in bench.twin.named_parameters() if n.split(".")[0] in "mix wide narrow"
+        ]
+        rows = bench.forms()["words.weight"] - ROWS
+        written = 4 * (sum(p.numel() for p in whole) + rows * WIDTH)
+        assert bench.delivered[-1][0].filled_nbytes == written
 
 
 def test_settings_and_the_version_travel_with_them(bench: Bench) -> None:

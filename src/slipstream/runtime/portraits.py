@@ -1,0 +1,16 @@
+"""What all ranks must have alike, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def difference(rank: int, first: Sequence[str], other: Sequence[str], whose: str) -> str:
+    """The first thing in which a rank's model or strategy differs; ``whose`` is who has the first
+    ones."""
+    for theirs, its in zip(first, other, strict=False):
+        if theirs != its:
+            return f"rank {rank} differs from {whose}: it has {its}; {whose} has {theirs}"
+    longer, who = (other, f"rank {rank}") if len(other) > len(first) else (first, whose)
+    extra = longer[min(len(first), len(other))]
+    return f"rank {rank} differs from {whose}: only {who} has {extra}"
