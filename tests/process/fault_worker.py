@@ -22,6 +22,12 @@ def mark(name: str) -> None:
     Path(f"{name}.{os.environ['RANK']}").write_text(str(os.getpid()))
 
 
+def all_marked(name: str, job: slipstream.Job) -> None:
+    """Wait until every rank has left this mark: it would not come from ranks that have ended."""
+    while not all(Path(f"{name}.{rank}").exists() for rank in range(job.world_size)):
+        time.sleep(PAUSE_S)
+
+
 def misbehave() -> None:
     if DEED.startswith("raise"):
         raise ValueError("no luck today")
@@ -49,11 +55,10 @@ with slipstream.init(start_limit_s=2.5 if DEED in ("nobody comes", "hangs") else
         if step == DEED_STEP:
             mark("training")
             if job.rank == CULPRIT:
+                all_marked("training", job)
                 misbehave()
         time.sleep(PAUSE_S)
     mark("finished")
-    others = [rank for rank in range(job.world_size) if rank != job.rank]
-    while job.rank == CULPRIT and not all(Path(f"finished.{rank}").exists() for rank in others):
-        time.sleep(PAUSE_S)
     if job.rank == CULPRIT:
+        all_marked("finished", job)
         misbehave()
