@@ -21,7 +21,7 @@ from slipstream.testing.cast import SimulatedMember
 from slipstream.testing.clock import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Lost, Message, Part, Return, Tail, checksum
+from slipstream.transports.wire import Beat, Lost, Message, Part, Return, Tail, checksum
 
 NUMEL = 23
 PATIENCE = 20_000  # turns; far more than anything takes
@@ -343,6 +343,27 @@ def test_memory_is_what_the_turns_take() -> None:
     assert len(World(8, Slices(3), 4, seed=0).trainers[0].exchange.debts) == 3
     assert len(World(8, Slices(20), 4, seed=0).trainers[0].exchange.debts) == 7
     assert len(World(8, Slices(3, same_for_all=True), 4, 0).trainers[0].exchange.debts) == 1
+
+
+def test_who_is_busy_elsewhere_is_not_behind_for_what_it_has_not_sent() -> None:
+    world = World(3, Slices(4), 0, seed=0)
+    hub, elsewhere, behind = world.trainers
+    for _ in range(4):
+        elsewhere.step()  # the first slice leaves, the others wait for it
+    while world.deliver():
+        pass
+    for trainer in 5 * [hub, behind]:
+        world.step(trainer)
+        while world.deliver():
+            pass
+    assert behind.exchange.made == 5  # of 1 + 4: all it knows is the first step
+    assert not behind.exchange.may_begin()
+    hub.member.send("rank 2", Beat({"rank 0": 5, "rank 1": 4}), priority=CONTROL)
+    while world.deliver():
+        pass
+    for _ in range(9):
+        world.step(behind)
+    assert behind.exchange.made == 8  # of 4 + 4
 
 
 def test_who_has_finished_is_not_waited_for() -> None:

@@ -351,8 +351,10 @@ class Member:
                 self.roster.rounds[message.sender] = message.body.rounds.get(message.sender, 0)
                 self.changed.notify_all()
         elif message.sender == HUB:
-            self.roster.rounds = dict(message.body.rounds)
-            self.told_done = message.body.done
+            with self.changed:
+                self.roster.rounds = dict(message.body.rounds)
+                self.told_done = message.body.done
+                self.changed.notify_all()
 
     def _on_leave(self, message: Message) -> None:
         assert isinstance(message.body, Leave)

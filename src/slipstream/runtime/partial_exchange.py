@@ -126,7 +126,7 @@ class PartialExchange:
         self._applicants: list[Applicant] = []
         # ---- under the member's lock
         self._news: list[Gone | Back | Applicant] = []
-        # Steps that a peer is known to have made; of one that was there before, nothing yet.
+        # Steps a peer's slices told of; of one that was there before, nothing yet.
         self._heard = {} if life else dict.fromkeys(peers, 0)
         self._tails = dict.fromkeys(peers, 0)  # drains of a peer that have come to their end
         # ---- under a lock of its own, at rank 0: by newcomer, whose updates it gets from here
@@ -243,12 +243,21 @@ class PartialExchange:
 
     def may_begin(self) -> bool:
         with self._member.changed:
-            return self._rule.may_begin(self.made, self._heard, self.partitions)
+            return self._rule.may_begin(self.made, self._clocks(), self.partitions)
+
+    def _clocks(self) -> dict[Rank, int]:
+        """By peer, the last step heard of: with a slice, or, as slices leave from the training
+        thread and it may do something else for long, with a heartbeat."""
+        beats = self._member.roster.rounds
+        return {
+            peer: max(steps, beats.get(f"rank {peer}", 0)) for peer, steps in self._heard.items()
+        }
 
     def _behind(self) -> list[str]:
         with self._member.changed:
-            slowest = min(self._heard.values(), default=0)
-            return [f"rank {peer}" for peer, steps in self._heard.items() if steps == slowest]
+            clocks = self._clocks()
+            slowest = min(clocks.values(), default=0)
+            return [f"rank {peer}" for peer, steps in clocks.items() if steps == slowest]
 
     def _undrained(self) -> list[str]:
         with self._member.changed:
