@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from slipstream.errors import FrameRefused, WaitLimit
+from slipstream.codecs.partition import Floats
+from slipstream.errors import FrameRefused
 from slipstream.runtime.member import HUB, Member
 from slipstream.transports.wire import Ask, Message, Opinion, checksum
 
 MESSAGE_VALUES = 1 << 18
-LOOK_AGAIN_S = 0.001
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Differences:
@@ -103,14 +100,13 @@ class Consensus:
             self._vector = np.empty(self._numel, np.float32)
 
     def _until(self, holds: Callable[[], bool], name: str) -> None:
-        begun_s = time.monotonic()
-        while not holds():
-            self._member.check()
-            if time.monotonic() - begun_s > self._limit_s:
-                refusal = self._member.last_refusal
-                raise WaitLimit("everybody's weights", self._limit_s, [name], refusal)
-            self.meanwhile()
-            self._member.pause(LOOK_AGAIN_S)
+        self._member.tend_until(
+            holds,
+            self.meanwhile,
+            what="everybody's weights",
+            limit_s=self._limit_s,
+            missing=lambda: [name],
+        )
 
     def _send(self, peer: str, values: Floats, spread: float) -> None:
         for start in range(0, len(values), MESSAGE_VALUES):

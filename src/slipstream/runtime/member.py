@@ -28,6 +28,7 @@ from slipstream.types import Buffer
 
 HUB = "rank 0"
 BEAT_S = 0.5
+LOOK_AGAIN_S = 0.001
 LAST_WORDS_S = 3.0  # for what is still queued at the end
 SILENCE_S = 5.0
 PATIENCE = 12  # times longer, while the link itself answers
@@ -176,6 +177,29 @@ class Member:
         self.check()
         names = missing() if missing else self.roster.behind(self.round)
         raise WaitLimit(what, limit_s, names, self.last_refusal)
+
+    def tend_until(
+        self,
+        holds: Callable[[], bool],
+        tend: Callable[[], object],
+        *,
+        what: str,
+        limit_s: float,
+        missing: Callable[[], Sequence[str]],
+    ) -> float:
+        """The same where others may wait for what ``tend`` does, and where workers make different
+        numbers of steps: the limit is on how long nobody makes one. The seconds it took."""
+        begun_s = moved_s = time.monotonic()
+        rounds = dict(self.roster.rounds)
+        while not holds():
+            self.check()
+            if self.roster.rounds != rounds:
+                rounds, moved_s = dict(self.roster.rounds), time.monotonic()
+            if time.monotonic() - moved_s > limit_s:
+                raise WaitLimit(what, limit_s, missing(), self.last_refusal)
+            tend()
+            self.pause(LOOK_AGAIN_S)
+        return time.monotonic() - begun_s
 
     def pause(self, seconds: float) -> None:
         """Give what is queued time to leave."""

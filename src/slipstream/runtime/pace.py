@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean, median
 from typing import Any
 
 from slipstream.planning.slices import WORTH_CHANGING, Load, Slices
@@ -16,6 +17,7 @@ CALM_LOOKS = 15  # before more is tried
 MOST_LOOKS = 240
 LEAST_LEFT = 0.1  # of what a link was known to carry, after one look
 A_LITTLE_MORE = 1.3  # enough for p to follow
+NO_STEP = 5.0  # times longer than most: the worker did something else, like an evaluation
 
 
 class Pace:
@@ -44,9 +46,8 @@ class Pace:
         self._transport, self._clock = transport, clock
         # Until steps have been timed: as few bytes as rounds of all workers would take.
         self.partitions = slices.partitions or max(1, len(peers))
-        self._begun_s = clock()
-        self._steps = 0
-        self._waited_s = 0.0
+        self._begun_s = self._stepped_s = clock()
+        self._steps_s: list[float] = []  # how long each took, without waiting
         self._held_up = False
         self._calm = 0  # looks without a slice that had to wait
         self._patience = CALM_LOOKS
@@ -55,11 +56,12 @@ class Pace:
 
     def stepped(self, waited_s: float, held_up: bool) -> int:
         """After a step, which waited for others for so long; whether slices had to wait, too."""
-        self._steps += 1
-        self._waited_s += waited_s
+        now = self._clock()
+        self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
+        self._stepped_s = now
         self._held_up = self._held_up or held_up
-        elapsed_s = self._clock() - self._begun_s
-        if self._steps >= LOOK_STEPS and elapsed_s >= (LOOK_S if self.load else 0.0):
+        elapsed_s = now - self._begun_s
+        if len(self._steps_s) >= LOOK_STEPS and elapsed_s >= (LOOK_S if self.load else 0.0):
             self._look(elapsed_s)
         return self.partitions
 
@@ -76,7 +78,7 @@ class Pace:
         if self._slices.bytes_s is None:
             self._listen(elapsed_s)
         self.load = Load(
-            self._steps / max(1e-9, elapsed_s - self._waited_s),
+            1 / max(1e-9, usual_s(self._steps_s)),
             self._model_bytes,
             len(self._peers) + 1,
             self.bytes_s,
@@ -86,7 +88,7 @@ class Pace:
             if self._slices.partitions is None:
                 # Of one number each they would still be slices.
                 self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
-        self._begun_s, self._steps, self._waited_s, self._held_up = self._clock(), 0, 0.0, False
+        self._begun_s, self._steps_s, self._held_up = self._clock(), [], False
 
     def _listen(self, elapsed_s: float) -> None:
         """To what the links have shown since the last look."""
@@ -125,6 +127,12 @@ class Pace:
             "link_bytes_s": self.load.bytes_s,
             "steps_s": self.load.steps_s,
         }
+
+
+def usual_s(durations_s: Sequence[float]) -> float:
+    """Their mean, without those that were no mere steps."""
+    most_s = NO_STEP * median(durations_s)
+    return fmean(each for each in durations_s if each <= most_s)
 
 
 def narrowed(before: float, now: float) -> bool:

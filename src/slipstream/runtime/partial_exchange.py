@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.codecs.partition import Debt, Floats, Owed, Rotation
 from slipstream.consistency.reach import WithinReach
-from slipstream.errors import FrameRefused, WaitLimit
+from slipstream.errors import FrameRefused
 from slipstream.planning.slices import Slices
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.member import Member
@@ -29,7 +29,6 @@ from slipstream.transports.wire import Adopted, Message, Part, Tail, Welcome, ch
 from slipstream.types import Rank
 
 MESSAGE_VALUES = 1 << 18
-LOOK_AGAIN_S = 0.001
 NEVER = 1 << 62  # drains of one that has finished: nobody waits for it
 SCHEME = "slices"
 
@@ -228,18 +227,9 @@ class PartialExchange:
     def _until(
         self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
     ) -> None:
-        """A limit on how long nobody makes a step: who has fewer to make waits for the others."""
-        begun_s = moved_s = time.monotonic()
-        rounds = dict(self._member.roster.rounds)
-        while not holds():
-            self._member.check()
-            if self._member.roster.rounds != rounds:
-                rounds, moved_s = dict(self._member.roster.rounds), time.monotonic()
-            if time.monotonic() - moved_s > self._limit_s:
-                raise WaitLimit(what, self._limit_s, missing(), self._member.last_refusal)
-            self.offer()
-            self._member.pause(LOOK_AGAIN_S)
-        self.wait_s += time.monotonic() - begun_s
+        self.wait_s += self._member.tend_until(
+            holds, self.offer, what=what, limit_s=self._limit_s, missing=missing
+        )
 
     def may_begin(self) -> bool:
         with self._member.changed:

@@ -58,6 +58,19 @@ def test_waiting_for_others_is_not_computing() -> None:
     assert Scene(Slices()).train(LOOK_STEPS, 0.1, waited_s=0.5) == 4
 
 
+def test_an_evaluation_is_no_step() -> None:
+    scene = Scene(Slices())
+    scene.train(LOOK_STEPS - 2, 0.1)
+    scene.train(1, 60.0)
+    assert scene.train(1, 0.1) == 4
+
+
+def test_steps_of_uneven_length_count_by_their_mean() -> None:
+    scene = Scene(Slices())
+    scene.train(LOOK_STEPS // 2, 0.05)
+    assert scene.train(LOOK_STEPS // 2, 0.15) == 4
+
+
 def test_links_that_turn_out_narrower_make_slices_smaller() -> None:
     scene = Scene(Slices())
     scene.train(LOOK_STEPS, 0.1)
