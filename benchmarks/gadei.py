@@ -5,7 +5,8 @@
 - speed: samples a second on the text model at small batches; all in turn, several times
 - memory: what the server's update moves a second, against the machine's own triad
 - accuracy: 1, 2 and 4 learners and one process after equally many epochs (DIR holds MR or TREC)
-- recovery: how long training stands still when the server, or a learner, is killed
+- recovery: the same when the server, or all learners, are killed again and again, and how long
+  training stands still each time
 
 Run it on a quiet machine. Workers of a run are this script itself.
 """
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ WORDS, LENGTH, CLASSES = 27_000, 20, 2  # 14 MB
 WARM_STEPS = 20
 LEARNERS = 2
 BATCHES = (1, 2, 4, 32)
+BETWEEN_KILLS_S = 1.5
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 
 
@@ -247,7 +248,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 # ---- accuracy
 
 
-def accuracy_worker(data: str, epochs: int, file: str) -> None:
+def accuracy_worker(data: str, epochs: int, folder: str) -> None:
+    """Writes when each of its steps was done; and at the end how good the model is."""
     with slipstream.init() as job:
         torch.set_num_threads(1)
         encoded = encode_text(read_labelled_text(Path(data)))
@@ -257,14 +259,14 @@ def accuracy_worker(data: str, epochs: int, file: str) -> None:
         model, optimizer = job.distribute(model, optimizer)
         examples, test = encoded.split.train, encoded.split.test
         batches = job.sampler(examples, 4)
-        begun = time.perf_counter()
-        for _ in range(epochs):
-            for numbers in batches:
-                rows, labels = examples.take(torch.tensor(numbers))
-                optimizer.zero_grad()
-                F.cross_entropy(model(rows), labels).backward()
-                optimizer.step()
-        seconds = time.perf_counter() - begun
+        with (Path(folder) / f"steps.{job.rank}.{os.getpid()}").open("w", buffering=1) as told:
+            for _ in range(epochs):
+                for numbers in batches:
+                    rows, labels = examples.take(torch.tensor(numbers))
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(rows), labels).backward()
+                    optimizer.step()
+                    told.write(f"{time.monotonic()}\n")
     if job.rank == 0:
         model.eval()
         right = 0
@@ -272,95 +274,108 @@ def accuracy_worker(data: str, epochs: int, file: str) -> None:
             for numbers in torch.arange(len(test)).split(500):
                 rows, labels = test.take(numbers)
                 right += int((model(rows).argmax(1) == labels).sum())
-        told = {"accuracy": right / len(test), "seconds": seconds, "updates": job.step}
-        Path(file).write_text(json.dumps(told))
+        told_at_the_end = {"accuracy": right / len(test), "updates": job.step}
+        (Path(folder) / "told").write_text(json.dumps(told_at_the_end))
+
+
+class Training:
+    """A run of accuracy_worker, and what it wrote."""
+
+    def __init__(self, command: list[str], data: Path, epochs: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = Path(self._folder.name)
+        script = [str(Path(__file__)), "--accuracy", str(data), str(epochs), str(self.folder)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([*command, *script], env=env)
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(timeout=30)
+        self._folder.cleanup()
+
+    def moments(self) -> list[float]:
+        """When steps were done; the last line of one that was killed may be a part of one."""
+        files = [file.read_text().splitlines(keepends=True) for file in self.folder.glob("steps.*")]
+        return sorted(float(line) for lines in files for line in lines if line.endswith("\n"))
+
+    def latest(self) -> float:
+        """When the last step was done."""
+        ends = [file.read_bytes()[-100:].split(b"\n") for file in self.folder.glob("steps.*")]
+        return max((float(lines[-2]) for lines in ends if len(lines) > 2), default=0.0)
+
+    def outcome(self) -> dict[str, Any]:
+        if self.process.wait():
+            sys.exit(f"training failed with {self.process.returncode}")
+        moments = self.moments()
+        told: dict[str, Any] = json.loads((self.folder / "told").read_text())
+        return told | {"seconds": moments[-1] - moments[0]}
 
 
 def accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.data is None:
         return []
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "told"
-        script = [str(Path(__file__)), "--accuracy", str(args.data), str(args.epochs), str(file)]
-        run = [SLIPSTREAM, "run", "--strategy", "gadei", "--workers"]
-        for name, command in {
-            "one process": [sys.executable, *script],
-            **{f"{n} learners": [*run, str(n), *script] for n in (1, 2, 4)},
-        }.items():
-            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            rows.append({"name": name, **json.loads(file.read_text())})
-            print(rows[-1], flush=True)
+    run = [SLIPSTREAM, "run", "--strategy", "gadei", "--workers"]
+    for name, command in {
+        "one process": [sys.executable],
+        **{f"{n} learners": [*run, str(n)] for n in (1, 2, 4)},
+    }.items():
+        with Training(command, args.data, args.epochs) as training:
+            rows.append({"name": name, **training.outcome()})
+        print(rows[-1], flush=True)
     return rows
 
 
 # ---- recovery
 
 
-def recovery_worker(file: str, updates: int) -> None:
-    """Writes, for every step, when it was done and how many updates there had been."""
-    with slipstream.init() as job:
-        torch.set_num_threads(1)
-        model = net()
-        model, optimizer = job.distribute(model, sgd(model))
-        data = sentences(4, job.rank)
-        with Path(f"{file}.{job.rank}.{os.getpid()}").open("w", buffering=1) as told:
-            for step in job.steps(updates):
-                rows, labels = next(data)
-                optimizer.zero_grad()
-                F.cross_entropy(model(rows), labels).backward()
-                optimizer.step()
-                told.write(f"{time.monotonic()} {step}\n")
-
-
 def recovery(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Killed again and again, each time when it has trained for a while: how long it stands still,
+    and whether it still learns what it would have learnt."""
+    if args.data is None:
+        return []
     rows = []
-    for whom in ("server", "learner", "all learners"):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "steps"
-            command = [SLIPSTREAM, "run", "--workers", str(LEARNERS), "--restarts", "1000"]
-            command += ["--strategy", "gadei(every_s=1)", str(Path(__file__))]
-            command += ["--recovery", str(file), "1000000000"]
-            job = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            killed = []
-            try:
-                wait_for(lambda: len(list(Path(folder).iterdir())) >= LEARNERS)
-                for _ in range(args.kills):
-                    time.sleep(2.0)
-                    killed.append(time.monotonic())
-                    strike(job.pid, whom)
-                    wait_for(partial(stepped_since, folder, killed[-1] + 0.05))
-                time.sleep(1.0)
-            finally:
-                job.send_signal(signal.SIGINT)
-                job.wait(timeout=30)
-            moments = sorted(
-                float(line.split()[0])
-                for each in Path(folder).iterdir()
-                for line in each.read_text().splitlines()
-                if len(line.split()) == 2
-            )
-            stood = [gap_after(moments, moment) for moment in killed]
-            row = {"whom": whom, "longest_s": max(stood), "median_s": statistics.median(stood)}
-            rows.append(row)
-            print(row, flush=True)
+    command = [SLIPSTREAM, "run", "--workers", str(LEARNERS), "--restarts", "100000"]
+    command += ["--strategy", "gadei(every_s=1)"]
+    for whom in ("nobody", "server", "all learners"):
+        with Training(command, args.data, args.long_epochs) as training:
+            killed: list[float] = []
+            trained_since(training, 0.0)
+            while whom != "nobody" and len(killed) < args.kills:
+                time.sleep(BETWEEN_KILLS_S)
+                if training.process.poll() is not None:
+                    break
+                killed.append(time.monotonic())
+                strike(training.process.pid, whom)
+                trained_since(training, killed[-1] + 0.05)
+            row: dict[str, Any] = {"killed": whom, "times": len(killed), **training.outcome()}
+            stood = [gap_after(training.moments(), moment) for moment in killed]
+        if stood:
+            row |= {"longest_s": max(stood), "median_s": statistics.median(stood)}
+        rows.append(row)
+        print(row, flush=True)
     return rows
+
+
+def trained_since(training: Training, moment: float) -> None:
+    """Wait until there is a step later than this, or the training has ended."""
+    until = time.monotonic() + 60.0
+    while training.process.poll() is None and training.latest() <= moment:
+        if time.monotonic() > until:
+            sys.exit("training does not go on")
+        time.sleep(0.02)
 
 
 def strike(launcher: int, whom: str) -> None:
     children = psutil.Process(launcher).children()
     servers = [c for c in children if "slipstream.runtime.update_server" in c.cmdline()]
-    learners = [c for c in children if "--recovery" in c.cmdline()]
-    for victim in {"server": servers, "learner": learners[:1], "all learners": learners}[whom]:
+    learners = [c for c in children if "--accuracy" in c.cmdline()]
+    for victim in {"server": servers, "all learners": learners}[whom]:
         victim.kill()
-
-
-def stepped_since(folder: str, moment: float) -> bool:
-    for each in Path(folder).iterdir():
-        lines = [line for line in each.read_text().splitlines() if len(line.split()) == 2]
-        if lines and float(lines[-1].split()[0]) > moment:
-            return True
-    return False
 
 
 def gap_after(moments: list[float], moment: float) -> float:
@@ -368,14 +383,6 @@ def gap_after(moments: list[float], moment: float) -> float:
     near = [m for m in moments if moment - 0.5 < m < moment + 30.0]
     gaps = [b - a for a, b in itertools.pairwise(near) if a < moment + 1.0]
     return max(gaps)
-
-
-def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > until:
-            sys.exit("waited too long")
-        time.sleep(0.02)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
@@ -394,9 +401,6 @@ def main() -> None:
     if sys.argv[1:2] == ["--accuracy"]:
         accuracy_worker(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return
-    if sys.argv[1:2] == ["--recovery"]:
-        recovery_worker(sys.argv[2], int(sys.argv[3]))
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
@@ -404,7 +408,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--long-epochs", type=int, default=25, help="of training with kills")
+    parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report: dict[str, Any] = {"machine": machine_facts()}
