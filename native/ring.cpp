@@ -111,7 +111,8 @@ const char* Segment::check(const std::byte* base, std::size_t nbytes) noexcept {
 Segment::Segment(std::byte* base) noexcept
     : base_(base),
       header_(reinterpret_cast<Header*>(base)),
-      lanes_(reinterpret_cast<Lane*>(base + rounded(sizeof(Header), 64))) {}
+      lanes_(reinterpret_cast<Lane*>(base + rounded(sizeof(Header), 64))),
+      shape_(header_->shape) {}
 
 std::size_t Segment::weights_at() const noexcept { return weights_offset(shape()); }
 
@@ -163,8 +164,10 @@ std::optional<Segment::Ready> Segment::look(std::uint64_t last) const noexcept {
     return std::nullopt;
 }
 
+void Segment::beat() const noexcept { header_->beat.fetch_add(1, std::memory_order_relaxed); }
+
 std::optional<Segment::Ready> Segment::next(std::uint64_t last, double limit_s) const noexcept {
-    header_->beat.fetch_add(1, std::memory_order_relaxed);
+    beat();
     for (int tries = 0; tries < kLooks; ++tries) {
         if (const auto ready = look(last)) return ready;
         pause();
@@ -183,7 +186,7 @@ std::optional<Segment::Ready> Segment::next(std::uint64_t last, double limit_s) 
 }
 
 void Segment::rest(double limit_s) const noexcept {
-    header_->beat.fetch_add(1, std::memory_order_relaxed);
+    beat();
     const std::uint32_t seen = header_->bell.load(std::memory_order_acquire);
     if (header_->closing.load(std::memory_order_acquire) == 0)
         sleep_while(header_->bell, seen, after(limit_s));
@@ -230,6 +233,7 @@ bool Segment::begin_writing(std::uint64_t who, double limit_s) const noexcept {
     for (;;) {
         std::uint32_t holder = 0;
         if (header_->writing.compare_exchange_strong(holder, mine, std::memory_order_seq_cst)) break;
+        if (holder == mine) break;
         if (Clock::now() >= until) return false;
         sleep_while(header_->writing, holder, until);
     }

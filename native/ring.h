@@ -58,7 +58,8 @@ class Segment {
 
     explicit Segment(std::byte* base) noexcept;
 
-    const Shape& shape() const noexcept { return header_->shape; }
+    // As it was when this process came: what others may write since cannot lead it astray.
+    const Shape& shape() const noexcept { return shape_; }
     Header& header() const noexcept { return *header_; }
     Lane& lane(std::uint64_t learner) const noexcept { return lanes_[learner]; }
     std::size_t weights_at() const noexcept;
@@ -78,6 +79,8 @@ class Segment {
     };
     // A published slot, of the learners in turn after `last`; nothing if none comes in time.
     std::optional<Ready> next(std::uint64_t last, double limit_s) const noexcept;
+    // The server is well.
+    void beat() const noexcept;
     // Nothing to look for: sleep, until somebody rings, and be well.
     void rest(double limit_s) const noexcept;
     // The oldest published slot is the learner's again.
@@ -90,6 +93,7 @@ class Segment {
     // False if whoever is in the way stays for longer than the limit.
     bool begin_reading(std::uint64_t learner, double limit_s) const noexcept;
     void end_reading(std::uint64_t learner) const noexcept;
+    // Who died while writing has it still when it comes back, as long as nobody has buried it.
     bool begin_writing(std::uint64_t who, double limit_s) const noexcept;
     void end_writing() const noexcept;
     // One that has died reads and writes no more.
@@ -103,6 +107,7 @@ class Segment {
     std::byte* base_;
     Header* header_;
     Lane* lanes_;
+    Shape shape_;
 };
 
 }  // namespace slipstream

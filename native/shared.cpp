@@ -104,6 +104,7 @@ class Rings {
     void set_version(std::uint64_t version) { segment_.header().version.store(version); }
     std::uint64_t advance() { return segment_.header().version.fetch_add(1) + 1; }
     std::uint64_t beat() const { return segment_.header().beat.load(); }
+    void beat_once() const { segment_.beat(); }
     bool closing() const { return segment_.header().closing.load() != 0; }
     void close() const {
         segment_.header().closing.store(1);
@@ -231,6 +232,7 @@ void bind_shared(nb::module_& m) {
         .def_prop_rw("version", &Rings::version, &Rings::set_version)
         .def("advance", &Rings::advance, "One more update has been made; returns how many.")
         .def_prop_ro("beat", &Rings::beat)
+        .def("beat_once", &Rings::beat_once, "The server is well.")
         .def_prop_ro("closing", &Rings::closing)
         .def("close", &Rings::close, "No more will be pushed.")
         .def("begin_reading", &Rings::begin_reading, "learner"_a, "limit_s"_a)

@@ -96,7 +96,11 @@ T* as(std::byte* bytes) {
 }  // namespace
 
 Update::Update(Rule rule, std::vector<Place> places, std::size_t groups)
-    : rule_(rule), places_(std::move(places)), groups_(groups) {
+    : rule_(rule),
+      places_(std::move(places)),
+      groups_(groups),
+      forms_(places_.size()),
+      numbers_(places_.size()) {
     const std::size_t front =
         places_.size() * sizeof(std::uint64_t) + groups_ * kSettings * sizeof(double);
     slot_nbytes_ = front;
@@ -110,40 +114,42 @@ Update::Update(Rule rule, std::vector<Place> places, std::size_t groups)
     }
 }
 
-const char* Update::check(const std::byte* slot) const noexcept {
-    const auto* forms = as<std::uint64_t>(slot);
+const char* Update::take_and_check(const std::byte* slot) {
+    std::copy_n(as<std::uint64_t>(slot), places_.size(), forms_.begin());
     for (std::size_t i = 0; i < places_.size(); ++i) {
         const Place& place = places_[i];
-        if (forms[i] <= kDense) continue;
+        numbers_[i].clear();
+        if (forms_[i] <= kDense) continue;
         if (place.width == 0) return "a tensor came in rows that has none";
-        const std::uint64_t rows = forms[i] - kRows, all = place.count / place.width;
+        const std::uint64_t rows = forms_[i] - kRows, all = place.count / place.width;
         if (rows > all) return "a tensor came in more rows than it has";
         const auto* numbers = as<std::int64_t>(slot + place.numbers_at);
-        for (std::uint64_t r = 0; r < rows; ++r)
-            if (numbers[r] < 0 || static_cast<std::uint64_t>(numbers[r]) >= all)
+        numbers_[i].assign(numbers, numbers + rows);
+        for (const std::int64_t number : numbers_[i])
+            if (number < 0 || static_cast<std::uint64_t>(number) >= all)
                 return "a tensor came with a row that it does not have";
     }
     return nullptr;
 }
 
 template <typename T>
-void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::uint64_t form,
+void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::size_t tensor,
                  const double* settings, const Memory& memory, std::uint64_t& steps) {
     T* w = as<T>(weights + place.weights_at);
     T* g = as<T>(slot + place.slot_at);
-    const std::uint64_t rows = form >= kRows ? form - kRows : 0;
-    const auto* numbers = as<std::int64_t>(slot + place.numbers_at);
-    const auto row_at = [&](std::uint64_t r) {
-        return static_cast<std::size_t>(numbers[r]) * place.width;
+    const auto row_at = [&](std::int64_t number) {
+        return static_cast<std::size_t>(number) * place.width;
     };
-    const auto clear = [&](std::uint64_t r) { std::fill_n(g + row_at(r), place.width, T{0}); };
+    const auto clear = [&](std::int64_t number) {
+        std::fill_n(g + row_at(number), place.width, T{0});
+    };
     ++steps;
-    if (form >= kRows && rule_ == Rule::sgd && settings[1] == 0.0 && settings[3] == 0.0) {
+    if (forms_[tensor] >= kRows && rule_ == Rule::sgd && settings[1] == 0.0 && settings[3] == 0.0) {
         // Elsewhere the gradient is zero, and so is what this rule makes of it.
         const auto rate = static_cast<T>(settings[5] != 0.0 ? -settings[0] : settings[0]);
-        for (std::uint64_t r = 0; r < rows; ++r) {
-            plain(w + row_at(r), g + row_at(r), place.width, rate);
-            clear(r);
+        for (const std::int64_t number : numbers_[tensor]) {
+            plain(w + row_at(number), g + row_at(number), place.width, rate);
+            clear(number);
         }
         return;
     }
@@ -155,19 +161,18 @@ void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::u
         case Rule::adam: adam(w, g, first, second, place.count, settings, steps); break;
         case Rule::rmsprop: rmsprop(w, g, first, second, third, place.count, settings); break;
     }
-    for (std::uint64_t r = 0; r < rows; ++r) clear(r);
+    for (const std::int64_t number : numbers_[tensor]) clear(number);
 }
 
-const char* Update::apply(std::byte* weights, std::byte* slot, const Memory& memory) noexcept {
-    if (const char* reason = check(slot)) return reason;
-    const auto* forms = as<std::uint64_t>(slot);
+const char* Update::apply(std::byte* weights, std::byte* slot, const Memory& memory) {
+    if (const char* reason = take_and_check(slot)) return reason;
     const auto* settings = as<double>(slot + places_.size() * sizeof(std::uint64_t));
     for (std::size_t i = 0; i < places_.size(); ++i) {
-        if (forms[i] == kAbsent) continue;
+        if (forms_[i] == kAbsent) continue;
         const Place& place = places_[i];
         const double* own = settings + place.group * kSettings;
         const auto run = place.is_double ? &Update::one<double> : &Update::one<float>;
-        (this->*run)(place, weights, slot, forms[i], own, memory, memory.steps[i]);
+        (this->*run)(place, weights, slot, i, own, memory, memory.steps[i]);
     }
     return nullptr;
 }

@@ -49,17 +49,20 @@ class Update {
 
     // Why the slot cannot be applied, and then nothing has changed; nullptr if it was. What came in
     // rows is all zeros afterwards.
-    const char* apply(std::byte* weights, std::byte* slot, const Memory& memory) noexcept;
+    const char* apply(std::byte* weights, std::byte* slot, const Memory& memory);
 
   private:
-    const char* check(const std::byte* slot) const noexcept;
+    const char* take_and_check(const std::byte* slot);
     template <typename T>
-    void one(const Place& place, std::byte* weights, std::byte* slot, std::uint64_t form,
+    void one(const Place& place, std::byte* weights, std::byte* slot, std::size_t tensor,
              const double* settings, const Memory& memory, std::uint64_t& steps);
 
     Rule rule_;
     std::vector<Place> places_;
     std::size_t groups_, weights_nbytes_ = 0, slot_nbytes_ = 0;
+    // Of the slot being applied: a copy, since whoever filled it could still write there.
+    std::vector<std::uint64_t> forms_;
+    std::vector<std::vector<std::int64_t>> numbers_;
 };
 
 }  // namespace slipstream

@@ -32,6 +32,7 @@ check() {
 safety="-DSAFETY -DNOCLAIM"
 check "safe" 0 "" "$safety" "-m4000000"
 check "served" 0 "-DSLOTS=1" "-DNFAIR=3" "-a -f -m4000000"
+check "deaths, safe" 0 "-DDEATHS -DLEARNERS=1" "$safety" "-m4000000"
 check "deaths" 0 "-DDEATHS -DLEARNERS=1" "-DNFAIR=4" "-a -f -m4000000"
 check "broken sleep" 1 "-DBROKEN_SLEEP" "$safety" "-m4000000"
 check "broken doze" 1 "-DBROKEN_DOZE" "$safety" "-m4000000"

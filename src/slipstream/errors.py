@@ -67,6 +67,10 @@ class CheckpointError(ConfigError):
     """A checkpoint that cannot be read, or does not fit this job."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """What is there is not what was written, or never was a checkpoint."""
+
+
 class RuntimeFault(SlipstreamError, RuntimeError):
     """Something went wrong after the start."""
 

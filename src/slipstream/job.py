@@ -590,7 +590,7 @@ class Job:
             return
         if self._env.log is not None:
             header = {"strategy": self._named(), "workers": self.world_size}
-            self._watchers.append(RunLog(self._env.log, header))
+            self._watchers.append(RunLog(self._env.log, header, self._env.life))
         if self._env.tensorboard is not None:
             self._watchers.append(TensorBoard(self._env.tensorboard))
         if self._env.prometheus is not None:

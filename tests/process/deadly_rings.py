@@ -39,7 +39,7 @@ def value(learner: int, number: int) -> int:
 
 def serve(memory: SharedMemory) -> None:
     settings = [settings_vector("SGD", {"lr": 1.0})]
-    start = Start(PLAN, "SGD", settings, False, False, "", 1e9)
+    start = Start("job", PLAN, "SGD", settings, False, False, "", 1e9)
     server = UpdateServer(start, memory)
     while server.serve_one(0.1) or not server.rings.closing:
         pass

@@ -143,19 +143,36 @@ def sampled() -> None:
         model, optimizer = job.distribute(model, optimizer)
         seen = []
         batches = job.sampler(range(101), 5)
-        dies = len(sys.argv) > 3
-        while dies and job.rank == 0 and not (FOLDER / "1.0.json").exists():
-            time.sleep(0.01)  # else nothing might be left for the other
         for _ in range(2):
             for numbers in batches:
                 optimizer.zero_grad()
                 model(1, 0).backward()
                 optimizer.step()
                 seen += numbers
-                if dies and job.rank == 1 and LIFE == "0" and len(seen) > 20:
-                    (FOLDER / "1.0.json").write_text(json.dumps({"seen": seen}))
-                    os.kill(os.getpid(), signal.SIGKILL)
     tell(job, seen=seen, updates=-model.whole[0].item())
+
+
+def dealt() -> None:
+    """Two epochs of SAMPLES batches, slowly until there is a file ``enough``; weights count."""
+    samples = int(sys.argv[3])
+    with slipstream.init() as job:
+        model: nn.Module = Counting()
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = job.distribute(model, optimizer)
+        batches = job.sampler(range(samples), 1)
+        for _ in range(2):
+            for numbers in batches:
+                optimizer.zero_grad()
+                model(1, numbers[0] % 10).backward()
+                optimizer.step()
+                (FOLDER / f"progress.{job.rank}").touch()
+                if not (FOLDER / "enough").exists():
+                    time.sleep(0.005)
+    tell(
+        job,
+        whole=sorted(set(model.whole.tolist())),
+        rows=[sorted(set(row)) for row in model.rows.weight.tolist()],
+    )
 
 
 def saved() -> None:
@@ -201,6 +218,7 @@ CASES = {
     "counted": counted,
     "learning": learning,
     "sampled": sampled,
+    "dealt": dealt,
     "saved": saved,
     "mistaken": mistaken,
 }

@@ -49,7 +49,7 @@ SLOW = Part(
 )  # fmt: skip
 OWN = Part(
     "loops of their own", "backup_workers(first=2, chunk_bytes=1024)", "by_own_count",
-    "counter", "count", servers=2, own=(60, 25, 90, 40), pause_s=(0.002, 0.004, 0.001, 0.01),
+    "counter", "count", own=(60, 25, 90, 40), pause_s=(0.002, 0.004, 0.001, 0.01),
 )  # fmt: skip
 AUTO = Part(
     "as many as are best", "backup_workers(first='auto', chunk_bytes=2048)",
@@ -98,8 +98,7 @@ SAME = [
 
 
 def same_part(name: str, strategy: str, kind: str) -> Part:
-    servers = 2 if kind == "sgd" else 1
-    return Part(f"{name} {kind}", strategy, optimizer=kind, servers=servers, look=True)
+    return Part(f"{name} {kind}", strategy, optimizer=kind, look=True)
 
 
 WHOLE = Part(

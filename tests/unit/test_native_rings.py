@@ -160,6 +160,25 @@ def test_the_dead_hold_nothing(rings: Rings) -> None:
     rings.bury(3)  # the server
 
 
+def test_who_comes_back_still_writes(rings: Rings) -> None:
+    assert rings.begin_writing(3, 0.0)
+    assert rings.begin_writing(3, 0.0)  # in its next life
+    assert not rings.begin_reading(0, 0.01)
+    rings.end_writing()
+    assert rings.begin_reading(0, 0.0)
+
+
+def test_a_header_that_is_overwritten_leads_nobody_astray() -> None:
+    memory = segment(*SHAPE)
+    rings = Rings(memory)
+    words = np.frombuffer(memory, np.uint64, 5)
+    assert words[1:].tolist() == list(SHAPE)
+    words[1:] = 1 << 30
+    assert (rings.learners, rings.slots) == SHAPE[:2]
+    with pytest.raises(ValueError, match="there is no learner 1000"):
+        rings.pushed(1000)
+
+
 def test_a_copy_is_of_one_moment() -> None:
     memory = segment(2, 1, 64, 8 * 4096)
     rings = Rings(memory)

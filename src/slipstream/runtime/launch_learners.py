@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from slipstream.runtime.crew import Crew, say
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
-from slipstream.runtime.supervision import Ended, Limits, Signalled
+from slipstream.runtime.supervision import Ended, Limits
 from slipstream.runtime.workshop import Tell, Workshop
 from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
@@ -30,7 +29,9 @@ SERVER = "server"
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.update_server")
 RESTARTS = 10
 SEND_S = 10.0  # how long a member may leave a message in its socket
-KEEP_S = 20.0  # for the checkpoint that SIGTERM asks for
+KEEP_S = 20.0  # for the last checkpoint of a job that does not end as it should
+# Learners do not hear of one that fails, so there is nothing to wait for but a failure they share.
+GRACE_S = 1.0
 
 
 def launch_learners(
@@ -45,13 +46,16 @@ def launch_learners(
     """Runs ``command`` once a learner; returns the exit code of the job, as ``launch`` does."""
     with (
         ExitStack() as last,  # when nobody is left who could write
-        Crew(limits or Limits(), may_lose=may_lose, restarts=restarts, leader=None) as crew,
+        Crew(
+            limits or Limits(grace_s=GRACE_S), may_lose=may_lose, restarts=restarts, leader=None
+        ) as crew,
     ):
         house = LearnersHouse(crew, command, learners, settings, last)
         crew.house = house
         for rank in range(learners):
             house.start(rank, life=0)
         verdict = crew.wait()
+        house.keep_what_there_is()
     report(verdict)
     return verdict.code
 
@@ -170,8 +174,6 @@ class LearnersHouse:
             return True
         if isinstance(event, Ended) and event.is_worker:
             self._workshop.leave(rank_of(event.member))
-        if isinstance(event, Signalled) and event.signum != signal.SIGINT:
-            self._keep_a_checkpoint()
         return False
 
     def look(self) -> None:
@@ -195,9 +197,11 @@ class LearnersHouse:
     def _end_learner(self, rank: int) -> None:
         self._crew.end(f"rank {rank}")
 
-    def _keep_a_checkpoint(self) -> None:
-        """SIGTERM makes the server keep one and go."""
-        if self._server is not None and self._server.poll() is None:
+    def keep_what_there_is(self) -> None:
+        """However the job ends: SIGTERM makes a server keep a checkpoint and go."""
+        if self._server is None or not self._workshop.has_weights or self._directory is not None:
+            return  # there is nothing to keep, or it would go with the job
+        if self._server.poll() is None:
             self._server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(timeout=KEEP_S)

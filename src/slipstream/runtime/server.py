@@ -454,4 +454,8 @@ def allow_many_connections() -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_many_connections()
-    sys.exit(serve(os.environ))
+    code = serve(os.environ)
+    sys.stderr.flush()
+    # At once: everything is closed, and taking torch apart takes most of a second, for which the
+    # worker that waits for this process would wait, too.
+    os._exit(code)

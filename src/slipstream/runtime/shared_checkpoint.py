@@ -1,7 +1,8 @@
 """Checkpoints of shared weights: the files of ``job.save``, written without torch.
 
 A directory keeps the last two, each written whole or not at all. What does not match its checksum
-is passed over, and the one before is read.
+is passed over, and the one before is read; what cannot be read for another reason is nobody's to
+pass over, since all that a directory holds goes when it holds something newer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream._native import crc32c
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, DamagedCheckpoint
 from slipstream.runtime.whole_files import write_whole
 
 FORMAT = 1
@@ -75,8 +76,10 @@ class Snapshot:
                 raise ValueError("its content does not match its checksum")
         except FileNotFoundError:
             raise CheckpointError(f"no checkpoint at {path}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path} is damaged or no checkpoint: {error}") from error
         if facts.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} has format {facts.get('format')}, this slipstream reads {FORMAT}"
@@ -150,8 +153,12 @@ def newest_in(directory: Path) -> tuple[Snapshot | None, list[str]]:
     for path in kept_in(directory):
         try:
             return Snapshot.read(path), wrong
-        except CheckpointError as error:
+        except DamagedCheckpoint as error:
             wrong.append(str(error))
+    if wrong:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is whole ({wrong[0]}): to begin anew, move them away"
+        )
     return None, wrong
 
 

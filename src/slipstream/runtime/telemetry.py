@@ -28,10 +28,11 @@ class Watcher(Protocol):
 class RunLog:
     """One JSON object a line."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, header: Mapping[str, Any], life: int = 0) -> None:
+        """One that was started again goes on with the log of its life before."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", buffering=1)
+            self._file = path.open("a" if life else "w", buffering=1)
         except OSError as error:
             raise LaunchError(f"cannot write the run log {path}: {error.strerror}") from error
         self._begun = time.monotonic()

@@ -149,11 +149,19 @@ class UpdateServer:
             "workers": self.rings.learners,
             "optimizer": {"$dict": optimizer},
             "taken": taken,
+            "job": self._start.job,
         }
         return Snapshot(pieces, facts)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Its weights and memories; what has been pushed since is let go."""
+    def taken_by(self, snapshot: Snapshot) -> list[int]:
+        """How many gradients of each learner in this job it has."""
+        if snapshot.facts.get("job") != self._start.job:
+            return [0] * self.rings.learners
+        return [int(each) for each in snapshot.facts["taken"]]
+
+    def restore(self, snapshot: Snapshot) -> list[int]:
+        """Its weights and memories; what has been pushed since is let go. By learner, how many
+        gradients are out of the way now."""
         here = {f"model/{tensor.name}" for tensor in self._plan.tensors}
         there = {name for name in snapshot.pieces if name.startswith("model/")}
         for name in sorted(here ^ there):
@@ -172,15 +180,15 @@ class UpdateServer:
                 piece = snapshot.pieces[f"model/{tensor.name}"]
                 self._weights[at : at + tensor.nbytes] = piece.data
             self.rings.version = snapshot.version
-        self._let_go()
+        return [self._let_go(learner) for learner in range(self.rings.learners)]
 
-    def _let_go(self) -> None:
-        """Slots come back to learners as clean as if they had been applied."""
-        for learner in range(self.rings.learners):
-            pushed = self.rings.pushed(learner)
-            for number in range(self.rings.taken(learner), pushed):
-                self._wipe(self._slots[learner][number % self.rings.slots])
-            self.rings.discard(learner, pushed)
+    def _let_go(self, learner: int) -> int:
+        """Slots come back to a learner as clean as if they had been applied."""
+        pushed = self.rings.pushed(learner)
+        for number in range(self.rings.taken(learner), pushed):
+            self._wipe(self._slots[learner][number % self.rings.slots])
+        self.rings.discard(learner, pushed)
+        return pushed
 
     def _wipe(self, slot: memoryview) -> None:
         for gradient in self._plan.gradients:
@@ -271,7 +279,9 @@ class Checkpoints:
         while not self.begin(None, self._complain):
             time.sleep(LOOK_S)
         self._drafts.put(None)
-        self._writer.join()
+        while self._writer.is_alive():
+            self._server.rings.beat_once()
+            self._writer.join(LOOK_S)
 
 
 def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) -> None:
@@ -281,15 +291,15 @@ def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) ->
     found, notes = None, list[str]()
     if not start.as_they_are:
         found, notes = shared_checkpoint.newest_in(directory)
+    taken, let_go = list[int](), list[int]()
     if found is not None:
         try:
-            server.restore(found)
+            taken, let_go = server.taken_by(found), server.restore(found)
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoints in {directory} are of something else: {error}"
             ) from error
-    taken = None if found is None else [int(each) for each in found.facts.get("taken", [])]
-    control.send(Ready(found is not None, server.rings.version, notes, taken))
+    control.send(Ready(found is not None, server.rings.version, notes, taken, let_go))
     kept = Checkpoints(server, directory, start.every_s, control.send)
     asked_to_go = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_go.set())

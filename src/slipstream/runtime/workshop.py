@@ -8,9 +8,10 @@ from the last checkpoint. All of it happens in the launcher's main thread, one e
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Workshop:
     start_s: float = 120.0
     most_deaths: int = 3  # of servers, without an update in between
     remembered: int = 1_000_000  # batches of a learner that a checkpoint may bring back
+    job: str = field(default_factory=lambda: secrets.token_hex(8))  # in its checkpoints
 
     memory: SharedMemory | None = None
     rings: Rings | None = None
@@ -113,6 +115,11 @@ class Workshop:
     _account: Account | None = None
     _replaced: int = 0  # servers
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the memory holds somebody's model."""
+        return self._filled
+
     # ---- learners come and go
 
     def seat(self, rank: Rank, tell: Tell) -> None:
@@ -132,6 +139,8 @@ class Workshop:
         self._loading = [each for each in self._loading if each != rank]
         if self.rings is not None:
             self.rings.bury(rank)
+            if self._direct:  # it was about to take its own slot back, and nobody else does
+                self.rings.discard(rank, self.rings.pushed(rank))
             self._settle(rank, seat)
         if self._leases is not None:
             self._leases.forfeit(rank, keeping=0)
@@ -199,22 +208,26 @@ class Workshop:
 
     # ---- the server
 
+    @property
+    def _direct(self) -> bool:
+        return self._hello is not None and self._hello.updates == "direct"
+
     def _start(self) -> None:
         assert self._hello is not None
         assert self._plan is not None
         assert self.memory is not None
         self._server = self.start_server()
         self._progress = Progress(since=self.clock())
-        direct = self._hello.updates == "direct"
         start = Start(
+            self.job,
             self._plan,
             self._hello.optimizer,
             self._hello.settings,
-            direct,
+            self._direct,
             self._hello.consistent,
             self._hello.checkpoints or str(self.own_directory()),
             self._hello.every_s,
-            as_they_are=direct and self._filled,
+            as_they_are=self._direct and self._filled,
         )
         self._server(start, self.memory.descriptor)
 
@@ -253,14 +266,13 @@ class Workshop:
             self.say(f"{note}; the one before is taken")
         self._serving = True
         self._began_at = ready.version
-        direct = self._hello is not None and self._hello.updates == "direct"
-        if self._filled and not ready.restored and not direct:
+        if self._filled and not ready.restored and not self._direct:
             self.fail("the server died before it could keep a checkpoint")
             return
         if ready.restored and not self._filled:
             self.say(f"goes on from a checkpoint of {ready.version} updates")
-        elif ready.restored and ready.taken is not None:
-            self._undo(ready.taken)
+        elif ready.restored:
+            self._undo(ready.taken, ready.let_go)
         self._filled = self._filled or ready.restored
         for number, (_, body) in self._asked.items():
             self._pass_on(number, body)
@@ -310,7 +322,9 @@ class Workshop:
             return
         self._replaced += 1
         self.say(f"the server was lost at update {version}; another takes its place")
-        self.rings.bury(self.learners)
+        if self._direct:
+            self.rings.bury(self.learners)
+        # Else, if it died within an update, its successor has the weights until they are whole.
         self._start()
 
     def look(self) -> None:
@@ -326,21 +340,24 @@ class Workshop:
         waiting = [r for r in range(self.learners) if rings.pushed(r) != rings.taken(r)]
         # One that does what it was told may be at it for long.
         busy = self.finishing or any(isinstance(body, Load) for _, body in self._asked.values())
-        seen = (rings.version, *(rings.taken(r) for r in waiting)) if waiting else (rings.beat,)
-        if seen != self._progress.seen or busy:
+        seen = (rings.version, *(rings.taken(r) for r in waiting))
+        if busy or not waiting:
+            seen = (*seen, rings.beat)
+        allowed_s = self.start_s if busy else self.silence_s
+        if seen != self._progress.seen:
             self._progress = Progress(seen, now)
-        elif now - self._progress.since > self.silence_s:
-            self._unblock(now)
+        elif now - self._progress.since > allowed_s:
+            self._unblock(now, allowed_s)
 
-    def _unblock(self, now: float) -> None:
+    def _unblock(self, now: float, allowed_s: float) -> None:
         """A server that is alive but does nothing is no better than a dead one; nor is a learner
         that holds on to the weights."""
         assert self.rings is not None
         reading = [rank for rank in self._seats if self.rings.reading(rank)]
         if not reading:
-            self._give_up_on_server(f"has done nothing for {self.silence_s:.0f} s", now)
+            self._give_up_on_server(f"has done nothing for {allowed_s:.0f} s", now)
         for rank in reading:
-            self.say(f"rank {rank} has held the weights for {self.silence_s:.0f} s, and is ended")
+            self.say(f"rank {rank} has held the weights for {allowed_s:.0f} s, and is ended")
             self.end_learner(rank)
         self._progress = Progress(since=now)
 
@@ -380,14 +397,14 @@ class Workshop:
             del learnt[next(iter(learnt))]
         seat.settled = self.rings.pushed(rank) - seat.pushed
 
-    def _undo(self, taken: list[int]) -> None:
-        """Gradients after the checkpoint's are lost: their batches are dealt again."""
+    def _undo(self, taken: Sequence[int], let_go: Sequence[int]) -> None:
+        """Gradients after the ``taken`` ones of the checkpoint, and before those pushed since the
+        server let go of what it found, are lost: their batches are dealt again."""
         for rank, seat in self._seats.items():
             self._settle(rank, seat)
         lost = []
         for rank, learnt in self._learnt.items():
-            after = taken[rank] if rank < len(taken) else 0
-            numbers = [number for number in learnt if number >= after]
+            numbers = [number for number in learnt if taken[rank] <= number < let_go[rank]]
             lost += [learnt.pop(number) for number in numbers]
         if self._leases is not None:
             self._leases.deal_again(lost)

@@ -121,6 +121,7 @@ class Start(Body, frozen=True):
     """With the memory's descriptor; where updates are ``direct`` there is nothing to apply, and the
     weights may be ``as_they_are``: no server's death can have spoilt them."""
 
+    job: str
     plan: SegmentPlan
     optimizer: str
     settings: list[list[float]]
@@ -151,13 +152,14 @@ ToServer = Start | Keep | Restore | Finish | Ask
 
 
 class Ready(Body, frozen=True):
-    """It maps the memory; ``restored`` if the weights are a checkpoint's, which had ``taken`` so
-    many gradients of each learner (of this job, if it is this job's)."""
+    """It maps the memory; ``restored`` if the weights are a checkpoint's, which has the first
+    ``taken`` gradients of each learner in this job. Those up to ``let_go`` will not be applied."""
 
     restored: bool
     version: int
     notes: list[str]
-    taken: list[int] | None = None
+    taken: list[int] = []
+    let_go: list[int] = []
 
 
 class Kept(Body, frozen=True):

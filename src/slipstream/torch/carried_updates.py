@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from slipstream.planning.segment import SegmentPlan
 from slipstream.torch.shared_weights import SharedWeights, settings_of
-from slipstream.torch.slot_updates import Slot
+from slipstream.torch.slot_updates import Slot, check_strangers, strangers
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # to, from
 AHEAD = 1  # steps whose gradients wait for the carrier
@@ -118,6 +118,7 @@ class CarriedUpdates:
     ) -> None:
         named = dict(model.named_parameters())
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
+        self._strangers = strangers(optimizer, self._parameters)
         self._optimizer, self._slots, self._weights, self._way = optimizer, slots, weights, way
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._holding = holding
@@ -125,6 +126,7 @@ class CarriedUpdates:
         # The model uses one, the carrier fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
         self._used = 0
+        self._left: Any = None  # the mark after which the other is read no more
         self._offer: Offer | None = None
         self._lock = threading.Lock()
         self._loads: queue.Queue[Load | None] = queue.Queue(AHEAD)
@@ -138,9 +140,10 @@ class CarriedUpdates:
     # ---- the training thread
 
     def end_step(self) -> None:
+        check_strangers(self._strangers)
         load = Load(
             [parameter.grad for parameter in self._parameters],
-            [buffer.clone() for buffer in self._weights.own_buffers()],
+            [buffer.detach().clone() for buffer in self._weights.own_buffers()],
             np.concatenate(settings_of(self._optimizer)),
             self._seen,
             self._way.mark(),
@@ -191,6 +194,7 @@ class CarriedUpdates:
             if offer is None:
                 return
             self._used, self._seen = offer.buffer, offer.version
+            self._left = self._way.mark()
         self._weights.point_at(self._buffers[offer.buffer])
 
     def close(self) -> None:
@@ -235,10 +239,11 @@ class CarriedUpdates:
                 self.skipped += 1
                 return
             self._offer = None  # the model stays where it is meanwhile
-            free = 1 - self._used
+            free, left = 1 - self._used, self._left
         with self._holding():
             version = self._version()
-            self._way.copy(list(zip(self._buffers[free], self._weights.trained(), strict=True)))
+            pairs = list(zip(self._buffers[free], self._weights.trained(), strict=True))
+            self._way.copy(pairs, left)
         self._brought = version
         self.pulls += 1
         with self._lock:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slipstream.errors import ForeignParameters
+from slipstream.errors import ForeignParameters, RuntimeFault
 from slipstream.torch.compact_layers import named_forms
 from slipstream.types import ITEM_BYTES, Spec
 
@@ -43,8 +43,7 @@ class Inventory:
             if dtype_name(buffer) in ITEM_BYTES:
                 specs.append(spec_of(name, buffer, len(specs), "buffer"))
                 tensors.append(buffer)
-                owner, _, attribute = name.rpartition(".")
-                places.append((model.get_submodule(owner), attribute))
+                places.append(place_of(model, name))
         return cls(tuple(specs), tuple(tensors), tuple(places))
 
     def only(self, keep: set[int]) -> Inventory:
@@ -54,6 +53,11 @@ class Inventory:
             tuple(tensor for i, tensor in enumerate(self.tensors) if i in keep),
             tuple(place for i, place in enumerate(self.places) if i in keep),
         )
+
+
+def place_of(model: nn.Module, buffer: str) -> Place:
+    owner, _, attribute = buffer.rpartition(".")
+    return model.get_submodule(owner), attribute
 
 
 def compact_parts(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
@@ -119,6 +123,14 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer holds a parameter that is not in the model ({foreign[0]}{more}): "
             "build the optimizer from model.parameters() of the model you distribute"
         )
+
+
+def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
+    return RuntimeFault(
+        f"a parameter of shape {tuple(parameter.shape)} has a gradient but took no part in "
+        "job.distribute (frozen or unknown then): unfreeze parameters before job.distribute and "
+        "freeze them afterwards"
+    )
 
 
 def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

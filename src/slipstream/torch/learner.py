@@ -69,7 +69,8 @@ class Learner:
             self.updates = CarriedUpdates(*parts, self.weights, way, holding=self._reading, **ways)
         else:
             self.weights.bind()
-            self.updates = SlotUpdates(*parts, **ways)
+            share_buffers = self.weights.copy_out_buffers
+            self.updates = SlotUpdates(*parts, share_buffers=share_buffers, **ways)
         loop = LoopOptimizer(self._optimizer)
         loop.synchronizer = self.updates
         return loop
@@ -144,7 +145,7 @@ class Learner:
         """The shared weights have been replaced, and all that is beside them."""
         assert self.updates is not None
         if isinstance(self.updates, SlotUpdates):
-            self.weights.copy_counters()
+            self.weights.copy_in_unbound()
         self.updates.begin_anew()
 
     def close(self) -> None:

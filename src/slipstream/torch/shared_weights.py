@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.planning.segment import FROZEN, RULES, SegmentPlan, SharedTensor, settings_vector
 from slipstream.runtime.shared_checkpoint import SHORT
 from slipstream.torch.compact_layers import named_forms
-from slipstream.torch.inventory import whole_state
+from slipstream.torch.inventory import place_of, whole_state
 from slipstream.transports.shared_memory import SharedMemory
 
 TRAINED = ("float32", "float64")
@@ -86,22 +86,24 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
 class SharedWeights:
     """The model's own tensors, and those in shared memory that stand for them.
 
-    On the CPU the model's may be views of the shared ones (``bind``); else they are copied. Tensors
-    that hold no floating-point numbers (counters) are copied once.
+    On the CPU the model's may be views of the shared ones (``bind``); else they are copied. So are
+    tensors that hold no floating-point numbers (counters), and those that a module puts into a
+    buffer's place.
     """
 
     def __init__(self, model: nn.Module, plan: SegmentPlan, memory: SharedMemory, at: int) -> None:
-        self._own = [tensor for _, tensor in [*model.named_parameters(), *model.named_buffers()]]
+        self._parameters = list(model.parameters())
+        self._places = [place_of(model, name) for name, _ in model.named_buffers()]
         self.views = [
             view_of(memory, at + offset, tensor.shape, getattr(torch, tensor.dtype))
             for tensor, offset in zip(plan.tensors, plan.weights_at, strict=True)
         ]
         self._trained = [gradient.tensor for gradient in plan.gradients]
-        self._buffers = [
-            i
-            for i, tensor in enumerate(self._own)
-            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        ]
+
+    @property
+    def _own(self) -> list[torch.Tensor]:
+        """What the model has now, in the order of the shared ones."""
+        return [*self._parameters, *self.own_buffers()]
 
     @property
     def on_host(self) -> bool:
@@ -126,14 +128,20 @@ class SharedWeights:
         for view, tensor in zip(self.views, self._own, strict=True):
             if tensor.is_floating_point():
                 tensor.data = view
-        self.copy_counters()
+        self.copy_in_unbound()
 
     @torch.no_grad()
-    def copy_counters(self) -> None:
-        """What is not bound."""
+    def copy_in_unbound(self) -> None:
         for view, tensor in zip(self.views, self._own, strict=True):
-            if not tensor.is_floating_point():
+            if tensor.data_ptr() != view.data_ptr():
                 tensor.copy_(view)
+
+    @torch.no_grad()
+    def copy_out_buffers(self) -> None:
+        """Of those that are not bound, everybody has what was written last."""
+        for view, tensor in zip(self.shared_buffers(), self.own_buffers(), strict=True):
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
 
     @torch.no_grad()
     def unbind(self) -> None:
@@ -148,14 +156,15 @@ class SharedWeights:
         return [self.views[i] for i in self._trained]
 
     def shared_buffers(self) -> list[torch.Tensor]:
-        return [self.views[i] for i in self._buffers]
+        return self.views[len(self._parameters) :]
 
     def own_buffers(self) -> list[torch.Tensor]:
-        return [self._own[i].detach() for i in self._buffers]
+        buffers: list[torch.Tensor] = [getattr(module, name) for module, name in self._places]
+        return buffers
 
     def own_tensors(self) -> list[torch.Tensor]:
         """What trained parameters are made of now."""
-        return [self._own[i].data for i in self._trained]
+        return [self._parameters[i].data for i in self._trained]
 
     def spare_tensors(self) -> list[torch.Tensor]:
         """As much again."""
@@ -164,7 +173,7 @@ class SharedWeights:
     def point_at(self, tensors: Sequence[torch.Tensor]) -> None:
         """Trained parameters are made of these from now on."""
         for i, tensor in zip(self._trained, tensors, strict=True):
-            self._own[i].data = tensor
+            self._parameters[i].data = tensor
 
 
 def view_of(

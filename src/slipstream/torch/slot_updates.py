@@ -27,6 +27,7 @@ from slipstream.torch.compact_layers import (
     named_forms,
     shape_of,
 )
+from slipstream.torch.inventory import unexpected_gradient
 from slipstream.torch.shared_weights import settings_of, view_of
 from slipstream.transports.shared_memory import SharedMemory
 
@@ -119,10 +120,12 @@ class SlotUpdates:
         reserve: Callable[[], int],
         deliver: Callable[[Slot], None],
         version: Callable[[], int],
+        share_buffers: Callable[[], None],
     ) -> None:
         named = dict(model.named_parameters())
-        self._optimizer, self._slots = optimizer, slots
+        self._optimizer, self._slots, self._share_buffers = optimizer, slots, share_buffers
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
+        self._strangers = strangers(optimizer, self._parameters)
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._slot: Slot | None = None
@@ -215,6 +218,7 @@ class SlotUpdates:
 
     @torch.no_grad()
     def end_step(self) -> None:
+        check_strangers(self._strangers)
         slot = self._open()
         copied: list[int] = []
         for index, parameter in enumerate(self._parameters):
@@ -228,6 +232,7 @@ class SlotUpdates:
         self._rows.clear()
         for parameter in self._parameters:
             parameter.grad = None
+        self._share_buffers()
         self._deliver(slot)
         self._seen = self._version()
         self.steps += 1
@@ -261,6 +266,19 @@ class SlotUpdates:
     def close(self) -> None:
         for end in self._ends:
             end()
+
+
+def strangers(optimizer: torch.optim.Optimizer, known: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters of the optimizer that were frozen when the memory was laid out."""
+    ids = {id(parameter) for parameter in known}
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if id(p) not in ids]
+
+
+def check_strangers(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            raise unexpected_gradient(parameter)
 
 
 def make_sparse(module: nn.Embedding) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from slipstream.runtime.exchange import Exchange
 from slipstream.strategy import Plan
 from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture
-from slipstream.torch.inventory import Inventory
+from slipstream.torch.inventory import Inventory, unexpected_gradient
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.tap import BackwardTap
 
@@ -178,11 +178,7 @@ class Synchronizer(ABC):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._known:
-                    raise RuntimeFault(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient but took no "
-                        "part in job.distribute (frozen or unknown then): unfreeze parameters "
-                        "before job.distribute and freeze them afterwards"
-                    )
+                    raise unexpected_gradient(parameter)
 
 
 class WorkerUpdates(Synchronizer):

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -95,16 +96,52 @@ def test_a_damaged_one_is_passed_over(tmp_path: Path, seed: int) -> None:
 
 def test_there_may_be_none(tmp_path: Path) -> None:
     assert newest_in(tmp_path / "nowhere") == (None, [])
-    (tmp_path / "weights-000000000000001.safetensors").write_bytes(b"")
-    found, wrong = newest_in(tmp_path)
-    assert found is None
-    assert len(wrong) == 1
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         Snapshot.read(tmp_path / "missing")
 
 
+def test_what_cannot_be_used_is_not_passed_over(tmp_path: Path) -> None:
+    """Else training would begin anew, and its checkpoints take the place of these."""
+    first = tmp_path / "weights-000000000000001.safetensors"
+    first.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is whole \(.*to begin anew, move them away"):
+        newest_in(tmp_path)
+    keep(tmp_path, snapshot(2))
+    newest = tmp_path / "weights-000000000000003.safetensors"
+    newest.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*000003"):
+        newest_in(tmp_path)
+    newest.rmdir()
+    later = snapshot(3)
+    later.facts["format"] = 2
+    later.write(newest)
+    with pytest.raises(CheckpointError, match="has format 2, this slipstream reads 1"):
+        newest_in(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_full_leaves_the_one_before(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        keep(disk, snapshot(1, 100_000))
+        keep(disk, snapshot(2, 100_000))
+        for version in range(3, 9):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                keep(disk, snapshot(version, 100_000))
+            found, wrong = newest_in(disk)
+            assert found is not None
+            assert (found.version, wrong) == (2, [])
+        assert len(list(disk.iterdir())) == 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="fork and limits as Linux has them")
-def test_a_full_disk_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_file_that_may_not_grow_leaves_the_one_before(tmp_path: Path) -> None:
     keep(tmp_path, snapshot(1))
     pid = os.fork()
     if pid == 0:  # files of this process may not grow beyond a little

@@ -42,15 +42,15 @@ from slipstream.runtime.workshop_messages import (
 TENSORS = [SharedTensor("w", (10,), "float32", 4, 0)]
 
 
-def hello(portrait: str = "a model") -> Hello:
-    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], "server", 2, False, None, 30.0)
+def hello(portrait: str = "a model", updates: str = "server") -> Hello:
+    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], updates, 2, False, None, 30.0)
 
 
 class Bench:
     """A workshop whose messages are kept."""
 
-    def __init__(self, learners: int = 2) -> None:
-        self.now = 0.0
+    def __init__(self, learners: int = 2, updates: str = "server") -> None:
+        self.now, self._updates = 0.0, updates
         self.to_server: list[Body] = []
         self.said: list[str] = []
         self.failed: list[str] = []
@@ -85,7 +85,7 @@ class Bench:
     def begun(self) -> Bench:
         """All learners are in."""
         for rank in self.to:
-            self.shop.hear(rank, hello())
+            self.shop.hear(rank, hello(updates=self._updates))
         self.shop.hear_server(Ready(False, 0, []))
         self.shop.hear(0, Filled())
         self.kept()
@@ -252,10 +252,47 @@ def test_batches_of_lost_updates_are_dealt_again() -> None:
     assert dealt(bench, 0) == [(0, 4), (0, 5)]
     bench.push(0)
     bench.shop.server_ended(-9)
-    # In the checkpoint there are one gradient of the first learner and none of the other.
-    bench.shop.hear_server(Ready(True, 1, [], taken=[1, 0]))
+    # In the checkpoint there are one gradient of the first learner and none of the other; and the
+    # first one pushes another when the server has cleared the way, before it says so.
+    assert bench.shop.rings is not None
+    let_go = [bench.shop.rings.pushed(rank) for rank in (0, 1)]
+    bench.push(0)
+    bench.shop.hear_server(Ready(True, 1, [], taken=[1, 0], let_go=let_go))
     assert dealt(bench, 1) == [(0, 1), (0, 2)]
     assert dealt(bench, 1) == [(0, 4), (1, 0)]
+
+
+def test_a_learner_that_updates_itself_may_die_with_its_slot() -> None:
+    bench = Bench(updates="direct").begun()
+    rings = bench.shop.rings
+    assert rings is not None
+    assert rings.reserve(1, 0.0) is not None
+    rings.publish(1)
+    bench.shop.leave(1)
+    assert rings.taken(1) == rings.pushed(1) == 1
+    bench.seat(1)
+    for _ in range(2):  # both slots
+        assert rings.reserve(1, 0.0) is not None
+        rings.publish(1)
+
+
+def test_a_server_that_hangs_at_the_end_is_ended_after_long() -> None:
+    bench = Bench().begun()
+    rings = bench.shop.rings
+    assert rings is not None
+    for rank in (0, 1):
+        bench.shop.hear(rank, Departing(b"", {}))
+    for now in (0.0, 20.0, 90.0):  # it writes
+        bench.now = now
+        rings.beat_once()
+        bench.shop.look()
+    bench.now = 200.0
+    bench.shop.look()
+    assert bench.ended == 0
+    bench.now = 211.0
+    bench.shop.look()
+    assert bench.ended == 1
+    assert bench.said[-1] == "the server has done nothing for 120 s, and is ended"
 
 
 def test_another_data_set_is_refused() -> None:
@@ -281,6 +318,17 @@ def test_a_dead_server_is_replaced_and_asked_again() -> None:
     bench.kept()
     bench.shop.hear_server(Told(3, Account({})))
     assert bench.to == {0: [Done()], 1: [Account({})]}
+
+
+@pytest.mark.parametrize("updates", ["server", "direct"])
+def test_weights_that_a_dead_server_was_changing_are_its_successors(updates: str) -> None:
+    bench = Bench(updates=updates).begun()
+    rings = bench.shop.rings
+    assert rings is not None
+    assert rings.begin_writing(2, 0.0)
+    bench.shop.server_ended(-9)
+    # Direct updates are the learners' own, and go on.
+    assert rings.begin_reading(0, 0.01) == (updates == "direct")
 
 
 def test_servers_that_get_nowhere_end_the_job() -> None:

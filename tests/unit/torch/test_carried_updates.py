@@ -33,11 +33,20 @@ class Net(nn.Module):
 
 
 class Watched(HostWay):
+    """Marks are numbers, as if work were queued on a device."""
+
     def __init__(self) -> None:
         self.meanwhile: Callable[[Pairs], None] = lambda _: None
+        self.marks = 0
+        self.copies: list[tuple[Pairs, Any]] = []
+
+    def mark(self) -> Any:
+        self.marks += 1
+        return self.marks
 
     def copy(self, pairs: Pairs, after: Any = None) -> None:
         self.meanwhile(pairs)
+        self.copies.append((pairs, after))
         super().copy(pairs, after)
 
 
@@ -173,6 +182,28 @@ def test_the_model_is_never_pointed_at_what_is_being_filled(bench: Bench) -> Non
     bench.updates._bring()
     assert used
     assert not any(used)
+
+
+def test_a_buffer_is_not_filled_before_the_step_that_used_it_is_done(bench: Bench) -> None:
+    bench.change(1.0)
+    bench.updates.settle()
+    bench.step()
+    bench.updates.settle()
+    bench.change(1.0)
+    bench.updates.settle()
+    bench.goes_on.clear()  # the carrier is busy with the step before
+    bench.step()
+    left = {p.data_ptr() for p in bench.model.parameters()}
+    bench.change(1.0)
+    bench.updates._bring()
+    bench.step()  # the model is switched, with the device at work on this step
+    ends = bench.way.marks
+    bench.way.copies.clear()
+    bench.change(1.0)
+    bench.updates._bring()
+    pairs, after = bench.way.copies[-1]
+    assert {target.data_ptr() for target, _ in pairs} <= left
+    assert after == ends
 
 
 def test_weights_that_were_replaced_are_all_taken(bench: Bench) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream._native import Rings, format_segment, segment_nbytes
+from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
@@ -61,6 +62,7 @@ class Bench:
             reserve=lambda: next(turns) % 2,
             deliver=lambda slot: self.delivered.append((slot, slot.forms.tolist())),
             version=lambda: self.rings.version,
+            share_buffers=self.weights.copy_out_buffers,
         )
         self.optimizer = LoopOptimizer(optimizer)
         self.optimizer.synchronizer = self.updates
@@ -242,6 +244,51 @@ def test_what_was_frozen_since_has_no_gradient(bench: Bench) -> None:
     bench.assert_gradients(bench.twin)
     assert bench.forms()["wide.weight"] == ABSENT
     assert bench.forms()["wide.bias"] == DENSE
+
+
+def test_what_is_unfrozen_afterwards_is_refused() -> None:
+    model = Reader()
+    model.mix.requires_grad_(False)
+    bench = Bench(model)
+    backward(bench.model, 0)
+    bench.optimizer.step()
+    model.mix.requires_grad_(True)
+    backward(bench.model, 0)
+    with pytest.raises(RuntimeFault, match=r"unfreeze parameters before job\.distribute"):
+        bench.optimizer.step()
+
+
+class Averaging(nn.Module):
+    """Puts another tensor into its buffer's place in every step, and counts them."""
+
+    average: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 1)
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
+        self.count += 1
+        return self.out(x - self.average)
+
+
+def test_buffers_that_a_module_replaces_are_shared() -> None:
+    bench = Bench(Averaging())
+    for _ in range(3):
+        bench.model(torch.ones(4, 2)).sum().backward()
+        bench.optimizer.step()
+    shared = dict(zip((t.name for t in bench.plan.tensors), bench.weights.views, strict=True))
+    assert shared["average"].tolist() == [0.875, 0.875]
+    assert int(shared["count"]) == 3
+    shared["average"].fill_(5.0)
+    shared["count"].fill_(70)
+    bench.weights.copy_in_unbound()
+    assert bench.model.average.tolist() == [5.0, 5.0]
+    assert bench.model.count == 70
 
 
 def test_sparse_gradients_of_other_layers_are_taken_whole() -> None:
