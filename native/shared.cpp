@@ -205,9 +205,34 @@ void apply(Update& update, nb::handle weights, nb::handle slot, nb::sequence mem
     if (reason != nullptr) refuse(reason);
 }
 
+void add_rows_to(nb::handle out, nb::handle numbers, nb::handle ids, nb::handle values,
+                 std::size_t width, bool is_double) {
+    const Buffer target(out, "out", Buffer::Access::write);
+    const Buffer noted(numbers, "numbers", Buffer::Access::write);
+    const Buffer named(ids, "ids", Buffer::Access::read);
+    const Buffer source(values, "values", Buffer::Access::read);
+    const std::size_t row = width * (is_double ? sizeof(double) : sizeof(float));
+    const std::size_t rows = named.nbytes() / sizeof(std::int64_t);
+    if (width == 0 || target.nbytes() % row != 0) refuse("out does not consist of whole rows");
+    if (source.nbytes() != rows * row) refuse("values does not have a row for each of ids");
+    if (noted.nbytes() < named.nbytes()) refuse("numbers has no room for all of ids");
+    if (overlap(target, source) || overlap(noted, named)) refuse("out overlaps what is added");
+    const std::size_t all = target.nbytes() / row;
+    auto* kept = reinterpret_cast<std::int64_t*>(noted.data());
+    const auto* told = reinterpret_cast<const std::int64_t*>(named.data());
+    const auto run = [&]<typename T>(T*) {
+        return add_rows(reinterpret_cast<T*>(target.data()), kept, all, width, told,
+                        reinterpret_cast<const T*>(source.data()), rows);
+    };
+    if (!(is_double ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr))))
+        refuse("out has no such row");
+}
+
 }  // namespace
 
 void bind_shared(nb::module_& m) {
+    m.def("add_rows", &add_rows_to, "out"_a, "numbers"_a, "ids"_a, "values"_a, "width"_a,
+          "is_double"_a, "Add rows of values to those of out that ids names; note their numbers.");
     m.def("segment_nbytes", &segment_nbytes, "learners"_a, "slots"_a, "slot_nbytes"_a,
           "weights_nbytes"_a, "The bytes that a segment of this shape takes.");
     m.def("format_segment", &format_segment, "memory"_a, "learners"_a, "slots"_a, "slot_nbytes"_a,

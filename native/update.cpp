@@ -95,6 +95,25 @@ T* as(std::byte* bytes) {
 
 }  // namespace
 
+template <typename T>
+bool add_rows(T* out, std::int64_t* numbers, std::size_t all, std::size_t width,
+              const std::int64_t* ids, const T* values, std::size_t rows) noexcept {
+    for (std::size_t r = 0; r < rows; ++r)
+        if (ids[r] < 0 || static_cast<std::size_t>(ids[r]) >= all) return false;
+    for (std::size_t r = 0; r < rows; ++r) {
+        numbers[r] = ids[r];
+        T* __restrict to = out + static_cast<std::size_t>(ids[r]) * width;
+        const T* __restrict from = values + r * width;
+        for (std::size_t i = 0; i < width; ++i) to[i] += from[i];
+    }
+    return true;
+}
+
+template bool add_rows(float*, std::int64_t*, std::size_t, std::size_t, const std::int64_t*,
+                       const float*, std::size_t) noexcept;
+template bool add_rows(double*, std::int64_t*, std::size_t, std::size_t, const std::int64_t*,
+                       const double*, std::size_t) noexcept;
+
 Update::Update(Rule rule, std::vector<Place> places, std::size_t groups)
     : rule_(rule),
       places_(std::move(places)),

@@ -16,6 +16,12 @@ namespace slipstream {
 constexpr std::uint64_t kAbsent = 0, kDense = 1, kRows = 2;
 constexpr std::size_t kSettings = 8;
 
+// Adds rows of values to those of `out` that `ids` names, and notes their numbers. False, and nothing
+// has changed, if `out` has no such row.
+template <typename T>
+bool add_rows(T* out, std::int64_t* numbers, std::size_t all, std::size_t width,
+              const std::int64_t* ids, const T* values, std::size_t rows) noexcept;
+
 enum class Rule {
     sgd,      // lr, momentum, dampening, weight decay, nesterov, maximize
     adam,     // lr, beta1, beta2, epsilon, weight decay, decoupled, maximize

@@ -182,6 +182,11 @@ class Rings:
     def bury(self, who: int) -> None:
         """One that has died reads and writes no more."""
 
+def add_rows(
+    out: _Bytes, numbers: _Bytes, ids: _Bytes, values: _Bytes, width: int, is_double: bool
+) -> None:
+    """Add rows of values to those of out that ids names; note their numbers."""
+
 class Update:
     """Updates of weights in place, from slots.
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream._native import Update
+from slipstream._native import Update, add_rows
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan, SharedTensor
 from slipstream.runtime.shared_optimizer import SharedOptimizer
-from slipstream.torch.shared_weights import settings_of
+from slipstream.torch.shared_weights import Settings, settings_of
 
 SHAPES = [(7, 3), (33,), (2, 2, 5)]
 STEPS = 5
@@ -188,3 +188,57 @@ def test_what_an_optimizer_remembers_goes_on_elsewhere(kind: str, settings: dict
             other.weights[:] = bench.weights
             other.native.load(bench.native.pieces())
     assert np.array_equal(bench.weights, other.weights)
+
+
+# ---- rows on their way into a slot
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_are_added_and_named(dtype: type) -> None:
+    out, numbers = np.zeros((6, 3), dtype), np.full(6, -1)
+    ids, values = np.array([[4, 1, 4]]), np.arange(9, dtype=dtype).reshape(3, 3)
+    add_rows(out, numbers, ids, values, 3, dtype is np.float64)
+    expected = np.zeros((6, 3), dtype)
+    np.add.at(expected, ids[0], values)
+    assert np.array_equal(out, expected)
+    assert numbers.tolist() == [4, 1, 4, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "room", "width", "message"),
+    [
+        ([0, 6], 2, 6, 3, "out has no such row"),
+        ([-1], 1, 6, 3, "out has no such row"),
+        ([0, 1], 1, 6, 3, "values does not have a row for each of ids"),
+        ([0, 1, 2], 3, 2, 3, "numbers has no room"),
+        ([0], 1, 6, 0, "whole rows"),
+        ([0], 1, 6, 5, "whole rows"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    ids: list[int], rows: int, room: int, width: int, message: str
+) -> None:
+    out, numbers = np.zeros((6, 3), np.float32), np.full(room, -1)
+    values = np.ones((rows, 3), np.float32)
+    with pytest.raises(ValueError, match=message):
+        add_rows(out, numbers, np.array(ids), values, width, False)
+    assert not out.any()
+    assert (numbers == -1).all()
+
+
+def test_settings_follow_the_optimizer() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    rate = torch.tensor(0.5)
+    groups: list[dict[str, Any]] = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    optimizer = torch.optim.Adam(groups, lr=0.1)
+    settings = Settings(optimizer)
+    assert settings() == [*settings_of(optimizer)[0], *settings_of(optimizer)[1]]
+    assert settings()[0] == 0.1
+    optimizer.param_groups[1]["lr"] = 0.2
+    assert settings()[8] == 0.2
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+    assert settings()[1:3] == [0.5, 0.6]
+    optimizer.param_groups[0]["lr"] = rate
+    assert settings()[0] == 0.5
+    rate.fill_(0.25)
+    assert settings()[0] == 0.25

@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from slipstream.planning.segment import SegmentPlan
-from slipstream.torch.shared_weights import SharedWeights, settings_of
+from slipstream.torch.shared_weights import Settings, SharedWeights
 from slipstream.torch.slot_updates import Slot, check_strangers, strangers
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # to, from
@@ -86,7 +85,7 @@ class Load:
 
     gradients: list[Tensor | None]
     buffers: list[Tensor]
-    settings: np.ndarray
+    settings: list[float]
     version: int
     mark: Any
 
@@ -119,7 +118,8 @@ class CarriedUpdates:
         named = dict(model.named_parameters())
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
         self._strangers = strangers(optimizer, self._parameters)
-        self._optimizer, self._slots, self._weights, self._way = optimizer, slots, weights, way
+        self._settings = Settings(optimizer)
+        self._slots, self._weights, self._way = slots, weights, way
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._holding = holding
         self._seen = self._brought = self._take_all()
@@ -144,7 +144,7 @@ class CarriedUpdates:
         load = Load(
             [parameter.grad for parameter in self._parameters],
             [buffer.detach().clone() for buffer in self._weights.own_buffers()],
-            np.concatenate(settings_of(self._optimizer)),
+            self._settings(),
             self._seen,
             self._way.mark(),
         )
@@ -222,13 +222,14 @@ class CarriedUpdates:
     def _push(self, load: Load) -> None:
         slot = self._slots[self._reserve()]
         pairs: list[tuple[Tensor, Tensor]] = []
+        forms = []
         for index, gradient in enumerate(load.gradients):
-            slot.forms[index], more = slot.place(index, gradient)
+            form, more = slot.place(index, gradient)
+            forms.append(form)
             pairs += more
         pairs += zip(self._weights.shared_buffers(), load.buffers, strict=True)
         self._way.copy(pairs, load.mark)
-        slot.settings[:] = load.settings
-        slot.version[0] = load.version
+        slot.describe(forms, load.settings, load.version)
         self._deliver(slot)
 
     @torch.no_grad()

@@ -101,7 +101,7 @@ class Learner:
         with self._writing():
             self._own.apply(self._all, slot.whole)
         before = self.rings.advance() - 1
-        self.ages[max(0, before - int(slot.version[0]))] += 1
+        self.ages[max(0, before - slot.version)] += 1
         # One more step of this learner's, and its slot is free again.
         self.rings.publish(self._rank)
         self.rings.release(self._rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -81,6 +83,27 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
         settings_vector(kind, {key: value for key, value in group.items() if key != "params"})
         for group in optimizer.param_groups
     ]
+
+
+class Settings:
+    """The same one after the other, worked out anew when they have changed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
+        self._pick = [itemgetter(*each) for each in keys]
+        self._seen: list[tuple[object, ...]] = []
+        self._numbers: list[float] = []
+
+    def __call__(self) -> list[float]:
+        groups = self._optimizer.param_groups
+        values = [pick(group) for pick, group in zip(self._pick, groups, strict=True)]
+        if values != self._seen:
+            self._numbers = list(chain(*settings_of(self._optimizer)))
+            # A tensor may change and still be the same.
+            changeable = any(isinstance(value, torch.Tensor) for each in values for value in each)
+            self._seen = [] if changeable else values
+        return self._numbers
 
 
 class SharedWeights:

@@ -10,16 +10,16 @@ When the step ends, the slot is given away, and with it the gradients: ``.grad``
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream._native import Rings
-from slipstream.planning.segment import ABSENT, DENSE, ROWS, SETTINGS, Gradient, SegmentPlan
+from slipstream._native import Rings, add_rows
+from slipstream.planning.segment import ABSENT, DENSE, ROWS, SETTINGS, WORD, Gradient, SegmentPlan
 from slipstream.torch.compact_layers import (
     CompactLayer,
     Ports,
@@ -28,10 +28,9 @@ from slipstream.torch.compact_layers import (
     shape_of,
 )
 from slipstream.torch.inventory import unexpected_gradient
-from slipstream.torch.shared_weights import settings_of, view_of
+from slipstream.torch.shared_weights import Settings, view_of
 from slipstream.transports.shared_memory import SharedMemory
 
-NOWHERE = torch.empty(0, dtype=torch.int64)
 # Below, a copy costs less than a layer's own way through autograd.
 LEAST_FACTORS = 1 << 16
 
@@ -41,16 +40,18 @@ class Slot:
 
     def __init__(self, memory: SharedMemory, at: int, plan: SegmentPlan) -> None:
         raw = memory.view(at, plan.slot_nbytes)
-        self.forms = np.frombuffer(raw, np.uint64, len(plan.gradients))
-        self.settings = np.frombuffer(raw, np.float64, plan.groups * SETTINGS, plan.settings_at)
-        self.version = np.frombuffer(raw, np.uint64, 1, plan.version_at)
         self.whole = raw
+        words = f"{len(plan.gradients)}Q{plan.groups * SETTINGS}dQ"
+        self._front = struct.Struct(f"={words}")
+        assert self._front.size == plan.version_at + WORD
+        self.version = 0
+        self.filled_nbytes = 0  # what there is of gradients, whole or in rows
         trained = [plan.tensors[gradient.tensor] for gradient in plan.gradients]
-        widths = [gradient.width for gradient in plan.gradients]
-        self._whole_nbytes = np.array([tensor.nbytes for tensor in trained], np.uint64)
-        self._row_nbytes = np.array(
-            [width * t.item_bytes for width, t in zip(widths, trained, strict=True)], np.uint64
-        )
+        self._whole_nbytes = [tensor.nbytes for tensor in trained]
+        self._row_nbytes = [
+            gradient.width * tensor.item_bytes
+            for gradient, tensor in zip(plan.gradients, trained, strict=True)
+        ]
         self.gradients = [
             view_of(memory, at + gradient.at, tensor.shape, getattr(torch, tensor.dtype))
             for gradient in plan.gradients
@@ -60,21 +61,39 @@ class Slot:
             view_of(memory, at + gradient.numbers_at, (rows_of(plan, gradient),), torch.int64)
             for gradient in plan.gradients
         ]
-        # Of gradients in rows: where they are not zero, and when that was so; whoever applies rows
-        # leaves zeros there. None: it may be anywhere, as another learner may have had the slot.
-        self.written: list[tuple[Tensor, int] | None] = [None for _ in plan.gradients]
+        self._arrays = [view.numpy() for view in self.gradients]
+        self._number_arrays = [numbers.numpy() for numbers in self.numbers]
+        # Of gradients in rows: how many of ``numbers`` name rows that are not zero, and when that
+        # was so; whoever applies rows leaves zeros there. None: it may be anywhere, as another
+        # learner may have had the slot.
+        self.written: list[tuple[int, int] | None] = [None for _ in plan.gradients]
+
+    @property
+    def front(self) -> tuple[list[int], list[float], int]:
+        """What ``describe`` was told."""
+        told = self._front.unpack_from(self.whole)
+        count = len(self.gradients)
+        return list(told[:count]), list(told[count:-1]), told[-1]
+
+    def add_rows(self, index: int, sparse: Tensor) -> int:
+        """Of a gradient that is zero so far; how many of ``numbers`` name its rows."""
+        array, numbers = self._arrays[index], self._number_arrays[index]
+        ids, values = sparse._indices().numpy(), sparse._values().detach().numpy()
+        if ids.size > numbers.size:
+            whole = sparse.coalesce()
+            ids, values = whole.indices().numpy(), whole.values().detach().numpy()
+        add_rows(array, numbers, ids, values, array.shape[1], array.itemsize == WORD)
+        return int(ids.size)
 
     def place(self, index: int, gradient: Tensor | None) -> tuple[int, list[tuple[Tensor, Tensor]]]:
         """The form of a gradient, and what must be copied where for it to be here."""
         if gradient is None:
             return ABSENT, []
         if gradient.is_sparse and len(self.numbers[index]):
-            rows = gradient.coalesce()
-            ids = rows.indices()[0].cpu()
-            self.clean(index).index_copy_(0, ids, rows.values().cpu())
-            self.numbers[index][: len(ids)] = ids
-            self.note(index, NOWHERE)
-            return ROWS + len(ids), []
+            self.clean(index)
+            rows = self.add_rows(index, gradient.cpu())
+            self.note(index, 0)
+            return ROWS + rows, []
         self.written[index] = None
         whole = gradient.to_dense() if gradient.is_sparse else gradient
         return DENSE, [(self.gradients[index], whole)]
@@ -84,19 +103,26 @@ class Slot:
         view, written = self.gradients[index], self.written[index]
         if written is None or written[1] != view._version:
             view.zero_()
-        elif len(written[0]):
-            view.index_fill_(0, written[0], 0.0)
+        elif written[0]:
+            view.index_fill_(0, self.numbers[index][: written[0]], 0.0)
         return view
 
-    @property
-    def filled_nbytes(self) -> int:
-        """What there is of gradients, whole or in rows."""
-        whole = np.where(self.forms == DENSE, self._whole_nbytes, 0)
-        rows = np.where(self.forms >= ROWS, (self.forms - ROWS) * self._row_nbytes, 0)
-        return int(whole.sum() + rows.sum())
+    def describe(self, forms: Sequence[int], settings: Sequence[float], version: int) -> None:
+        """In which form each gradient is here, what the optimizer is set to, and the version of the
+        weights that the gradients are of."""
+        self._front.pack_into(self.whole, 0, *forms, *settings, version)
+        self.version = version
+        nbytes = 0
+        for form, whole, row in zip(forms, self._whole_nbytes, self._row_nbytes, strict=True):
+            if form == DENSE:
+                nbytes += whole
+            elif form >= ROWS:
+                nbytes += (form - ROWS) * row
+        self.filled_nbytes = nbytes
 
-    def note(self, index: int, rows: Tensor) -> int:
-        """A gradient is zero but for these rows, as long as nobody changes it; its version."""
+    def note(self, index: int, rows: int) -> int:
+        """A gradient is zero but for the first so many of ``numbers``, as long as nobody changes
+        it; its version."""
         version = self.gradients[index]._version
         self.written[index] = (rows, version)
         return version
@@ -126,10 +152,11 @@ class SlotUpdates:
         self._optimizer, self._slots, self._share_buffers = optimizer, slots, share_buffers
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
         self._strangers = strangers(optimizer, self._parameters)
+        self._settings = Settings(optimizer)
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._slot: Slot | None = None
-        self._rows: dict[int, tuple[Tensor, int]] = {}  # touched rows, and the gradient's version
+        self._rows: dict[int, tuple[int, int]] = {}  # how many rows, and the gradient's version
         self._seen = version()
         self.steps = 0
         ports = Ports(lambda *_: None, lambda _: True, lambda _: None, self._settled)
@@ -177,9 +204,9 @@ class SlotUpdates:
         if gradient is None or not gradient.is_sparse:
             return
         slot = self._open()
-        ids, values = gradient._indices()[0], gradient._values().detach()
-        parameter.grad = slot.clean(index).index_add_(0, ids, values)
-        self._rows[index] = (ids, slot.note(index, ids))
+        parameter.grad = slot.clean(index)
+        rows = slot.add_rows(index, gradient)
+        self._rows[index] = (rows, slot.note(index, rows))
 
     def _settled(self, layer: CompactLayer) -> None:
         """All uses of a layer in this backward are known."""
@@ -216,45 +243,48 @@ class SlotUpdates:
 
     # ---- the step ends
 
-    @torch.no_grad()
+    # This is what a step costs beside torch's own work, when nothing is in the caches: every line
+    # that is gone through for every tensor counts.
     def end_step(self) -> None:
         check_strangers(self._strangers)
         slot = self._open()
-        copied: list[int] = []
-        for index, parameter in enumerate(self._parameters):
-            slot.forms[index] = self._form(slot, index, parameter, copied)
-        if copied:
-            gradients: list[Any] = [self._parameters[index].grad for index in copied]
-            torch._foreach_copy_([slot.gradients[index] for index in copied], gradients)
-        slot.settings[:] = np.concatenate(settings_of(self._optimizer))
-        slot.version[0] = self._seen
+        forms: list[int] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, (parameter, view) in enumerate(
+            zip(self._parameters, slot.gradients, strict=True)
+        ):
+            gradient = parameter.grad
+            if gradient is None:
+                forms.append(ABSENT)
+                continue
+            parameter.grad = None
+            if gradient is view:
+                forms.append(self._form_of_view(slot, index, view))
+                continue
+            forms.append(DENSE)
+            slot.written[index] = None
+            targets.append(view)
+            sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        slot.describe(forms, self._settings(), self._seen)
         self._slot = None
         self._rows.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
         self._share_buffers()
         self._deliver(slot)
         self._seen = self._version()
         self.steps += 1
 
-    def _form(self, slot: Slot, index: int, parameter: Tensor, copied: list[int]) -> int:
-        """In which a gradient is in the slot, or will be once those to be copied are."""
-        gradient, view = parameter.grad, slot.gradients[index]
-        if gradient is None:
-            return ABSENT
+    def _form_of_view(self, slot: Slot, index: int, view: Tensor) -> int:
+        """Of a gradient that was written into the slot."""
         rows = self._rows.get(index)
-        if gradient is view and rows is not None and rows[1] == view._version:
-            numbers = slot.numbers[index]
-            ids = rows[0] if len(rows[0]) <= len(numbers) else rows[0].unique()
-            numbers[: len(ids)] = ids
-            slot.note(index, NOWHERE)
-            return ROWS + len(ids)
-        slot.written[index] = None
-        if gradient is not view:
-            if gradient.is_sparse:
-                parameter.grad = gradient.to_dense()
-            copied.append(index)
-        return DENSE
+        if rows is None or rows[1] != view._version:
+            slot.written[index] = None
+            return DENSE
+        slot.note(index, 0)  # whoever applies them leaves zeros
+        return ROWS + rows[0]
 
     def settle(self) -> None:
         """Nothing is under way but what is in slots."""

@@ -60,7 +60,7 @@ class Bench:
             self.plan,
             slots_of(self.memory, self.rings, self.plan, 0),
             reserve=lambda: next(turns) % 2,
-            deliver=lambda slot: self.delivered.append((slot, slot.forms.tolist())),
+            deliver=lambda slot: self.delivered.append((slot, slot.front[0])),
             version=lambda: self.rings.version,
             share_buffers=self.weights.copy_out_buffers,
         )
@@ -142,13 +142,14 @@ def test_settings_and_the_version_travel_with_them(bench: Bench) -> None:
     bench.rings.version = 7
     both(bench, lambda model: backward(model, 0))
     bench.optimizer.step()
-    assert bench.delivered[0][0].version[0] == 0  # what there was when the step began
+    assert bench.delivered[0][0].front[2] == 0  # what there was when the step began
     bench.optimizer.param_groups[0]["lr"] = 0.25
     both(bench, lambda model: backward(model, 1))
     bench.optimizer.step()
     slot = bench.delivered[1][0]
-    assert slot.version[0] == 7
-    assert slot.settings[0] == 0.25
+    _, numbers, version = slot.front
+    assert version == 7
+    assert numbers[0] == 0.25
 
 
 def test_several_backwards_add_up(bench: Bench) -> None:
