@@ -140,6 +140,7 @@ def ddp_worker(batch: int, seconds: float, sparse: bool) -> None:
             goes_on[0] = float(time.perf_counter() - begun < seconds)
             torch.distributed.broadcast(goes_on, 0)
     tell(done * batch / (time.perf_counter() - begun))
+    torch.distributed.destroy_process_group()
 
 
 def gadei_worker(batch: int, seconds: float, sparse: bool) -> None:
