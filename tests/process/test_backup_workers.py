@@ -98,7 +98,8 @@ SAME = [
 
 
 def same_part(name: str, strategy: str, kind: str) -> Part:
-    return Part(f"{name} {kind}", strategy, optimizer=kind, look=True)
+    servers = 2 if (name, kind) == ("all first", "sgd") else 1
+    return Part(f"{name} {kind}", strategy, optimizer=kind, servers=servers, look=True)
 
 
 WHOLE = Part(

@@ -41,7 +41,7 @@ def matrix() -> list[Asked]:
         for number, strategy in enumerate(UPDATED_BY_WORKERS):
             after = "overlap=False" in strategy
             for kind_number, kind in enumerate([kinds[turn]] if after else kinds):
-                servers = 1 + (number + kind_number) % 3
+                servers = 1 + (number + (turn if after else kind_number)) % 3
                 if (workers, kind) != (3, "adam"):  # that is what `repetitions` has
                     asked.append(Asked(workers, "groups", strategy, kind, servers))
     # Servers that update take seconds to start: fewer, still each optimizer and each number.
@@ -49,7 +49,7 @@ def matrix() -> list[Asked]:
         *asked,
         Asked(2, "groups", SERVER, "adam", servers=1),
         Asked(3, "groups", SERVER, "sgd", servers=2),
-        Asked(5, "groups", SERVER, "adamw", servers=2),
+        Asked(5, "groups", SERVER, "adamw", servers=3),
     ]
 
 

@@ -149,7 +149,9 @@ def strike(launch: Launch, whom: str) -> None:
     time.sleep(CHANCE.uniform(0.3, 0.6))
     moment = time.time()
     process_of(launch, whom).kill()
-    until(lambda: max(f.stat().st_mtime for f in progress(launch)) > moment + 0.2, "progress")
+    limit_s = 5.0 if whom == "server" else 60.0  # a learner's successor imports torch
+    goes_on = lambda: max(f.stat().st_mtime for f in progress(launch)) > moment + 0.2  # noqa: E731
+    until(goes_on, "progress", limit_s=limit_s)
 
 
 def process_of(launch: Launch, whom: str) -> psutil.Process:
@@ -187,13 +189,11 @@ def test_every_batch_counts_once_whoever_is_killed(
     assert "rank 0 was killed by SIGKILL; it is started again" in launch.stderr
     last = max(tmp_path.glob("0.*.json"))
     told = json.loads(last.read_text())
-    if "direct" not in strategy:
-        assert told["whole"] == [-2.0 * SAMPLES]
-        assert told["rows"] == [[-2.0 * SAMPLES / 10]] * 10
-    else:
-        # One that dies between its update and its word of it leaves the batch to another.
-        (count,) = told["whole"]
-        assert 2 * SAMPLES <= -count <= 2 * SAMPLES + len(victims)
+    # One that dies between its own update and its word of it leaves the batch to another.
+    more = len(victims) if "direct" in strategy else 0
+    assert all(2 * SAMPLES <= -count <= 2 * SAMPLES + more for count in told["whole"])
+    each = SAMPLES // 5
+    assert all(each <= -count <= each + more for row in told["rows"] for count in row)
 
 
 def test_what_a_job_did_before_its_first_checkpoint_is_done_again(tmp_path: Path) -> None:

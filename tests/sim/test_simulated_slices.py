@@ -364,6 +364,14 @@ def test_who_is_busy_elsewhere_is_not_behind_for_what_it_has_not_sent() -> None:
     for _ in range(9):
         world.step(behind)
     assert behind.exchange.made == 8  # of 4 + 4
+    for trainer in 20 * [hub, elsewhere]:
+        trainer.step()
+    hub.member.send("rank 2", Beat({"rank 0": 25, "rank 1": 24}), priority=CONTROL)
+    while world.deliver():
+        pass
+    for _ in range(9):
+        world.step(behind)
+    assert behind.exchange.made == 13  # of 5 + 4 + 4: its updates would be too old
 
 
 def test_who_has_finished_is_not_waited_for() -> None:

@@ -242,3 +242,10 @@ def test_settings_follow_the_optimizer() -> None:
     assert settings()[0] == 0.5
     rate.fill_(0.25)
     assert settings()[0] == 0.25
+    optimizer.param_groups[0] |= {"lr": 0.1, "betas": [0.5, 0.6]}
+    assert settings()[1:3] == [0.5, 0.6]
+    optimizer.param_groups[0]["betas"][0] = 0.7
+    assert settings()[1:3] == [0.7, 0.6]
+    optimizer.param_groups[0]["initial_lr"] = 0.1  # nobody reads it
+    del optimizer.param_groups[1]["maximize"]
+    assert settings()[0] == 0.1

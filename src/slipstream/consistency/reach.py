@@ -32,6 +32,13 @@ class WithinReach:
         assert self.tau is not None
         return not heard or step < min(heard.values()) + partitions + self.tau
 
+    def clock(self, slices: int, beat: int, partitions: int) -> int:
+        """The steps of a peer of which slices tell, and heartbeats: slices leave from the training
+        thread, which may do something else for long. As much may be under way as workers may be
+        apart, so that updates are not older than twice that."""
+        assert self.tau is not None
+        return max(slices, min(beat, slices + partitions + self.tau))
+
     @property
     def lockstep(self) -> bool:
         return False

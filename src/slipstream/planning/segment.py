@@ -134,6 +134,12 @@ _READ = {
     "rmsprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
 }
 
+# What they are called in a group.
+SET = (
+    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "betas", "eps", "alpha",
+    "centered", "decoupled_weight_decay",
+)  # fmt: skip
+
 
 def settings_vector(optimizer: str, settings: dict[str, object]) -> list[float]:
     """One group's settings in the order of its rule."""

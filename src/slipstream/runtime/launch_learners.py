@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from slipstream.runtime.crew import Crew, say
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
-from slipstream.runtime.supervision import Ended, Limits
+from slipstream.runtime.supervision import Ended, Limits, Signalled
 from slipstream.runtime.workshop import Tell, Workshop
 from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
@@ -30,6 +32,7 @@ SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.update_server"
 RESTARTS = 10
 SEND_S = 10.0  # how long a member may leave a message in its socket
 KEEP_S = 20.0  # for the last checkpoint of a job that does not end as it should
+LOOK_S = 0.05
 # Learners do not hear of one that fails, so there is nothing to wait for but a failure they share.
 GRACE_S = 1.0
 
@@ -203,8 +206,11 @@ class LearnersHouse:
             return  # there is nothing to keep, or it would go with the job
         if self._server.poll() is None:
             self._server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(timeout=KEEP_S)
+        deadline = time.monotonic() + KEEP_S
+        while self._server.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                if isinstance(self._crew.events.get(timeout=LOOK_S), Signalled):
+                    return  # somebody is impatient
 
     def _own_directory(self) -> Path:
         if self._directory is None:

@@ -236,11 +236,11 @@ class PartialExchange:
             return self._rule.may_begin(self.made, self._clocks(), self.partitions)
 
     def _clocks(self) -> dict[Rank, int]:
-        """By peer, the last step heard of: with a slice, or, as slices leave from the training
-        thread and it may do something else for long, with a heartbeat."""
+        """By peer, the last step heard of."""
         beats = self._member.roster.rounds
         return {
-            peer: max(steps, beats.get(f"rank {peer}", 0)) for peer, steps in self._heard.items()
+            peer: self._rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
+            for peer, steps in self._heard.items()
         }
 
     def _behind(self) -> list[str]:

@@ -267,6 +267,7 @@ class Workshop:
         self._serving = True
         self._began_at = ready.version
         if self._filled and not ready.restored and not self._direct:
+            self.end_server()
             self.fail("the server died before it could keep a checkpoint")
             return
         if ready.restored and not self._filled:

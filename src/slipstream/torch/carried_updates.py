@@ -84,7 +84,7 @@ class Load:
     """What a step hands over."""
 
     gradients: list[Tensor | None]
-    buffers: list[Tensor]
+    buffers: Pairs
     settings: list[float]
     version: int
     mark: Any
@@ -143,7 +143,7 @@ class CarriedUpdates:
         check_strangers(self._strangers)
         load = Load(
             [parameter.grad for parameter in self._parameters],
-            [buffer.detach().clone() for buffer in self._weights.own_buffers()],
+            [(view, own.detach().clone()) for view, own in self._weights.buffers()],
             self._settings(),
             self._seen,
             self._way.mark(),
@@ -227,7 +227,7 @@ class CarriedUpdates:
             form, more = slot.place(index, gradient)
             forms.append(form)
             pairs += more
-        pairs += zip(self._weights.shared_buffers(), load.buffers, strict=True)
+        pairs += load.buffers
         self._way.copy(pairs, load.mark)
         slot.describe(forms, load.settings, load.version)
         self._deliver(slot)

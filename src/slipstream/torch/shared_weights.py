@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from operator import itemgetter
 
 import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.planning.segment import FROZEN, RULES, SegmentPlan, SharedTensor, settings_vector
+from slipstream.planning.segment import (
+    FROZEN,
+    RULES,
+    SET,
+    SegmentPlan,
+    SharedTensor,
+    settings_vector,
+)
 from slipstream.runtime.shared_checkpoint import SHORT
 from slipstream.torch.compact_layers import named_forms
 from slipstream.torch.inventory import place_of, whole_state
@@ -90,20 +96,23 @@ class Settings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        keys = [[key for key in group if key != "params"] for group in optimizer.param_groups]
-        self._pick = [itemgetter(*each) for each in keys]
-        self._seen: list[tuple[object, ...]] = []
+        self._seen: list[list[object]] = []
         self._numbers: list[float] = []
 
     def __call__(self) -> list[float]:
-        groups = self._optimizer.param_groups
-        values = [pick(group) for pick, group in zip(self._pick, groups, strict=True)]
+        values = [list(map(group.get, SET)) for group in self._optimizer.param_groups]
         if values != self._seen:
             self._numbers = list(chain(*settings_of(self._optimizer)))
-            # A tensor may change and still be the same.
-            changeable = any(isinstance(value, torch.Tensor) for each in values for value in each)
-            self._seen = [] if changeable else values
+            # A tensor or a list may change and still be the same.
+            steady = all(is_steady(value) for each in values for value in each)
+            self._seen = values if steady else []
         return self._numbers
+
+
+def is_steady(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(is_steady, value))
+    return value is None or isinstance(value, int | float)
 
 
 class SharedWeights:
@@ -124,52 +133,52 @@ class SharedWeights:
         self._trained = [gradient.tensor for gradient in plan.gradients]
 
     @property
-    def _own(self) -> list[torch.Tensor]:
-        """What the model has now, in the order of the shared ones."""
-        return [*self._parameters, *self.own_buffers()]
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Shared tensors, and what the model has of them now."""
+        return [*zip(self.views, self._parameters, strict=False), *self.buffers()]
 
     @property
     def on_host(self) -> bool:
-        return all(tensor.device.type == "cpu" for tensor in self._own)
+        return all(tensor.device.type == "cpu" for _, tensor in self._pairs)
 
     @torch.no_grad()
     def fill(self) -> None:
         """What the model has becomes everybody's."""
-        for view, tensor in zip(self.views, self._own, strict=True):
+        for view, tensor in self._pairs:
             view.copy_(tensor)
 
     @torch.no_grad()
     def copy_in(self) -> None:
         """What everybody has becomes the model's."""
-        for view, tensor in zip(self.views, self._own, strict=True):
+        for view, tensor in self._pairs:
             tensor.copy_(view)
 
     # ---- the model's are the shared ones
 
     @torch.no_grad()
     def bind(self) -> None:
-        for view, tensor in zip(self.views, self._own, strict=True):
+        for view, tensor in self._pairs:
             if tensor.is_floating_point():
                 tensor.data = view
         self.copy_in_unbound()
 
     @torch.no_grad()
     def copy_in_unbound(self) -> None:
-        for view, tensor in zip(self.views, self._own, strict=True):
+        for view, tensor in self._pairs:
             if tensor.data_ptr() != view.data_ptr():
                 tensor.copy_(view)
 
     @torch.no_grad()
     def copy_out_buffers(self) -> None:
         """Of those that are not bound, everybody has what was written last."""
-        for view, tensor in zip(self.shared_buffers(), self.own_buffers(), strict=True):
+        for view, tensor in self.buffers():
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
 
     @torch.no_grad()
     def unbind(self) -> None:
         """The model keeps what it has, in memory of its own."""
-        for view, tensor in zip(self.views, self._own, strict=True):
+        for view, tensor in self._pairs:
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone()
 
@@ -178,12 +187,17 @@ class SharedWeights:
     def trained(self) -> list[torch.Tensor]:
         return [self.views[i] for i in self._trained]
 
-    def shared_buffers(self) -> list[torch.Tensor]:
-        return self.views[len(self._parameters) :]
-
-    def own_buffers(self) -> list[torch.Tensor]:
-        buffers: list[torch.Tensor] = [getattr(module, name) for module, name in self._places]
-        return buffers
+    def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Shared ones, and what is in their places now; but what a module has given another shape
+        is its own."""
+        found = []
+        for view, (module, name) in zip(
+            self.views[len(self._parameters) :], self._places, strict=True
+        ):
+            own = getattr(module, name)
+            if isinstance(own, torch.Tensor) and own.shape == view.shape:
+                found.append((view, own))
+        return found
 
     def own_tensors(self) -> list[torch.Tensor]:
         """What trained parameters are made of now."""

@@ -78,10 +78,9 @@ class Slot:
     def add_rows(self, index: int, sparse: Tensor) -> int:
         """Of a gradient that is zero so far; how many of ``numbers`` name its rows."""
         array, numbers = self._arrays[index], self._number_arrays[index]
-        ids, values = sparse._indices().numpy(), sparse._values().detach().numpy()
-        if ids.size > numbers.size:
-            whole = sparse.coalesce()
-            ids, values = whole.indices().numpy(), whole.values().detach().numpy()
+        rows = sparse.coalesce() if sparse._nnz() > numbers.size else sparse
+        ids = rows._indices().contiguous().numpy()
+        values = rows._values().detach().contiguous().numpy()
         add_rows(array, numbers, ids, values, array.shape[1], array.itemsize == WORD)
         return int(ids.size)
 

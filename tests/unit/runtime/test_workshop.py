@@ -349,6 +349,18 @@ def test_servers_that_get_nowhere_end_the_job() -> None:
     assert bench.failed == ["4 servers died one after the other without an update"]
 
 
+def test_without_any_checkpoint_nobody_goes_on() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello())
+    bench.shop.hear_server(Ready(False, 0, []))
+    bench.shop.hear(0, Filled())
+    bench.kept("the disk is full")
+    bench.shop.server_ended(-9)
+    bench.shop.hear_server(Ready(False, 0, []))
+    assert bench.failed == ["the server died before it could keep a checkpoint"]
+    assert bench.ended == 1  # else it would train on, and keep what it has
+
+
 def test_a_server_that_cannot_begin_ends_the_job() -> None:
     bench = Bench()
     bench.shop.hear(0, hello())

@@ -292,6 +292,39 @@ def test_buffers_that_a_module_replaces_are_shared() -> None:
     assert bench.model.count == 70
 
 
+def test_values_of_rows_may_lie_in_any_order() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(WORDS, WIDTH)
+            self.mix = nn.Conv1d(WIDTH, 3, 2)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.mix(self.words(rows).transpose(1, 2)).amax(2)
+
+    bench = Bench(Turned())
+    for seed in range(4):
+        rows, labels = batch(seed)
+        bench.twin.zero_grad()
+        both(bench, lambda m, r=rows, y=labels: F.cross_entropy(m(r[:1]), y[:1]).backward())
+        bench.optimizer.step()
+        bench.assert_gradients(bench.twin)
+        assert bench.forms()["words.weight"] == ROWS + 6
+
+
+def test_buffers_of_another_shape_are_left_alone() -> None:
+    bench = Bench(Averaging())
+    bench.model(torch.ones(4, 2)).sum().backward()
+    bench.model.average = torch.ones(3)
+    bench.optimizer.step()
+    shared = dict(zip((t.name for t in bench.plan.tensors), bench.weights.views, strict=True))
+    assert shared["average"].tolist() == [0.0, 0.0]
+    bench.model.average = None
+    bench.model.out(torch.ones(4, 2)).sum().backward()
+    bench.optimizer.step()
+    assert int(shared["count"]) == 1
+
+
 def test_sparse_gradients_of_other_layers_are_taken_whole() -> None:
     class Bag(nn.Module):
         def __init__(self) -> None:
