@@ -5,6 +5,7 @@ import pytest
 
 from slipstream.runtime.supervision import (
     EXIT_PEER_FAILED,
+    JOB,
     CameBack,
     Ended,
     Limits,
@@ -89,6 +90,12 @@ def test_the_one_that_failed_is_named_even_if_it_goes_last(watch: Supervision) -
     assert watch.verdict() == Verdict(
         139, "rank 2 was killed by SIGSEGV; the other ranks ended with it"
     )
+
+
+def test_a_launcher_that_gives_up_is_the_cause(watch: Supervision) -> None:
+    watch.take(Ended(JOB, 1))
+    assert watch.press() is signal.SIGTERM
+    assert watch.verdict() == Verdict(1, "the job could not go on; the ranks were stopped")
 
 
 def test_a_server_that_breaks_fails_the_job(watch: Supervision) -> None:

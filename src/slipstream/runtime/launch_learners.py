@@ -22,7 +22,7 @@ from slipstream.runtime.crew import Crew, say
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
-from slipstream.runtime.supervision import Ended, Limits, Signalled
+from slipstream.runtime.supervision import JOB, Ended, Limits, Signalled
 from slipstream.runtime.workshop import Tell, Workshop
 from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
@@ -221,7 +221,7 @@ class LearnersHouse:
 
     def _fail(self, trouble: str) -> None:
         say(trouble)
-        self._crew.events.put(Ended("the job", 1))
+        self._crew.events.put(Ended(JOB, 1))
 
     def close(self) -> None:
         self._workshop.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 # A worker that ends only because another one failed exits with this (EX_UNAVAILABLE), so that
 # the launcher names the one that failed even if that one takes longer to go.
 EXIT_PEER_FAILED = 69
+JOB = "the job"  # what ends when the launcher itself gives up, and has said why
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,11 @@ class Ended:
     @property
     def remoteness(self) -> int:
         """How far from the cause this end may be; members follow one another out of a job."""
-        if self.code < 0 or (self.is_worker and self.code != EXIT_PEER_FAILED):
+        if (
+            self.member == JOB
+            or self.code < 0
+            or (self.is_worker and self.code != EXIT_PEER_FAILED)
+        ):
             return 0
         return 2 if self.is_worker else 1  # servers stay longest: they see every end
 
@@ -45,6 +50,8 @@ class Ended:
         return self.member.startswith("rank")
 
     def __str__(self) -> str:
+        if self.member == JOB:
+            return "the job could not go on"
         if self.code < 0:
             return f"{self.member} was killed by {signal_name(-self.code)}"
         return f"{self.member} exited with code {self.code}"

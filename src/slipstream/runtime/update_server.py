@@ -297,7 +297,7 @@ def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) ->
             taken, let_go = server.taken_by(found), server.restore(found)
         except CheckpointError as error:
             raise CheckpointError(
-                f"the checkpoints in {directory} are of something else: {error}"
+                f"the newest checkpoint in {directory} is of something else: {error}"
             ) from error
     control.send(Ready(found is not None, server.rings.version, notes, taken, let_go))
     kept = Checkpoints(server, directory, start.every_s, control.send)

@@ -273,6 +273,7 @@ class Workshop:
         if ready.restored and not self._filled:
             self.say(f"goes on from a checkpoint of {ready.version} updates")
         elif ready.restored:
+            self.say(f"training goes on from update {ready.version}, the last checkpoint")
             self._undo(ready.taken, ready.let_go)
         self._filled = self._filled or ready.restored
         for number, (_, body) in self._asked.items():

@@ -258,6 +258,7 @@ def test_batches_of_lost_updates_are_dealt_again() -> None:
     let_go = [bench.shop.rings.pushed(rank) for rank in (0, 1)]
     bench.push(0)
     bench.shop.hear_server(Ready(True, 1, [], taken=[1, 0], let_go=let_go))
+    assert bench.said[-1] == "training goes on from update 1, the last checkpoint"
     assert dealt(bench, 1) == [(0, 1), (0, 2)]
     assert dealt(bench, 1) == [(0, 4), (1, 0)]
 
