@@ -53,13 +53,16 @@ def server() -> psutil.Process:
     raise RuntimeError("there is no server")
 
 
+def counting(job: slipstream.Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Counting()
+    return job.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
 def counted() -> None:
     """Every learner takes STEPS steps; afterwards the weights have all of them."""
     steps = int(sys.argv[3])
     with slipstream.init() as job:
-        model: nn.Module = Counting()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = job.distribute(model, optimizer)
+        model, optimizer = counting(job)
         for step in range(steps):
             optimizer.zero_grad()
             model(1 + (job.rank + step) % 5, step % 10).backward()
@@ -88,7 +91,7 @@ def right(model: nn.Module) -> float:
 
 
 def learning() -> None:
-    """Train to TOTAL updates; AT some of them, WHOM is killed or stopped by rank 1, or nobody."""
+    """Train to TOTAL updates; AT some of them, WHOM is killed, stopped or failed by rank 1."""
     total, whom, at = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     kind = sys.argv[6] if len(sys.argv) > 6 else "SGD"
     begun, longest = 0, 0.0
@@ -131,6 +134,8 @@ def strike(whom: str) -> None:
         server().kill()
     elif whom == "server hangs":
         server().suspend()
+    elif whom == "itself":
+        raise ZeroDivisionError("on purpose")
     elif whom == "launcher":
         os.kill(os.getppid(), signal.SIGKILL)
 
@@ -138,9 +143,7 @@ def strike(whom: str) -> None:
 def sampled() -> None:
     """Two epochs of a data set of numbers; each counts itself."""
     with slipstream.init() as job:
-        model: nn.Module = Counting()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = job.distribute(model, optimizer)
+        model, optimizer = counting(job)
         seen = []
         batches = job.sampler(range(101), 5)
         for _ in range(2):
@@ -156,9 +159,7 @@ def dealt() -> None:
     """Two epochs of SAMPLES batches, slowly until there is a file ``enough``; weights count."""
     samples = int(sys.argv[3])
     with slipstream.init() as job:
-        model: nn.Module = Counting()
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer = job.distribute(model, optimizer)
+        model, optimizer = counting(job)
         batches = job.sampler(range(samples), 1)
         for _ in range(2):
             for numbers in batches:

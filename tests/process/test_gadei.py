@@ -238,13 +238,15 @@ def test_a_job_goes_on_from_its_directory(tmp_path: Path) -> None:
     assert len(list(kept.iterdir())) == 2
 
 
-def test_sigterm_keeps_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("whom", "code"), [("nobody", 128 + signal.SIGTERM), ("itself", 1)])
+def test_a_checkpoint_is_kept_however_it_ends(tmp_path: Path, whom: str, code: int) -> None:
     kept = tmp_path / "kept"
     strategy = f"gadei(checkpoints={str(kept)!r}, every_s=1000)"
-    launch = start(tmp_path, "learning", tmp_path, 10**6, "nobody", 200, strategy=strategy)
+    launch = start(tmp_path, "learning", tmp_path, 10**6, whom, 200, strategy=strategy)
     until(lambda: (tmp_path / "struck").exists(), "training")
-    launch.send(signal.SIGTERM)
-    assert launch.wait() == 128 + signal.SIGTERM
+    if whom == "nobody":
+        launch.send(signal.SIGTERM)
+    assert launch.wait() == code
     assert launch.remains.left() == []
     newest = max(kept.glob("weights-*.safetensors"))
     checkpoint = Checkpoint.read(newest)
