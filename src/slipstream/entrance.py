@@ -11,6 +11,7 @@ from slipstream.learner_job import LearnerJob
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.joining import Limits, join
 from slipstream.runtime.last_words import speak_for
+from slipstream.transports.descriptors import raise_descriptor_limit
 
 
 def init(
@@ -32,6 +33,7 @@ def init(
     known: list[Environment] = []
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     speak_for(spoken_rank(os.environ), is_local=first_here, joined=lambda: bool(known))
+    raise_descriptor_limit()
     env = Environment.read(os.environ)
     env = replace(
         env,

@@ -15,12 +15,15 @@ SlipstreamError
     ├── PeerFailed              a member said that it failed
     ├── LeftBehind              the others went on without this worker
     ├── WaitLimit               a wait ran into its limit; names who is missing
+    ├── OutOfDescriptors        this process may open no more files or connections
     └── FrameRefused            a message that does not fit what was announced
+        └── ContributionRefused a gradient of a live worker that does not fit: ends the job
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class SlipstreamError(Exception):
@@ -54,13 +57,18 @@ class TooManyServers(ConfigError):
 class LaunchError(ConfigError):
     """Environment, port, address or script is unusable."""
 
-    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, missing: Sequence[str] = (), unheard: bool = False) -> None:
         self.missing = tuple(missing)
+        self.unheard = unheard  # no other rank knows of it, so this one has to say it
         super().__init__(message)
 
 
 class SecretError(ConfigError):
-    """The job secret is missing, or differs between members."""
+    """The job secret is missing, or a value is not signed with it."""
+
+    def __init__(self, message: str, *, unheard: bool = False) -> None:
+        self.unheard = unheard  # no other rank knows of it, so this one has to say it
+        super().__init__(message)
 
 
 class CheckpointError(ConfigError):
@@ -119,5 +127,37 @@ class WaitLimit(RuntimeFault):
         super().__init__(f"waited {limit_s:.0f} s for {what}; missing: {names}{hint}")
 
 
+class OutOfDescriptors(RuntimeFault):
+    """This process may open no more files or connections."""
+
+    def __init__(self, doing: str, limit: int) -> None:
+        self.doing = doing
+        self.limit = limit
+        super().__init__(
+            f"{doing} needs a file descriptor, and this process has used up all {limit} that it "
+            "may open: raise the limit (`ulimit -n`, LimitNOFILE= in systemd, --ulimit nofile= in "
+            "docker), and see which program keeps so many connections to this host's ports open"
+        )
+
+    def __reduce__(self) -> tuple[type[OutOfDescriptors], tuple[str, int]]:
+        return type(self), (self.doing, self.limit)
+
+
 class FrameRefused(RuntimeFault):
     """A message that does not fit what was announced; counted, never fatal to the receiver."""
+
+
+class ContributionRefused(FrameRefused):
+    """A gradient that does not fit the plan, from a worker that is in the job.
+
+    The round cannot be made without it, so it ends the job; from anybody else it is only counted.
+    """
+
+
+@contextmanager
+def contribution_of(what: str) -> Iterator[None]:
+    """What is refused within is a contribution of this kind."""
+    try:
+        yield
+    except FrameRefused as error:
+        raise ContributionRefused(f"{what}: {error}") from error

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -395,7 +395,7 @@ class Job:
         assert self._membership is not None
         key = self._occasion(what)
         with self._together(doing):
-            return self._membership.rendezvous.gather(key, value, Any)
+            return self._membership.gathering.gather(key, value, Any)
 
     def _occasion(self, what: str) -> str:
         """A name for what all ranks do together now: how often it is done.
@@ -416,12 +416,12 @@ class Job:
         watch = self._membership.member.watch_together(what)
         partial = self._replica.partial if self._replica is not None else None
 
-        def look() -> None:
-            watch()
+        def look(missing: Sequence[str]) -> None:
+            watch(missing)
             if partial is not None:
                 partial.tend()
 
-        return self._membership.rendezvous.watched(look)
+        return self._membership.gathering.watched(look)
 
     # ---- checkpoints
 

@@ -80,7 +80,7 @@ class MemoryHall(Hall):
 class ZmqHall(Hall):
     def __init__(self, *, encrypt: bool) -> None:
         super().__init__()
-        self.credentials = Credentials(SECRET, "job", encrypt)
+        self.credentials = Credentials.for_run(SECRET, b"job", encrypt=encrypt)
         self._context = zmq.Context()
         self._raw: list[zmq.Socket[bytes]] = []
         self.events: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}

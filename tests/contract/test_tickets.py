@@ -6,7 +6,7 @@ from slipstream.transports.credentials import Credentials
 from slipstream.transports.wire import Configure
 from slipstream.transports.zmq import ZmqTransport
 
-MEMBERS = Credentials(b"a secret of this test", "job", False)
+MEMBERS = Credentials.for_run(b"a secret of this test", b"job", encrypt=False)
 
 
 @pytest.mark.parametrize("last", [b"", b"small", bytes(100_000)])

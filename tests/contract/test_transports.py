@@ -266,9 +266,11 @@ def failed_handshake(link: zmq.Socket[bytes], hall: ZmqHall) -> bool:
 
 
 STRANGERS = {
-    "another secret": lambda encrypt: Credentials(b"some other secret", "job", encrypt),
-    "another job": lambda encrypt: Credentials(SECRET, "yesterday's job", encrypt),
-    "the other mechanism": lambda encrypt: Credentials(SECRET, "job", not encrypt),
+    "another secret": lambda encrypt: Credentials.for_run(
+        b"some other secret", b"job", encrypt=encrypt
+    ),
+    "another job": lambda encrypt: Credentials.for_run(SECRET, b"yesterday's job", encrypt=encrypt),
+    "the other mechanism": lambda encrypt: Credentials.for_run(SECRET, b"job", encrypt=not encrypt),
     "no credentials": lambda encrypt: None,
 }
 
@@ -397,7 +399,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="need
 @needs_proc
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_closing_frees_sockets_and_threads(encrypt: bool) -> None:
-    credentials = Credentials(SECRET, "job", encrypt)
+    credentials = Credentials.for_run(SECRET, b"job", encrypt=encrypt)
     before = resources()
     for _ in range(2):
         a, b = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "ab")
@@ -420,7 +422,11 @@ def test_closing_frees_sockets_and_threads(encrypt: bool) -> None:
 def test_an_address_that_is_not_ours_is_refused_and_nothing_is_left() -> None:
     before = resources()
     with pytest.raises(LaunchError, match=r"rank 3 cannot listen on 192\.0\.2\.1: .*INTERFACE"):
-        ZmqTransport("rank 3", host="192.0.2.1", credentials=Credentials(SECRET, "job", False))
+        ZmqTransport(
+            "rank 3",
+            host="192.0.2.1",
+            credentials=Credentials.for_run(SECRET, b"job", encrypt=False),
+        )
     assert resources() == before
 
 

@@ -72,7 +72,7 @@ MISTAKES = [
     Mistake("save too early", ("after job.distribute",)),
     Mistake(
         "nothing",
-        ("different job secrets", "rank 1"),
+        ("not signed with this job's secret", "rank 1"),
         ranks=({"SLIPSTREAM_SECRET": SECRET}, {"SLIPSTREAM_SECRET": SECRET[::-1]}),
     ),
     Mistake(

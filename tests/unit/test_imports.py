@@ -28,10 +28,10 @@ MAY_IMPORT = {
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
     "lab": {"errors", "units"},
-    "bench": GROUND | {"lab", "systems", "runtime", "entrance", ""},
+    "bench": GROUND | {"lab", "systems", "runtime", "transports", "entrance", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "learner_job": DECISIONS | {"job", "runtime", "torch", "transports"},
-    "entrance": {"job", "learner_job", "runtime"},
+    "entrance": {"job", "learner_job", "runtime", "transports"},
     "cli": GROUND
     | {"systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
     | {""},  # the public face, as users see it

@@ -30,6 +30,7 @@ from slipstream.bench.workloads import Workload
 from slipstream.errors import ConfigError
 from slipstream.lab import Lab, Traffic, bits_per_second
 from slipstream.runtime.processes import Placement, start_server
+from slipstream.transports.credentials import Credentials, stretch
 
 COMPUTE_ALONE = "local"
 PORT = 29500
@@ -267,12 +268,12 @@ def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Ru
 
 def _start_servers(stack: ExitStack, where: Ground, env: dict[str, str]) -> list[str]:
     addresses = []
+    master, run = stretch(env["SLIPSTREAM_SECRET"].encode()), env["SLIPSTREAM_JOB"].encode()
+    credentials = Credentials.for_run(master, run, encrypt=False)
     for index, placement in enumerate(where.server_places()):
         server = start_server(
             index=index,
-            secret=env["SLIPSTREAM_SECRET"],
-            job=env["SLIPSTREAM_JOB"],
-            encrypt=False,
+            credentials=credentials,
             bind=placement.address or "127.0.0.1",
             placement=placement,
         )

@@ -28,6 +28,7 @@ class Configuration(msgspec.Struct, frozen=True):
     workers: int
     servers: int
     addresses: dict[str, str]
+    processes: dict[str, int]
     specs: list[tuple[str, list[int], str, int, str, str]]
     routes: list[tuple[Part, Part, Part, str]]
     route_of: list[int]
@@ -46,6 +47,7 @@ class Configuration(msgspec.Struct, frozen=True):
         cls,
         plan: Plan,
         addresses: dict[str, str],
+        processes: dict[str, int],
         silence_s: float,
         optimizer: OptimizerRecipe | None,
     ) -> Configuration:
@@ -53,6 +55,7 @@ class Configuration(msgspec.Struct, frozen=True):
             workers=plan.cluster.workers,
             servers=plan.cluster.servers,
             addresses=addresses,
+            processes=processes,
             specs=[(s.name, list(s.shape), s.dtype, s.order, s.role, s.layer) for s in plan.specs],
             routes=[
                 (describe(r.topology), describe(r.push), describe(r.publish), r.road)

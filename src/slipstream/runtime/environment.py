@@ -89,7 +89,14 @@ class Environment:
     @property
     def one_host(self) -> bool:
         """Whether all workers are known to run on this host."""
-        return self.local_world_size == self.world_size or is_loopback(self.master_addr)
+        if self.local_world_size == self.world_size:
+            return True
+        return is_loopback(self.master_addr) and not self.interface
+
+    @property
+    def store_address(self) -> str:
+        """Where the ranks meet; on one host never where another host reaches it."""
+        return LOOPBACK if self.one_host and not self.agent_store else self.master_addr
 
     @property
     def encrypts(self) -> bool:
@@ -98,20 +105,28 @@ class Environment:
 
     def listen_host(self) -> str:
         """The address to listen on: loopback on one host, else the route to MASTER_ADDR."""
-        if self.interface:
-            return address_of(self.interface)
         if self.one_host:
             return LOOPBACK
+        if self.interface:
+            return address_of(self.interface)
         host = address_towards(self.master_addr, self.master_port)
         # Many systems give a host's own name a loopback address; others need the real one.
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def require_secret(self) -> None:
-        if self.secret is None and not self.one_host:
+        if self.secret is not None:
+            return
+        if not self.one_host:
             raise SecretError(
                 f"MASTER_ADDR={self.master_addr} is another host: across hosts a job secret is "
                 "needed; set SLIPSTREAM_SECRET to the same random text on every host, or "
                 "SLIPSTREAM_SECRET_FILE to a file that holds it"
+            )
+        if self.agent_store:
+            raise SecretError(
+                "torchrun's store listens on every address of this host, so a job secret is "
+                "needed: start with SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ..., or "
+                "with `slipstream run`, which makes a secret of its own"
             )
 
 

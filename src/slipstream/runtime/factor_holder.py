@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.codecs import CompactWire
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.planning.costs import LayerShape
 from slipstream.planning.table import shapes_of
 from slipstream.runtime.holder import Result
@@ -56,15 +56,19 @@ class FactorHolder:
             raise FrameRefused(f"node {rank} is no worker")
         if body.round != layer.round or rank in layer.arrived:
             raise FrameRefused(f"round {body.round} of layer {body.layer} from rank {rank}")
-        if any(dtype not in ("", "float32") for dtype in body.dtypes):
-            raise FrameRefused("factors for a server come in fp32")
-        CompactWire().examine(layer.shape, body.present, body.rows, body.dtypes, frames)
-        if checksum(frames) != body.crc:
-            raise FrameRefused(f"checksum of layer {body.layer} does not match its bytes")
+        with contribution_of(f"layer {layer.shape.name!r}"):
+            self._examine(layer, body, frames)
         layer.arrived[rank] = (body, frames)
         if len(layer.arrived) < self._plan.cluster.workers:
             return []
         return self._close(layer)
+
+    def _examine(self, layer: HeldLayer, body: Compact, frames: Sequence[Buffer]) -> None:
+        if any(dtype not in ("", "float32") for dtype in body.dtypes):
+            raise FrameRefused("factors for a server come in fp32")
+        CompactWire().examine(layer.shape, body.present, body.rows, body.dtypes, frames)
+        if checksum(frames) != body.crc:
+            raise FrameRefused("its checksum does not match its bytes")
 
     def _close(self, layer: HeldLayer) -> list[Result]:
         arrived, layer.arrived = layer.arrived, {}

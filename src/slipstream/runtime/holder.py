@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from slipstream.consistency import Book, Closed
 from slipstream.consistency.rounds import AgreedRounds
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.strategy import Plan
 from slipstream.transports.wire import Publish, Push, Settings, checksum
 from slipstream.types import HERE, Buffer, Chunk, Hop, Node, Rank, Values
@@ -126,8 +126,9 @@ class Holder:
         if not 0 <= rank < self.plan.cluster.workers:
             raise FrameRefused(f"node {rank} is no worker")
         chunk = self.plan.chunks[body.chunk]
-        segments = self._examine(chunk, body, frames)
-        self.updater.examine(chunk, body.settings)
+        with contribution_of(self._named(chunk)):
+            segments = self._examine(chunk, body, frames)
+            self.updater.examine(chunk, body.settings)
         if body.read > body.round:
             raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
         if held.book.arrive(rank, body.round):
@@ -136,6 +137,10 @@ class Holder:
             )
         self._count_part(body.round, rank)
         return self._close(chunk, held)
+
+    def _named(self, chunk: Chunk) -> str:
+        names = [self.plan.specs[segment.tensor].name for segment in chunk.segments]
+        return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def _count_part(self, round_: int, rank: Rank) -> None:
         if not self.plan.consistency.agreed:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.environment import Environment
+from slipstream.runtime.gathering import URGENT, Gathering
 from slipstream.runtime.member import HUB, Member
-from slipstream.runtime.rendezvous import Rendezvous
+from slipstream.runtime.rendezvous import Rendezvous, Run
+from slipstream.transports.descriptors import StoreGuard
+from slipstream.transports.wire import Rejoin
 from slipstream.transports.zmq import ZmqTransport
 
 
@@ -28,9 +33,11 @@ class Membership:
     env: Environment
     limits: Limits
     host: str
-    rendezvous: Rendezvous
+    store: Any  # torch's, which anybody who reaches it may change
+    run: Run
     transport: ZmqTransport
     member: Member
+    gathering: Gathering
     addresses: tuple[str, ...]  # by rank
 
     @property
@@ -54,28 +61,43 @@ def join(env: Environment, limits: Limits) -> Membership:
 
 def _join(env: Environment, limits: Limits, host: str) -> Membership:
     rendezvous = Rendezvous(env, limit_s=limits.start_s)
+    run = rendezvous.meet()
     name = f"rank {env.rank}"
-    transport = ZmqTransport(name, host=host, credentials=rendezvous.credentials)
+    transport = ZmqTransport(
+        name, host=host, credentials=run.credentials, process=rendezvous.process
+    )
     member = Member(name, transport, silence_s=limits.silence_s)
+    gathering = Gathering(member, env.rank, env.world_size, limits.start_s)
     try:
-        # One that comes back finds what the others said in the beginning, and says its own again.
-        addresses = rendezvous.gather("address", transport.address, str)
-        for rank, address in enumerate(addresses):
-            if rank != env.rank:
-                transport.connect(f"rank {rank}", address)
-        if not env.life:  # else rank 0 does not expect it yet, either
-            everybody = tuple(f"rank {r}" for r in range(env.world_size))
-            member.expect(*(everybody if env.rank == 0 else (HUB,)))
+        addresses = rendezvous.addresses(run, transport.address)
+        _link(env, member, run, addresses)
+        if env.launcher is not None:
+            member.on_tick(lambda: end_with(env.launcher))
+        if env.rank == 0 and not env.agent_store:
+            member.on_tick(StoreGuard(env.master_port).look)
         member.start()
-        rendezvous.watch(member.check)
         # Nobody goes on before everybody listens: a message to come must find its reader.
-        rendezvous.gather("joined", True, bool)
+        gathering.gather("joined", True, bool)
     except BaseException:
         member.stop()
         raise
-    if env.launcher is not None:
-        member.idle = lambda: end_with(env.launcher)
-    return Membership(env, limits, host, rendezvous, transport, member, tuple(addresses))
+    return Membership(
+        env, limits, host, rendezvous.store, run, transport, member, gathering, addresses
+    )
+
+
+def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) -> None:
+    """Know every rank's address and process, and whom to expect a heartbeat of."""
+    everybody = [f"rank {rank}" for rank in range(env.world_size)]
+    member.bind(dict(zip(everybody, run.processes, strict=True)))
+    member.bind({member.name: member.transport.process})
+    for name, address in zip(everybody, addresses, strict=True):
+        if name != member.name:
+            member.transport.connect(name, address)
+    if env.life:  # rank 0 does not expect this process yet, nor does it know where it listens
+        member.send(HUB, Rejoin(member.transport.address, env.life), priority=URGENT)
+    else:
+        member.expect(*(everybody if env.rank == 0 else (HUB,)))
 
 
 def end_with(launcher: int | None) -> None:

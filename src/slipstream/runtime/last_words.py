@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from slipstream.errors import LaunchError, LeftBehind, PeerFailed, PeerLost, SlipstreamError
+from slipstream.errors import (
+    LaunchError,
+    LeftBehind,
+    PeerFailed,
+    PeerLost,
+    SecretError,
+    SlipstreamError,
+)
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -40,6 +47,8 @@ def speak_for(
 def speaker(error: SlipstreamError, rank: int = -1) -> int:
     """Who says it; ``rank`` has been given it."""
     if isinstance(error, LeftBehind):
+        return rank
+    if isinstance(error, LaunchError | SecretError) and error.unheard:
         return rank
     if isinstance(error, PeerFailed) and error.told:
         return -1

@@ -23,6 +23,7 @@ from slipstream.runtime.processes import (
     spawn_server,
 )
 from slipstream.runtime.supervision import Limits, Verdict
+from slipstream.transports.credentials import Credentials, stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def launch(
     """
     settings = settings or Settings()
     secret = settings.secret or secrets.token_hex(32)
-    job = secrets.token_hex(8)
+    job = secrets.token_hex(16)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen(settings)) if _holds_port(settings) else None
         crew = stack.enter_context(Crew(limits or Limits(), may_lose=may_lose, restarts=restarts))
@@ -100,13 +101,12 @@ def _add_servers(
     command: Sequence[str],
 ) -> list[ServerProcess]:
     shards = []
-    one_host = settings.address == LOOPBACK
+    encrypt = settings.encrypt and settings.address != LOOPBACK
+    credentials = Credentials.for_run(stretch(secret.encode()), job.encode(), encrypt=encrypt)
     for index, placement in enumerate(placements):
         shard = spawn_server(
             index=index,
-            secret=secret,
-            job=job,
-            encrypt=settings.encrypt and not one_host,
+            credentials=credentials,
             bind=_bind_address(placement, settings),
             placement=placement,
             command=command,
@@ -117,7 +117,7 @@ def _add_servers(
 
 
 def _bind_address(placement: Placement, settings: Settings) -> str:
-    if settings.interface:
+    if settings.interface and settings.address != LOOPBACK:
         return address_of(settings.interface)
     return placement.address or settings.address
 

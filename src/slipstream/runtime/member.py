@@ -9,10 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, WaitLimit
+from slipstream.errors import (
+    ContributionRefused,
+    FrameRefused,
+    PeerFailed,
+    PeerLost,
+    RuntimeFault,
+    WaitLimit,
+)
 from slipstream.transports.protocol import CONTROL, Ticket, Transport
 from slipstream.transports.wire import (
     AnyBody,
@@ -21,6 +28,7 @@ from slipstream.transports.wire import (
     Final,
     Leave,
     Message,
+    Rejoin,
     Retire,
     Return,
 )
@@ -105,11 +113,17 @@ class Member:
         self.on_return: Callable[[str], None] | None = None  # None: who was lost may come back
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
+        self.told_awaited: Mapping[str, Sequence[str]] = {}
+        # By key of a gathering: whom rank 0 still waits for; at other ranks, as it last said.
+        self.awaited: Callable[[], Mapping[str, Sequence[str]]] = lambda: self.told_awaited
         self.fault: RuntimeFault | None = None
         self.refused = 0
         self.last_refusal = ""
-        self.idle: Callable[[], None] = lambda: None  # called about once a beat
         self._clock = clock
+        self._ticks: list[Callable[[], None]] = []
+        self._processes: dict[str, int] = {}  # by name; empty: not known, and not checked
+        self._lives: dict[str, int] = {}  # by name of a worker that was started again: how often
+        self._rejoining: set[str] = set()  # of these, who is not let in yet
         self._own: deque[Message] = deque()
         self._handlers: dict[type[Any], Handler] = {}
         self._beat_at = clock()
@@ -133,6 +147,14 @@ class Member:
         """Whom to call, on the pumping thread, for messages of a kind."""
         self._handlers[kind] = handler
 
+    def on_tick(self, call: Callable[[], None]) -> None:
+        """What to call, on the pumping thread, about once a heartbeat."""
+        self._ticks.append(call)
+
+    def bind(self, processes: Mapping[str, int]) -> None:
+        """Which process each name belongs to; from now on, messages of others are refused."""
+        self._processes |= processes
+
     def expect(self, *names: str) -> None:
         """Watch these members from now on."""
         now = self._clock()
@@ -146,7 +168,7 @@ class Member:
         """To a peer; or to this member itself, which needs no ticket."""
         if peer != self.name:
             return self.transport.send(peer, body, frames, priority=priority)
-        self._own.append(Message(peer, body, frames))
+        self._own.append(Message(peer, body, frames, self.transport.process))
         self.transport.wake()
         return None
 
@@ -205,27 +227,21 @@ class Member:
         """Give what is queued time to leave."""
         time.sleep(seconds)
 
-    def watch_together(self, what: str) -> Callable[[], None]:
-        """To be called while waiting for every rank in ``what``: raises if some are elsewhere.
+    def watch_together(self, what: str) -> Callable[[Sequence[str]], None]:
+        """To be called while waiting for every rank in ``what``, with those who are missing there:
+        raises if one of them has finished, or has begun a later round, and so will never come."""
 
-        Seen once, they may just have been let go; seen twice, they never came.
-        """
-        seen: list[str] = []
-
-        def look() -> None:
+        def look(missing: Sequence[str]) -> None:
             self.check()
-            done = {*self.roster.finished, *self.told_done}
-            finished = sorted(name for name in done if name.startswith("rank "))
+            finished = {*self.roster.finished, *self.told_done}
             ahead = self.roster.ahead(self.round) if self.lockstep else []
-            ahead = [name for name in ahead if name.startswith("rank ")]
-            elsewhere = sorted({*finished, *ahead})
-            if elsewhere and elsewhere == seen:
-                doing = "has finished" if elsewhere[0] in finished else "trains on"
-                raise RuntimeFault(
-                    f"{self.name} is in {what}, but {elsewhere[0]} {doing}: every rank must call "
-                    f"{what} at the same place"
-                )
-            seen[:] = elsewhere
+            for name in missing:
+                if name in finished or name in ahead:
+                    doing = "has finished" if name in finished else "trains on"
+                    raise RuntimeFault(
+                        f"{self.name} is in {what}, but {name} {doing}: every rank must call "
+                        f"{what} at the same place"
+                    )
 
         return look
 
@@ -256,31 +272,47 @@ class Member:
         return max(0.0, self._beat_at - self._clock())
 
     def _handle(self, message: Message) -> None:
-        if message.sender in self.lost and not isinstance(message.body, Return):
-            if self.on_return is not None:
-                self.on_return(message.sender)
-                return
-            self._welcome_back(message.sender)
-        self.roster.hear(message.sender, self._clock())
-        handler = self._handlers.get(type(message.body))
         try:
+            self._require_bound(message)
+            if message.sender in self.lost and not self._comes_back(message):
+                if self.on_return is not None:
+                    self.on_return(message.sender)
+                    return
+                self._welcome_back(message.sender)
+            self.roster.hear(message.sender, self._clock())
+            handler = self._handlers.get(type(message.body))
             if handler is None:
                 raise FrameRefused(f"{self.name} takes no {type(message.body).__name__}")
             handler(message)
         except FrameRefused as error:
             self.refused += 1
             self.last_refusal = f"{message.sender}: {error}"
+            if isinstance(error, ContributionRefused) and message.sender in self._processes:
+                self.report(message.sender, f"its gradient was refused by {self.name}: {error}")
+
+    def _require_bound(self, message: Message) -> None:
+        """A name belongs to one process; a worker that was started again says so first."""
+        if not self._processes or isinstance(message.body, Rejoin):
+            return
+        if self._processes.get(message.sender) != message.process:
+            raise FrameRefused(f"{message.sender} is another process")
+
+    def _comes_back(self, message: Message) -> bool:
+        return isinstance(message.body, Return | Rejoin) or message.sender in self._rejoining
 
     def _beat(self) -> None:
         now = self._clock()
         late_s, self._beat_at = now - self._beat_at, now + BEAT_S
-        self.idle()
+        for call in self._ticks:
+            call()
         if self.is_hub:
             self.roster.rounds[self.name] = self.round
             # Those who have finished wait to be dismissed, and listen.
             done = [*self.roster.finished, *([HUB] if self.finished else [])]
+            awaited = {key: list(names) for key, names in self.awaited().items()}
+            beat = Beat(self.roster.rounds, done, awaited)
             for name in {*self.roster.heard, *self.roster.finished}:
-                self.transport.send(name, Beat(self.roster.rounds, done), priority=CONTROL)
+                self.transport.send(name, beat, priority=CONTROL)
             self._miss_the_finished()
         elif HUB in self.roster.heard:
             self.transport.send(HUB, Beat({self.name: self.round}), priority=CONTROL)
@@ -316,9 +348,25 @@ class Member:
         if name in self.roster.heard:
             self._miss(name, 0.0)
 
-    def readmit(self, name: str, address: str) -> None:
+    def await_return(self, name: str, body: Rejoin, process: int) -> None:
+        """Rank 0: a worker was started again. It may gather what the others have gathered, and ask
+        to be let in; until then it stays lost."""
+        known = self._lives.get(name, 0)
+        if name == HUB or name not in self._processes or body.life <= known:
+            raise FrameRefused(f"{name} comes back in life {body.life}, after {known}")
+        self.give_up(name)
+        if self.fault is None:
+            self._lives[name] = body.life
+            self._rejoining.add(name)
+            self._processes[name] = process
+            self.transport.connect(name, body.address)
+
+    def readmit(self, name: str, address: str, process: int) -> None:
         """A worker that was lost is back, somewhere else."""
         self.transport.connect(name, address)
+        self._rejoining.discard(name)
+        if self._processes:
+            self._processes[name] = process
         if name in self.lost:
             self._welcome_back(name)
 
@@ -336,13 +384,13 @@ class Member:
             self.transport.send(early[0], Leave(reason + "number of steps", told=True))
             self.report(early[0], reason + "number of steps")
 
-    def _announce(self, fault: Fault, *, told: bool = False) -> None:
-        """Take note of a fault; the hub tells the others."""
-        self.roster.leave(fault.peer)
+    def _announce(self, fault: Fault, *, told: bool = False, by: str = "") -> None:
+        """Take note of a fault; the hub tells the others, but for the one that said so."""
         if self.is_hub:
             # Those who have finished still wait to be dismissed.
-            for name in {*self.roster.heard, *self.roster.finished} - {fault.peer}:
+            for name in {*self.roster.heard, *self.roster.finished} - {by or fault.peer}:
                 self.transport.send(name, fault, priority=CONTROL)
+        self.roster.leave(fault.peer)
         if fault.reason is None:
             self.fail(PeerLost(fault.peer, fault.silent_s))
         else:
@@ -353,9 +401,9 @@ class Member:
         if self.fault is not None:
             return
         if self.is_hub:
-            self._announce(Fault(peer, reason, 0.0))
+            self._announce(Fault(peer, reason, 0.0), by=HUB)
         else:
-            self.transport.send(HUB, Leave(f"{peer}: {reason}"))
+            self.transport.send(HUB, Leave(reason, about=peer))
             self.fail(PeerFailed(peer, reason))
 
     def fail(self, fault: RuntimeFault) -> None:
@@ -378,13 +426,14 @@ class Member:
             with self.changed:
                 self.roster.rounds = dict(message.body.rounds)
                 self.told_done = message.body.done
+                self.told_awaited = message.body.awaited
                 self.changed.notify_all()
 
     def _on_leave(self, message: Message) -> None:
         assert isinstance(message.body, Leave)
         if message.body.reason is not None:
-            fault = Fault(message.sender, message.body.reason, 0.0)
-            self._announce(fault, told=message.body.told)
+            fault = Fault(message.body.about or message.sender, message.body.reason, 0.0)
+            self._announce(fault, told=message.body.told, by=message.sender)
             return
         if message.frames:
             self.summaries[message.sender] = bytes(message.frames[0])
@@ -409,8 +458,12 @@ class Member:
 
     def _on_fault(self, message: Message) -> None:
         assert isinstance(message.body, Fault)
-        if message.sender == HUB and message.body.peer != self.name:
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not say who has failed")
+        if message.body.peer != self.name:
             self._announce(message.body)
+        elif message.body.reason is not None:
+            self.fail(RuntimeFault(f"{self.name}: {message.body.reason}"))
 
     # ---- the end
 

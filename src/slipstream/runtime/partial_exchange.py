@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.codecs.partition import Debt, Floats, Owed, Rotation
 from slipstream.consistency.reach import WithinReach
-from slipstream.errors import FrameRefused
+from slipstream.errors import FrameRefused, contribution_of
 from slipstream.planning.slices import Slices
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.member import Member
@@ -55,6 +55,7 @@ class Applicant:
     rank: Rank
     address: str
     life: int
+    process: int = 0
 
 
 class Weights(Protocol):
@@ -434,7 +435,8 @@ class PartialExchange:
         peer = self._sender(message, body)
         if peer is None:
             return
-        values = self._checked(body, message)
+        with contribution_of("an update of the weights"):
+            values = self._checked(body, message)
         with self._arriving:
             self.weights.add(body.start, values)
             for newcomer, missing in self._forwarding.items():

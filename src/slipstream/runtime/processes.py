@@ -17,6 +17,7 @@ from typing import IO
 
 from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.relay import relay, start_relay
+from slipstream.transports.credentials import Credentials
 
 # -P: the directory a user trains in must not lend the server its modules.
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.server")
@@ -39,10 +40,12 @@ WORKER_VARIABLES = frozenset(
         "SLIPSTREAM_LAUNCHER",
         "SLIPSTREAM_SERVER_ADDRESSES",
         "SLIPSTREAM_SERVER_INDEX",
+        "SLIPSTREAM_RUN_KEY",
         "TORCHELASTIC_RESTART_COUNT",
         "TORCHELASTIC_USE_AGENT_STORE",
     }
 )
+SECRET_VARIABLES = frozenset({"SLIPSTREAM_SECRET", "SLIPSTREAM_SECRET_FILE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +177,17 @@ class ServerProcess:
 def spawn_server(
     *,
     index: int,
-    secret: str,
-    job: str,
-    encrypt: bool = True,
+    credentials: Credentials,
     bind: str = "127.0.0.1",
     placement: Placement | None = None,
     command: Sequence[str] = SERVER_COMMAND,
 ) -> ServerProcess:
     """Starts a server without waiting for its address."""
-    env = inherited_environment() | {
+    # The key of one run; the job's secret, from which every run's key follows, is left out.
+    env = {k: v for k, v in inherited_environment().items() if k not in SECRET_VARIABLES} | {
         "SLIPSTREAM_SERVER_INDEX": str(index),
-        "SLIPSTREAM_SECRET": secret,
-        "SLIPSTREAM_JOB": job,
-        "SLIPSTREAM_ENCRYPT": "1" if encrypt else "0",
+        "SLIPSTREAM_RUN_KEY": credentials.key.hex(),
+        "SLIPSTREAM_ENCRYPT": "1" if credentials.encrypt else "0",
         "SLIPSTREAM_BIND": bind,
     }
     pipe = subprocess.PIPE
@@ -199,9 +200,7 @@ def spawn_server(
 def start_server(
     *,
     index: int,
-    secret: str,
-    job: str,
-    encrypt: bool = True,
+    credentials: Credentials,
     bind: str = "127.0.0.1",
     placement: Placement | None = None,
     timeout_s: float = SERVER_START_S,
@@ -214,9 +213,7 @@ def start_server(
     """
     server = spawn_server(
         index=index,
-        secret=secret,
-        job=job,
-        encrypt=encrypt,
+        credentials=credentials,
         bind=bind,
         placement=placement,
         command=command,

@@ -1,8 +1,15 @@
-"""How members find each other: torch's TCPStore, every value signed with the job's key."""
+"""Where the ranks of a job meet, once: torch's TCPStore, which anybody who reaches it may change.
+
+So it holds nothing secret and nothing that is believed without a signature. Each rank posts a fresh
+nonce, signed with the job's key. All nonces together make the key of this run; addresses are signed
+with that one, so that no value of an earlier run, or of another place in the store, is taken for
+one of this run. Everything after that goes over authenticated links.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
 import queue
@@ -10,8 +17,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,71 +26,168 @@ import msgspec
 from torch import distributed
 
 from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
-from slipstream.runtime.environment import Environment, resolves_to_loopback
-from slipstream.transports.credentials import Credentials
+from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback, resolves_to_loopback
+from slipstream.transports.credentials import Credentials, process_number, stretch
 
-SIGNATURE_BYTES = 32
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
+NONCE_BYTES = SIGNATURE_BYTES = 32
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 TRY_S = 2.0
 T = TypeVar("T")
-# By what they say there: where all ranks meet.
-TOGETHER = {
-    "share": "job.share",
-    "flushed": "job.flush",
-    "ended": "the end of the `with` block",
-    "save": "job.save",
-    "load": "job.load",
-}
+EVERYBODY = (
+    "all ranks to join (a job secret has to be set on all of them or on none, and WORLD_SIZE "
+    "workers have to be started)"
+)
 
 # A process may run several jobs one after the other, but its port can be listened on only once.
 _jobs = itertools.count()
 _stores: dict[tuple[str, int], Any] = {}
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank posts first: a nonce of its process, and how many ranks it was told of."""
+
+    nonce: bytes
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the ranks of one run have in common, and the process number of each rank."""
+
+    credentials: Credentials
+    processes: tuple[int, ...]
+
+
 class Rendezvous:
-    """A signed blackboard that all ranks share; readers wait, within a limit."""
+    """One rank's view of the store, for as long as the ranks need to find each other."""
 
     def __init__(self, env: Environment, *, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._env = env
-        self._watch: Callable[[], None] = lambda: None
-        self.lost: Collection[str] = ()  # who is not waited for
-        self.store = distributed.PrefixStore(
-            f"slipstream/{env.attempt}/{next(_jobs)}", open_store(env, limit_s)
-        )
-        job = env.job or self._shared_random("job")
-        secret = env.secret or self._shared_random("token").encode()
-        self.credentials = Credentials(secret, job, env.encrypts)
+        self._env, self._limit_s = env, limit_s
+        self._prefix = f"slipstream/{env.attempt}/{next(_jobs)}"
+        self.store = distributed.PrefixStore(self._prefix, open_store(env, limit_s))
+        self._master = stretch(env.secret) if env.secret else self._shared_token()
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
 
-    def _shared_random(self, key: str) -> str:
-        """A random text that rank 0 makes up and everybody reads."""
+    @property
+    def process(self) -> int:
+        """The number of this process in the headers of its messages."""
+        return process_number(self._nonce)
+
+    def _shared_token(self) -> bytes:
+        """Where no secret was given: rank 0 makes one up, which whoever reaches the store reads.
+
+        ``Environment.require_secret`` has made sure that the store listens on loopback only.
+        """
         if self._env.rank == 0:
-            self.store.set(key, secrets.token_hex(32))
-        self._wait({key: "rank 0"})
-        return bytes(self.store.get(key)).decode()
+            self.store.set("token", secrets.token_hex(32))
+        self._wait({"token": "rank 0"})
+        return bytes(self.store.get("token"))
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Call this while waiting; it raises when the job has failed."""
-        self._watch = check
+    def meet(self) -> Run:
+        """Take this rank's place and wait for the others; what they all have in common then."""
+        env = self._env
+        credentials = Credentials.for_run(self._master, b"meeting", encrypt=False)
+        if not env.life:
+            self._take_place(credentials)
+        places = self._read_all("place", credentials, Place)
+        for rank, place in enumerate(places):
+            self._check_place(rank, place)
+        nonces = [place.nonce for place in places]
+        # Dedicated servers are started before anybody meets, with what their launcher made up.
+        fresh = env.job if env.job and env.server_addresses else hashlib.sha256(b"".join(nonces))
+        run = fresh.encode() if isinstance(fresh, str) else fresh.digest()
+        return Run(
+            Credentials.for_run(self._master, run, encrypt=env.encrypts),
+            tuple(process_number(nonce) for nonce in nonces),
+        )
 
-    @contextmanager
-    def watched(self, check: Callable[[], None]) -> Iterator[None]:
-        """The same, within the block."""
-        before, self._watch = self._watch, check
-        try:
-            yield
-        finally:
-            self._watch = before
+    def addresses(self, run: Run, own: str) -> tuple[str, ...]:
+        """Where every rank listens, by rank."""
+        if not self._env.life:
+            self._post("address", run.credentials, own)
+        told = self._read_all("address", run.credentials, str)
+        told[self._env.rank] = own
+        return tuple(told)
+
+    def _take_place(self, credentials: Credentials) -> None:
+        key = f"place/{self._env.rank}"
+        own = self._signed(key, credentials, Place(self._nonce, self._env.world_size))
+        found = bytes(self.store.compare_set(key, "", own))
+        if found == own:
+            return
+        self._opened(key, found, self._env.rank, credentials, Place)
+        raise LaunchError(
+            f"rank {self._env.rank} has joined the job at {self._where} already, in another "
+            "process: another job uses this port, or this rank was started twice; choose another "
+            "MASTER_PORT, or wait until that job has ended",
+            unheard=True,
+        )
+
+    def _check_place(self, rank: int, place: Place) -> None:
+        env = self._env
+        if rank == env.rank and not env.life and place.nonce != self._nonce:
+            raise SecretError(
+                f"the place of rank {rank} in the store at {self._where} was changed by somebody "
+                "else; make sure that only this job's hosts reach MASTER_PORT",
+                unheard=True,
+            )
+        if len(place.nonce) != NONCE_BYTES or place.world_size != env.world_size:
+            raise LaunchError(
+                f"rank {rank} was started with WORLD_SIZE={place.world_size}, rank {env.rank} with "
+                f"WORLD_SIZE={env.world_size}: set the same everywhere"
+            )
+
+    # ---- signed values
+
+    @property
+    def _where(self) -> str:
+        return f"{self._env.store_address}:{self._env.master_port}"
+
+    def _read_all(self, kind: str, credentials: Credentials, of: type[T]) -> list[T]:
+        keys = {f"{kind}/{rank}": f"rank {rank}" for rank in range(self._env.world_size)}
+        self._wait(keys)
+        return [
+            self._opened(key, bytes(self.store.get(key)), rank, credentials, of)
+            for rank, key in enumerate(keys)
+        ]
+
+    def _post(self, kind: str, credentials: Credentials, value: object) -> None:
+        key = f"{kind}/{self._env.rank}"
+        signed: Any = self._signed(key, credentials, value)
+        self.store.set(key, signed)  # takes bytes, whatever its stub says
+
+    def _signed(self, key: str, credentials: Credentials, value: object) -> Any:
+        content = msgspec.msgpack.encode(value)
+        return credentials.sign(self._claim(key, content)) + content
+
+    def _claim(self, key: str, content: bytes) -> bytes:
+        """What is signed: a value under its whole key, so that it is worth nothing elsewhere."""
+        return msgspec.msgpack.encode((self._prefix, key, content))
+
+    def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
+        signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
+        if not credentials.genuine(self._claim(key, content), signature):
+            if rank == self._env.rank:
+                named = f"the value of rank {rank}, this process's own rank,"
+            else:
+                named = f"the value of rank {rank}"
+            raise SecretError(
+                f"{named} in the store at {self._where} is not signed with this job's secret: set "
+                "SLIPSTREAM_SECRET (or the secret file) to the same text on every rank; if it is "
+                "the same, another job uses this port, or somebody else writes to it",
+                # Rank 0 sees it too, unless it is in a job that has begun.
+                unheard=rank == self._env.rank or self._has(["address/0"]),
+            )
+        return msgspec.msgpack.decode(content, type=of)
 
     def _wait(self, whom: Mapping[str, str]) -> None:
         """Until all keys are there; ``whom`` says who posts which."""
-        deadline = time.monotonic() + self.limit_s
+        deadline = time.monotonic() + self._limit_s
         pause_s = SHORTEST_PAUSE_S
-        while not self._has([key for key, name in whom.items() if name not in self.lost]):
-            self._watch()
+        while not self._has(list(whom)):
             if time.monotonic() > deadline:
                 missing = [name for key, name in whom.items() if not self._has([key])]
-                raise WaitLimit(waiting_for(next(iter(whom))), self.limit_s, missing)
+                raise WaitLimit(EVERYBODY, self._limit_s, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -91,54 +195,12 @@ class Rendezvous:
         try:
             return bool(self.store.check(keys))
         except distributed.DistError as error:
-            self._watch()
             raise PeerFailed("rank 0", "its store closed") from error
-
-    def post(self, key: str, value: object) -> None:
-        content = msgspec.msgpack.encode(value)
-        signed: Any = self.credentials.sign(key.encode() + content) + content
-        self.store.set(key, signed)  # takes bytes, whatever its stub says
-
-    def read(self, key: str, rank: int, kind: type[T]) -> T:
-        """What a rank posted under a key."""
-        self._wait({key: f"rank {rank}"})
-        raw = bytes(self.store.get(key))
-        signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
-        if not self.credentials.genuine(key.encode() + content, signature):
-            raise SecretError(
-                f"rank {rank} and rank {self._env.rank} were given different job secrets: "
-                "set SLIPSTREAM_SECRET (or the secret file) to the same text everywhere"
-            )
-        return msgspec.msgpack.decode(content, type=kind)
-
-    def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
-        """Everybody's value, by rank; every rank must call it with the same key.
-
-        Who is lost is left out.
-        """
-        self.post(f"{key}/{self._env.rank}", value)
-        ranks = range(self._env.world_size)
-        self._wait({f"{key}/{rank}": f"rank {rank}" for rank in ranks})
-        here = [rank for rank in ranks if f"rank {rank}" not in self.lost]
-        return [self.read(f"{key}/{rank}", rank, kind) for rank in here]
-
-
-def waiting_for(key: str) -> str:
-    """What a wait for a key is a wait for, to people."""
-    if key in ("job", "token") or key.startswith("address/"):
-        return (
-            "all ranks to join (a job secret has to be set on all of them or on none, and "
-            "WORLD_SIZE workers have to be started)"
-        )
-    said = key.partition("/")[0]
-    if said in TOGETHER:
-        return f"all ranks in {TOGETHER[said]}, which every rank comes to at the same step"
-    return f"all ranks to say their {said!r}"
 
 
 def open_store(env: Environment, limit_s: float) -> Any:
     """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
-    place = (env.master_addr, env.master_port)
+    place = (env.store_address, env.master_port)
     if place not in _stores:
         _stores[place] = connect_store(env, limit_s)
     return _stores[place]
@@ -176,7 +238,7 @@ def reach_store(env: Environment, limit_s: float) -> Any:
         try:
             # By ourselves first: torch fills the terminal when nobody listens.
             left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
-            socket.create_connection((env.master_addr, env.master_port), left_s).close()
+            socket.create_connection((env.store_address, env.master_port), left_s).close()
             store = make_store(env, TRY_S)
         except (OSError, distributed.DistError) as error:
             if time.monotonic() > deadline:
@@ -189,7 +251,7 @@ def reach_store(env: Environment, limit_s: float) -> Any:
 
 def unreachable(env: Environment, limit_s: float) -> LaunchError:
     return LaunchError(
-        f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} within "
+        f"rank {env.rank} cannot reach rank 0 at {env.store_address}:{env.master_port} within "
         f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its",
         missing=["rank 0"],
     )
@@ -197,7 +259,7 @@ def unreachable(env: Environment, limit_s: float) -> LaunchError:
 
 def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
     return distributed.TCPStore(
-        env.master_addr,
+        env.store_address,
         env.master_port,
         None,
         is_master=listening is not None,
@@ -211,21 +273,33 @@ def listening_fd(env: Environment) -> int:
     """A socket for the store, on loopback only where all ranks are on one host."""
     if env.store_fd is not None:
         os.set_inheritable(env.store_fd, False)
+        require_loopback(env, env.store_fd)
         return env.store_fd
+    address = env.store_address
     try:
         # A host's own name may stand for loopback, where no other host gets through.
-        host = env.listen_host() if resolves_to_loopback(env.master_addr) else env.master_addr
-        return bound_fd(host, env.master_port)
+        return bound_fd(env.listen_host() if resolves_to_loopback(address) else address, env)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             # MASTER_ADDR may be a name that forwards to this host.
-            return bound_fd(env.listen_host(), env.master_port)
+            return bound_fd(env.listen_host(), env)
         raise LaunchError(
-            f"rank 0 cannot listen on {env.master_addr}:{env.master_port}: "
+            f"rank 0 cannot listen on {address}:{env.master_port}: "
             f"{os.strerror(error.errno or 0)}; choose a free MASTER_PORT"
         ) from error
 
 
-def bound_fd(host: str, port: int) -> int:
-    with socket.create_server((host, port), backlog=2048) as server:
+def require_loopback(env: Environment, fd: int) -> None:
+    """Refuse a launcher's socket that others reach, where the token would lie open there."""
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        host = str(listener.getsockname()[0])
+    if env.secret is None and not is_loopback(host):
+        raise SecretError(
+            f"SLIPSTREAM_STORE_FD listens on {host}, which other hosts reach: set "
+            "SLIPSTREAM_SECRET to a random text, or let it listen on " + LOOPBACK
+        )
+
+
+def bound_fd(host: str, env: Environment) -> int:
+    with socket.create_server((host, env.master_port), backlog=2048) as server:
         return server.detach()

@@ -27,7 +27,7 @@ class Doorkeeper:
 
     def __init__(self, exchange: PartialExchange, member: Member, workers: int) -> None:
         self._workers = workers
-        self._moved: dict[int, str] = {}  # where those listen who have come back
+        self._moved: dict[int, tuple[str, int]] = {}  # address and process of those who came back
         self.standing: Standing = lambda: [0]
         self.give: Callable[[str], None] = lambda name: None  # what else it needs
         self._exchange, self._member = exchange, member
@@ -51,20 +51,20 @@ class Doorkeeper:
             self._member.handle_again(message)
             return
         self._member.transport.connect(message.sender, body.address)
-        self._exchange.apply(Applicant(rank, body.address, body.life))
+        self._exchange.apply(Applicant(rank, body.address, body.life, message.process))
 
     def _admit(self, applicant: Applicant) -> None:
         rank, drains = applicant.rank, self._exchange.drains
-        self._member.readmit(f"rank {rank}", applicant.address)
+        self._member.readmit(f"rank {rank}", applicant.address, applicant.process)
         lost = self._member.lost
         others = [p for p in self._exchange.peers if p != rank and f"rank {p}" not in lost]
-        told = Returned(rank, applicant.address, applicant.life, drains)
+        told = Returned(rank, applicant.address, applicant.process, applicant.life, drains)
         for peer in others:
             self._member.send(f"rank {peer}", told, priority=CONTROL)
         made, bytes_s = self._exchange.made, self._exchange.pace.bytes_s
-        moved = [(peer, self._moved[peer]) for peer in others if peer in self._moved]
+        moved = [(peer, *self._moved[peer]) for peer in others if peer in self._moved]
         welcome = Welcome(made, drains, [0, *others], moved, self.standing(), bytes_s)
-        self._moved[rank] = applicant.address
+        self._moved[rank] = (applicant.address, applicant.process)
         # In line with who is lost, and who is back.
         self._member.send(f"rank {rank}", welcome, priority=CONTROL)
         self.give(f"rank {rank}")
@@ -83,7 +83,7 @@ class Neighbour:
         assert isinstance(body, Returned)
         if message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not say who is back")
-        self._member.readmit(f"rank {body.rank}", body.address)
+        self._member.readmit(f"rank {body.rank}", body.address, body.process)
         self._exchange.expect_back(body.rank, body.life, body.drains)
         self._member.send(f"rank {body.rank}", Greeting())
 
@@ -138,8 +138,8 @@ class Returner:
         assert isinstance(message.body, Welcome)
         if message.sender != HUB:
             raise FrameRefused(f"a welcome from {message.sender}")
-        for rank, address in message.body.moved:
-            self._member.transport.connect(f"rank {rank}", address)
+        for rank, address, process in message.body.moved:
+            self._member.readmit(f"rank {rank}", address, process)
         self._exchange.be_welcome(message.body)
         with self._member.changed:
             self._welcome = message.body

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import sys
@@ -34,6 +33,7 @@ from slipstream.runtime.member import HUB, Handler, Member, internal_fault
 from slipstream.strategy import Plan
 from slipstream.topologies import Topology
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.descriptors import raise_descriptor_limit
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
     Account,
@@ -102,6 +102,7 @@ class Server:
         configuration = Configuration.decode(message.frames[0])
         for name, address in configuration.addresses.items():
             self.member.transport.connect(name, address)
+        self.member.bind(configuration.processes)
         self.member.roster.silence_s = configuration.silence_s
         try:
             plan = configuration.plan()
@@ -413,11 +414,13 @@ def serve(env: Mapping[str, str]) -> int:
     index = int(env["SLIPSTREAM_SERVER_INDEX"])
     host = env["SLIPSTREAM_BIND"]
     encrypt = env.get("SLIPSTREAM_ENCRYPT", "1") != "0"
-    credentials = Credentials(env["SLIPSTREAM_SECRET"].encode(), env["SLIPSTREAM_JOB"], encrypt)
+    credentials = Credentials(bytes.fromhex(env["SLIPSTREAM_RUN_KEY"]), encrypt)
+    name = f"server {index}"
     transport = ZmqTransport(
-        f"server {index}",
+        name,
         host=host,
         credentials=credentials,
+        process=credentials.process_of(name),
         send_buffer_bytes=SERVER_SEND_BUFFER_BYTES,
     )
     member = Member(transport.name, transport)
@@ -444,16 +447,9 @@ def abandoned() -> bool:
     return bool(readable) and not os.read(0, 4096)
 
 
-def allow_many_connections() -> None:
-    """Strangers may open connections until they are cut; they must not use up all descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    allow_many_connections()
+    raise_descriptor_limit()
     code = serve(os.environ)
     sys.stderr.flush()
     # At once: everything is closed, and taking torch apart takes most of a second, for which the

@@ -46,7 +46,7 @@ class Shards:
 
     def start(self, plan: Plan, membership: Membership) -> None:
         """Start this worker's share of the servers and link to all of them."""
-        env, rendezvous = membership.env, membership.rendezvous
+        env, gathering = membership.env, membership.gathering
         count = plan.cluster.servers
         if not count:
             return  # dedicated ones, if there are any, are not needed by this strategy
@@ -57,41 +57,44 @@ class Shards:
             mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
             self._start_own(mine, membership)
             self.addresses = tuple(
-                rendezvous.read(f"server/{k}", starters[k % len(starters)], str)
+                gathering.read(f"server/{k}", starters[k % len(starters)], str)
                 for k in range(count)
             )
             self.beside = frozenset(f"server {k}" for k in mine)
-        for k, address in enumerate(self.addresses):
-            membership.transport.connect(f"server {k}", address)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            membership.transport.connect(name, address)
+        membership.member.bind(self._processes(membership))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"server {k}" for k in range(len(self.addresses)))
+
+    def _processes(self, membership: Membership) -> dict[str, int]:
+        return {name: membership.run.credentials.process_of(name) for name in self.names}
 
     def _start_own(self, mine: list[int], membership: Membership) -> None:
-        credentials = membership.rendezvous.credentials
         for k in mine:
             server = start_server(
                 index=k,
-                secret=credentials.secret.decode(),
-                job=credentials.job,
-                encrypt=credentials.encrypt,
+                credentials=membership.run.credentials,
                 bind=membership.host,
                 timeout_s=membership.limits.start_s,
             )
             self.own.append(server)
-            membership.rendezvous.post(f"server/{k}", server.address)
+            membership.gathering.post(f"server/{k}", server.address)
         self._watch_own(membership.member)
 
     def _watch_own(self, member: Member) -> None:
         """A server that is killed has no last words, and may not be expected to beat yet."""
-        before = member.idle
 
         def look() -> None:
-            before()
             for server in self.own:
                 code = server.process.poll()
                 if code is not None and code < 0:
                     member.report(server.name, f"was killed by {signal_name(-code)}")
 
         if self.own:
-            member.idle = look
+            member.on_tick(look)
 
     def configure(
         self, plan: Plan, membership: Membership, optimizer: OptimizerRecipe | None
@@ -101,7 +104,7 @@ class Shards:
         if member.name != HUB or not self.addresses:
             return
         answers: dict[str, str | None] = {}
-        names = [f"server {k}" for k in range(len(self.addresses))]
+        names = self.names
 
         def on_ready(message: Message) -> None:
             assert isinstance(message.body, Ready)
@@ -116,8 +119,10 @@ class Shards:
         member.on(Ready, on_ready)
         everybody = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
         everybody |= dict(zip(names, self.addresses, strict=True))
+        processes = {f"rank {rank}": number for rank, number in enumerate(membership.run.processes)}
+        processes |= self._processes(membership)
         silence_s = member.roster.worker_silence_s or membership.limits.silence_s
-        content = Configuration.of(plan, everybody, silence_s, optimizer).encode()
+        content = Configuration.of(plan, everybody, processes, silence_s, optimizer).encode()
         for name in names:
             member.send(name, Configure(), [content])
         member.wait_until(

@@ -70,7 +70,7 @@ class Stage:
         hub.on(Ready, on_ready)
         nodes = [*self.plan.cluster.worker_nodes, *self.plan.cluster.server_nodes]
         addresses = {name: name for name in map(self.plan.cluster.name, nodes)}
-        content = Configuration.of(self.plan, addresses, FOREVER_S, optimizer).encode()
+        content = Configuration.of(self.plan, addresses, {}, FOREVER_S, optimizer).encode()
         for server in self.servers:
             hub.send(server.member.name, Configure(), [content])
         self.drain()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from slipstream.codecs import CompactWire
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Speeds
 from slipstream.planning.hybrid import Hybrid
@@ -342,7 +342,8 @@ class CompactExchange:
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
         frames = [*self._early_frames(rank, body), *message.frames]
         shape = self._layers[body.layer].shape
-        self._wire.examine(shape, body.present, body.rows, body.dtypes, frames)
+        with contribution_of(f"layer {shape.name!r}"):
+            self._wire.examine(shape, body.present, body.rows, body.dtypes, frames)
         self.received[self._scheme(self._layers[body.layer])] += message.nbytes
         self._park(rank, body, message.frames)
 
@@ -353,7 +354,8 @@ class CompactExchange:
         if (body.round, rank) in self._early[body.layer]:
             raise FrameRefused(f"rank {rank} sent its inputs twice for round {body.round}")
         shape = self._layers[body.layer].shape
-        self._wire.examine_first(shape, body.rows, body.dtype, message.frames)
+        with contribution_of(f"layer {shape.name!r}"):
+            self._wire.examine_first(shape, body.rows, body.dtype, message.frames)
         self.received[self._scheme(self._layers[body.layer])] += message.nbytes
         with self._member.changed:
             self._early[body.layer][body.round, rank] = (body, message.frames)

@@ -45,6 +45,7 @@ from slipstream.torch.inventory import (
     portrait,
     whole_vector,
 )
+from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.residuals import Residuals
@@ -174,7 +175,7 @@ def agree(
     if inventory is not None:
         lines += strategy.portrait(inventory.specs, membership.env.world_size)
         lines.append(f"servers: {membership.env.servers or 'one a host'}")
-    said = membership.rendezvous.gather("model", [str(problem or ""), lines], list[Any])
+    said = membership.gathering.gather("model", [str(problem or ""), lines], list[Any])
     if problem is not None:
         raise problem
     for rank, (trouble, other) in enumerate(said):
@@ -225,7 +226,6 @@ def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -
     """Where rounds do not need every worker, one that is stopped for a while is not an error; where
     they do, the rest make them without it, and it has missed too much to come back."""
     member = membership.member
-    membership.rendezvous.lost = member.lost
 
     def on_lost(name: str) -> None:
         shards.retire(rank_of(name), member)
@@ -292,7 +292,7 @@ def _wire(
     recipe = recipe_for(optimizer, inventory) if by_server else None
     chain = StateChain(env.rank, env.world_size, member, limits.wait_s)
     shards.configure(plan, membership, recipe)
-    membership.rendezvous.gather("configured", True, bool)
+    membership.gathering.gather("configured", True, bool)
     if not env.life:
         copy_state(chain, model)
     chain.open = False
@@ -345,8 +345,8 @@ def _wire(
     if compact is not None:
         synchronizer.capture_compact(compact)
     # Nobody trains before everybody can take a gradient.
-    membership.rendezvous.gather("distributed", True, bool)
-    membership.rendezvous.limit_s = limits.wait_s
+    membership.gathering.gather("distributed", True, bool)
+    membership.gathering.limit_s = limits.wait_s
     return Replica(
         plan,
         synchronizer,
@@ -432,12 +432,15 @@ def make_exchanges(
     collectives = None
     roads = {route.road for route in plan.routes}
     if "collective" in roads:
+        device = collective_device(inventory)
+        # NCCL copies the store it is given, which only torch's own can be.
+        store = membership.store if device.type == "cuda" else LinkStore(membership.gathering)
         collectives = Collectives(
-            membership.rendezvous.store,
+            store,
             membership.env.rank,
             membership.env.world_size,
             host=membership.host,
-            device=collective_device(inventory),
+            device=device,
             limit_s=membership.limits.wait_s,
             check=membership.member.check,
             grace_s=membership.limits.silence_s + 2,

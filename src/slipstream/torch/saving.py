@@ -46,7 +46,7 @@ def save_job(
     generators = [random_state()]
     if membership is not None:
         own = [membership.env.rank, generators[0]]
-        said = dict(membership.rendezvous.gather(f"{occasion}/random", own, list[Any]))
+        said = dict(membership.gathering.gather(f"{occasion}/random", own, list[Any]))
         generators = [said.get(rank, {}) for rank in range(membership.env.world_size)]
     problem = ""
     owed = replica.residuals.gather() if replica is not None and replica.residuals else {}
@@ -114,8 +114,8 @@ def write(
 def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
     """Rank 0's success or failure becomes everybody's."""
     if membership.env.rank == 0:
-        membership.rendezvous.post(f"{occasion}/outcome", problem)
-    said = membership.rendezvous.read(f"{occasion}/outcome", 0, str)
+        membership.gathering.post(f"{occasion}/outcome", problem)
+    said = membership.gathering.read(f"{occasion}/outcome", 0, str)
     if said:
         raise CheckpointError(said)
 
@@ -179,11 +179,11 @@ def load_job(
     if membership is not None and replica is not None:
         with replica.chain.opened():
             # Nobody sends before everybody would take it.
-            membership.rendezvous.gather(f"{occasion}/begun", True, bool)
+            membership.gathering.gather(f"{occasion}/begun", True, bool)
             share_outcome(membership, occasion, problem)
             whole = copy_state(replica.chain, model)
             checkpoint, rest = spread(checkpoint, occasion, replica, membership)
-            if not all(membership.rendezvous.gather(f"{occasion}/whole", whole and rest, bool)):
+            if not all(membership.gathering.gather(f"{occasion}/whole", whole and rest, bool)):
                 raise CheckpointError(f"a worker died while {path} was copied: load it again")
             if replica.residuals is not None:
                 replica.residuals.restore(checkpoint.tensors)
@@ -192,7 +192,7 @@ def load_job(
         averages.load(averages_of(checkpoint))
     if membership is not None:
         # Rank 0's weights travel from their own memory: nobody trains before all have them.
-        membership.rendezvous.gather(f"{occasion}/done", True, bool)
+        membership.gathering.gather(f"{occasion}/done", True, bool)
     rank = membership.env.rank if membership is not None else 0
     if rank < len(checkpoint.facts["random"]) and checkpoint.facts["random"][rank]:
         restore_random_state(checkpoint.facts["random"][rank])
@@ -213,13 +213,13 @@ def spread(
     checkpoint: Checkpoint, occasion: str, replica: Replica, membership: Membership
 ) -> tuple[Checkpoint, bool]:
     """Everything but the model, from rank 0 to all; and whether all of it has come."""
-    rendezvous, rank = membership.rendezvous, membership.env.rank
+    gathering, rank = membership.gathering, membership.env.rank
     if rank == 0:
         rest = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("model/")}
         shapes = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in rest.items()]
-        rendezvous.post(f"{occasion}/rest", [shapes, checkpoint.facts])
+        gathering.post(f"{occasion}/rest", [shapes, checkpoint.facts])
     else:
-        shapes, facts = rendezvous.read(f"{occasion}/rest", 0, list[Any])
+        shapes, facts = gathering.read(f"{occasion}/rest", 0, list[Any])
         rest = {n: torch.empty(shape, dtype=getattr(torch, kind)) for n, shape, kind in shapes}
         checkpoint = Checkpoint(facts=facts)
     staging = Staging()

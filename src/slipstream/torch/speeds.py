@@ -33,7 +33,7 @@ def measure_speeds(membership: Membership) -> Speeds:
     """The slowest link, GEMM and summing of all workers."""
     here = cached(cache_file(os.environ), this_machine(), measure_machine)
     own = [measure_link(membership), here.gemm_flops, here.summing_bytes]
-    said = membership.rendezvous.gather("speeds", own, list[float])
+    said = membership.gathering.gather("speeds", own, list[float])
     return Speeds(*(min(column) for column in zip(*said, strict=True)))
 
 
@@ -71,7 +71,7 @@ def measure_link(membership: Membership) -> float:
     echoes: dict[int, int] = {}
     member.on(Probe, lambda message: answer(member, message))
     member.on(Echo, lambda message: note(member, message, echoes))
-    membership.rendezvous.gather("probing", True, bool)
+    membership.gathering.gather("probing", True, bool)
     peer = f"rank {(env.rank + 1) % env.world_size}"
     number, nbytes = 0, FIRST_BYTES
     while True:
@@ -88,7 +88,7 @@ def measure_link(membership: Membership) -> float:
         if elapsed >= LONG_ENOUGH_S or nbytes >= MOST_BYTES:
             break
         nbytes *= 2
-    membership.rendezvous.gather("probed", True, bool)
+    membership.gathering.gather("probed", True, bool)
     return nbytes * 8 / elapsed
 
 

@@ -1,4 +1,9 @@
-"""Who may connect: keys derived from the job secret, checked before a single message is read."""
+"""Who may connect: keys derived from the job secret, checked before a single message is read.
+
+The secret is stretched once (scrypt), so that guessing a weak one from something it has signed is
+slow. Every run of a job has a key of its own, derived from the stretched secret and from what is
+fresh in that run; what was signed or sent in another run is worthless.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,38 @@ import zmq
 from zmq.utils import z85
 
 ZAP_VERSION = b"1.0"
+# About 50 ms and 16 MiB for one guess. The salt is the same for every job: all members must derive
+# the same key before they have agreed on anything.
+SCRYPT_COST, SCRYPT_BLOCK, SCRYPT_SALT = 1 << 14, 8, b"slipstream job secret"
+
+
+def stretch(secret: bytes) -> bytes:
+    """A key from a secret that a person may have chosen."""
+    return hashlib.scrypt(secret, salt=SCRYPT_SALT, n=SCRYPT_COST, r=SCRYPT_BLOCK, p=1, dklen=32)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Everything that follows from (secret, job id): all members can derive all of it.
+    """Everything that follows from the key of one run: all of its members can derive all of it.
 
     ``encrypt=True`` is ZeroMQ CURVE: authenticated and encrypted. ``encrypt=False`` is PLAIN:
-    only the job's token is checked, which is enough where nobody else can read the network.
+    only the run's token is checked, which is enough where nobody else can read the network.
     """
 
-    secret: bytes
-    job: str
+    key: bytes
     encrypt: bool
 
+    @classmethod
+    def for_run(cls, master: bytes, run: bytes, *, encrypt: bool) -> Credentials:
+        """From the job's key, and what tells this run from every other."""
+        return cls(hmac.digest(master, b"slipstream/run/" + run, "sha256"), encrypt)
+
     def derive(self, purpose: str) -> bytes:
-        return hmac.digest(self.secret, f"slipstream/{self.job}/{purpose}".encode(), "sha256")
+        return hmac.digest(self.key, f"slipstream/{purpose}".encode(), "sha256")
+
+    def process_of(self, server: str) -> int:
+        """The process number of a server: see ``wire.Envelope``."""
+        return process_number(self.derive(f"process/{server}"))
 
     def sign(self, content: bytes) -> bytes:
         return hmac.digest(self.derive("sign"), content, hashlib.sha256)
@@ -68,3 +89,8 @@ class Credentials:
         if version == ZAP_VERSION and self.admits(mechanism, proof):
             return [ZAP_VERSION, request_id, b"200", b"OK", b"member", b""]
         return [ZAP_VERSION, request_id, b"400", b"not a member of this job", b"", b""]
+
+
+def process_number(nonce: bytes) -> int:
+    """A number for a process, from bytes that no other process has."""
+    return int.from_bytes(nonce[:8], "big") >> 2

@@ -87,6 +87,7 @@ class MemoryTransport:
 
     def __init__(self, name: str, network: MemoryNetwork) -> None:
         self.name = name
+        self.process = 0
         self.address = f"{SCHEME}{name}"
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
@@ -105,7 +106,7 @@ class MemoryTransport:
     ) -> DeliveryTicket:
         if peer not in self._peers:
             raise KeyError(peer)
-        header = encode_header(self.name, body)
+        header = encode_header(self.name, body, self.process)
         self.sent[peer] += len(header) + sum(memoryview(frame).nbytes for frame in frames)
         known = self._peers[peer]
         address = known if known.startswith(SCHEME) else None  # what a test made up stands for any
@@ -119,7 +120,7 @@ class MemoryTransport:
             return
         size = len(header) + sum(memoryview(frame).nbytes for frame in frames)
         self.received[envelope.sender] += size
-        self._inbox.append(Message(envelope.sender, envelope.body, frames))
+        self._inbox.append(Message(envelope.sender, envelope.body, frames, envelope.process))
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next arrived message; lets the network move while there is none."""

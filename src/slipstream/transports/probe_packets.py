@@ -26,7 +26,7 @@ from enum import IntEnum
 from typing import Any
 
 from slipstream.errors import LaunchError
-from slipstream.transports.credentials import Credentials
+from slipstream.transports.credentials import Credentials, stretch
 
 LOOPBACK = "127.0.0.1"
 PORT = 7998
@@ -92,7 +92,8 @@ def genuine(datagram: bytes, key: bytes, body_nbytes: int = 0) -> bool:
 
 def greeting_key(secret: bytes | None) -> bytes:
     """Without a secret, which only loopback allows, it keeps out accidents and nobody else."""
-    return Credentials(secret or b"", "probe", encrypt=False).derive("greeting")
+    master = stretch(secret) if secret else b""
+    return Credentials.for_run(master, b"probe", encrypt=False).derive("greeting")
 
 
 def session_key(greeting: bytes, nonce: bytes, answer: bytes) -> bytes:

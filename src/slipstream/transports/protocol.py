@@ -26,6 +26,11 @@ class Transport(Protocol):
     @property
     def address(self) -> str: ...
 
+    @property
+    def process(self) -> int:
+        """The number of this process, which goes with every message; see ``wire.Envelope``."""
+        ...
+
     def connect(self, peer: str, address: str) -> None: ...
 
     def send(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +23,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=64)]
+Key = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Setting = bool | int | float | None | list[float] | str
 Settings = list[dict[str, Setting]]
@@ -134,6 +135,7 @@ class Returned(Body, tag="returned", frozen=True):
 
     rank: Count
     address: Name
+    process: Count
     life: Count
     drains: Count
 
@@ -143,8 +145,8 @@ class Greeting(Body, tag="greeting", frozen=True):
 
 
 class Welcome(Body, tag="welcome", frozen=True):
-    """Rank 0 to one that has come back: where the job stands, who else is there, and where those
-    listen who have come back before.
+    """Rank 0 to one that has come back: where the job stands, who else is there, and for those who
+    have come back before, where they listen and their process.
 
     My weights follow as updates, to be added to zeros.
     """
@@ -152,7 +154,7 @@ class Welcome(Body, tag="welcome", frozen=True):
     steps: Count
     drains: Count
     peers: list[Count]
-    moved: list[tuple[Count, Name]]
+    moved: list[tuple[Count, Name, Count]]
     standing: list[Count]
     bytes_s: float
 
@@ -270,11 +272,41 @@ class Echo(Body, tag="echo", frozen=True):
     number: Count
 
 
+class Contribute(Body, tag="contribute", frozen=True):
+    """A rank to rank 0: I take part in the gathering of this key; the payload is my value.
+
+    Values come from ``source``: every rank, whichever rank has one, or one rank. A rank that only
+    wants to know sends no payload.
+    """
+
+    key: Key
+    source: Literal["all", "any"] | Count
+
+
+class Gathered(Body, tag="gathered", frozen=True):
+    """Rank 0 to a rank: the values of this key, a frame for each of these ranks."""
+
+    key: Key
+    ranks: list[Count]
+
+
+class Rejoin(Body, tag="rejoin", frozen=True):
+    """A worker that was started again to rank 0, before all else: answer me at this address."""
+
+    address: Name
+    life: Count
+
+
 class Beat(Body, tag="beat", frozen=True):
-    """I am alive; rounds begun, by member. Rank 0 tells everybody everybody's, and who is done."""
+    """I am alive; rounds begun, by member.
+
+    Rank 0 tells everybody everybody's, who is done, and for which gatherings it still waits for
+    whom.
+    """
 
     rounds: dict[Name, Count]
     done: list[Name] = []
+    awaited: dict[Key, list[Name]] = {}
 
 
 class Leave(Body, tag="leave", frozen=True):
@@ -282,11 +314,13 @@ class Leave(Body, tag="leave", frozen=True):
 
     ``told``: the reason will be said by the sender itself, so that nobody else needs to.
     ``round``: rounds begun, when done; whoever begins more would wait for the sender in vain.
+    ``about``: the member that the sender has seen fail, if it is not the sender itself.
     """
 
     reason: Text | None = None
     told: bool = False
     round: Count = 0
+    about: Name | None = None
 
 
 class Fault(Body, tag="fault", frozen=True):
@@ -371,6 +405,9 @@ AnyBody = (
     | Account
     | Probe
     | Echo
+    | Contribute
+    | Gathered
+    | Rejoin
     | Beat
     | Leave
     | Fault
@@ -384,10 +421,14 @@ AnyBody = (
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header frame: who speaks, and what."""
+    """The header frame: who sends, from which process, and what.
+
+    A name belongs to one process; messages of another process under this name are refused.
+    """
 
     sender: Name
     body: AnyBody
+    process: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +438,7 @@ class Message:
     sender: str
     body: AnyBody
     frames: Sequence[Buffer] = ()
+    process: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -407,8 +449,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
-def encode_header(sender: str, body: AnyBody) -> bytes:
-    return _encoder.encode(Envelope(sender, body))
+def encode_header(sender: str, body: AnyBody, process: int = 0) -> bytes:
+    return _encoder.encode(Envelope(sender, body, process))
 
 
 def decode_header(header: Buffer) -> Envelope:

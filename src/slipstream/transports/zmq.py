@@ -22,6 +22,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.errors import FrameRefused, LaunchError
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.descriptors import (
+    ERRORS,
+    cut,
+    descriptor_limit,
+    out_of_descriptors,
+)
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.tcp_counters import acknowledged
 from slipstream.transports.wire import (
@@ -39,6 +45,10 @@ PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
 REFUSALS = 3  # connections in a row that were not made, until the host is asked why
 ASKING_S = 0.2
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
+# Connections that have not authenticated: at most so many, and at most this part of all
+# descriptors; the oldest ones are cut.
+MOST_UNKNOWN, UNKNOWN_SHARE = 512, 8
+MOST_SOCKETS = 65535  # ZeroMQ's own limit is 1023; a peer takes six
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
 # A server's port takes a flow from each worker, and the other way round. With the kernel's own,
 # much larger buffers these flows overrun the switch's queue, and the unlucky one of a round waits
@@ -53,6 +63,14 @@ LINK_EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
+)
+GUEST_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_DISCONNECTED
 )
 LOOPBACK = "//127.0.0.1:"  # in an address
 _ZAP = "inproc://zeromq.zap.01"
@@ -132,16 +150,19 @@ class ZmqTransport:
         *,
         host: str,
         credentials: Credentials,
+        process: int = 0,
         largest_frame_bytes: int = LARGEST_FRAME_BYTES,
         send_buffer_bytes: int = WORKER_SEND_BUFFER_BYTES,
     ) -> None:
         self.name = name
+        self.process = process
         self._send_buffer_bytes = send_buffer_bytes
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._credentials = credentials
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._posted: deque[tuple[str, Posted | str]] = deque()
@@ -160,8 +181,10 @@ class ZmqTransport:
         self._guard.bind(_ZAP)
         self._inbound = self._listen(host, largest_frame_bytes)
         self.address: str = bytes(self._inbound.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._guests = self._inbound.get_monitor_socket(GUEST_EVENTS)
+        self._unknown: dict[int, None] = {}  # descriptors of connections, oldest first
         self._poller = zmq.Poller()
-        for readable in (self._guard, self._inbound, self._woken):
+        for readable in (self._guard, self._inbound, self._woken, self._guests):
             self._poller.register(readable, zmq.POLLIN)
 
     def _listen(self, host: str, largest_frame_bytes: int) -> zmq.Socket[bytes]:
@@ -194,6 +217,30 @@ class ZmqTransport:
         self.wake()
 
     def _open(self, lane: Lane) -> Outbound:
+        try:
+            return self._open_link(lane)
+        except zmq.ZMQError as error:
+            if error.errno not in ERRORS:
+                raise
+            raise out_of_descriptors(f"a connection to {lane[0]}") from error
+
+    def _note_guest(self) -> None:
+        """Know who has not authenticated; where they are too many, cut the oldest.
+
+        Nobody can authenticate meanwhile: it is this thread that admits them.
+        """
+        told = recv_monitor_message(self._guests)
+        if told["event"] != zmq.EVENT_ACCEPTED:
+            self._unknown.pop(told["value"], None)
+            return
+        self._unknown[told["value"]] = None
+        if len(self._unknown) > min(MOST_UNKNOWN, descriptor_limit() // UNKNOWN_SHARE):
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            if cut(oldest, place_of(self.address)[1]):
+                self.refused["connection"] += 1
+
+    def _open_link(self, lane: Lane) -> Outbound:
         peer, for_control = lane
         address = self._addresses[peer]
         link = self._context.socket(zmq.PUSH)
@@ -252,7 +299,7 @@ class ZmqTransport:
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
     ) -> SendTicket:
-        parts: list[Buffer] = [encode_header(self.name, body), *frames]
+        parts: list[Buffer] = [encode_header(self.name, body, self.process), *frames]
         posted = Posted(priority, next(self._order), parts, SendTicket())
         with self._lock:
             self._posted.append((peer, posted))
@@ -278,6 +325,8 @@ class ZmqTransport:
                 self._drain_wakes()
             if self._guard in ready:
                 self._guard.send_multipart(self._credentials.answer(self._guard.recv_multipart()))
+            if self._guests in ready:
+                self._note_guest()
             for lane in tuple(self._blocked):
                 if self._outbound[lane].link in ready:
                     self._push_out(lane)
@@ -356,7 +405,7 @@ class ZmqTransport:
             return None
         frames = tuple(part.buffer for part in parts[1:])
         self.received[envelope.sender] += sum(len(part) for part in parts)
-        return Message(envelope.sender, envelope.body, frames)
+        return Message(envelope.sender, envelope.body, frames, envelope.process)
 
     def refuse(self, error: FrameRefused) -> None:
         """Count a message that did not fit; whoever sent it is not worth more work."""
@@ -369,8 +418,10 @@ class ZmqTransport:
             for lane in tuple(self._blocked):
                 self._push_out(lane)
             self._poller.poll(20)
-        self._inbound.close(0)
         # First of all: ZeroMQ's thread would wait for ever to report to a monitor that is closed.
+        self._inbound.disable_monitor()
+        self._guests.close(0)
+        self._inbound.close(0)
         for outbound in self._outbound.values():
             outbound.link.disable_monitor()
         for monitor in self._monitors:

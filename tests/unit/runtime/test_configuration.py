@@ -25,7 +25,7 @@ ROUTES = st.builds(
 
 
 def over_the_wire(plan: Plan, optimizer: OptimizerRecipe | None = None) -> Configuration:
-    sent = Configuration.of(plan, {"rank 0": "tcp://127.0.0.1:1"}, 5.0, optimizer)
+    sent = Configuration.of(plan, {"rank 0": "tcp://127.0.0.1:1"}, {"rank 0": 7}, 5.0, optimizer)
     received = Configuration.decode(memoryview(sent.encode()))
     assert received == sent
     return received
@@ -96,7 +96,7 @@ def test_what_is_no_configuration_is_refused(content: bytes) -> None:
 
 
 def test_half_a_configuration_is_refused() -> None:
-    content = Configuration.of(make_plan([vector("w", 9)]), {}, 5.0, None).encode()
+    content = Configuration.of(make_plan([vector("w", 9)]), {}, {}, 5.0, None).encode()
     for end in range(0, len(content), 7):
         with pytest.raises(FrameRefused):
             Configuration.decode(content[:end])

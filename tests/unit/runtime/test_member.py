@@ -281,9 +281,9 @@ def test_a_message_to_oneself_needs_no_ticket(company: Company) -> None:
     assert seen == [Message(HUB, Fetch(3), [b"frame"])]
 
 
-def test_the_idle_call_comes_once_a_beat(company: Company) -> None:
+def test_ticks_come_once_a_beat(company: Company) -> None:
     calls: list[float] = []
-    company[HUB].idle = lambda: calls.append(company.clock.now)
+    company[HUB].on_tick(lambda: calls.append(company.clock.now))
     company.talk()
     company.pass_time(2)
     assert len(calls) == 5

@@ -54,7 +54,7 @@ class Bench:
 
     def configure(self, plan: Plan, optimizer: OptimizerRecipe | None = None) -> None:
         workers = {"rank 0": "", "rank 1": ""}
-        content = Configuration.of(plan, workers, 1e9, optimizer).encode()
+        content = Configuration.of(plan, workers, {}, 1e9, optimizer).encode()
         self.tell(HUB, Configure(), content)
 
 
@@ -71,7 +71,7 @@ def test_rank_0s_plan_is_taken_and_answered(bench: Bench) -> None:
 
 
 def test_only_rank_0_configures_and_only_once(bench: Bench) -> None:
-    content = Configuration.of(make_plan(SPECS), {"rank 0": ""}, 1e9, None).encode()
+    content = Configuration.of(make_plan(SPECS), {"rank 0": ""}, {}, 1e9, None).encode()
     bench.tell("rank 1", Configure(), content)
     bench.tell(HUB, Configure())
     bench.tell(HUB, Configure(), content, content)

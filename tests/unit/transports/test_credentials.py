@@ -9,8 +9,8 @@ from zmq.utils import z85
 from slipstream.transports.credentials import Credentials
 
 SECRET = b"correct horse battery staple"
-CURVE = Credentials(SECRET, "job", encrypt=True)
-PLAIN = Credentials(SECRET, "job", encrypt=False)
+CURVE = Credentials.for_run(SECRET, b"job", encrypt=True)
+PLAIN = Credentials.for_run(SECRET, b"job", encrypt=False)
 
 
 def request(mechanism: bytes, *proof: bytes, version: bytes = b"1.0") -> list[bytes]:
@@ -46,9 +46,9 @@ def admitted(credentials: Credentials, asked: list[bytes]) -> bool:
 
 
 STRANGERS = [
-    Credentials(b"another secret entirely", "job", encrypt=True),
-    Credentials(SECRET, "another job", encrypt=True),
-    Credentials(SECRET + b"!", "job", encrypt=True),
+    Credentials.for_run(b"another secret entirely", b"job", encrypt=True),
+    Credentials.for_run(SECRET, b"another job", encrypt=True),
+    Credentials.for_run(SECRET + b"!", b"job", encrypt=True),
 ]
 
 
@@ -70,7 +70,7 @@ def test_members_are_admitted() -> None:
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_others_are_not(stranger: Credentials) -> None:
-    in_plain = Credentials(stranger.secret, stranger.job, encrypt=False)
+    in_plain = Credentials(stranger.key, encrypt=False)
     assert not admitted(CURVE, request(b"CURVE", curve_proof(stranger)))
     assert not admitted(PLAIN, request(b"PLAIN", *plain_proof(in_plain)))
 
