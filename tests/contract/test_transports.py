@@ -1,5 +1,6 @@
 """What every transport must do; a new one joins by an entry in ``halls.KINDS``."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -27,7 +28,7 @@ from slipstream.transports.wire import (
     Publish,
     encode_header,
 )
-from slipstream.transports.zmq import IN_FLIGHT, ZmqTransport
+from slipstream.transports.zmq import IN_FLIGHT, MOST_UNKNOWN, ZmqTransport, place_of
 
 LARGE = 3_000_000
 
@@ -400,8 +401,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="need
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_closing_frees_sockets_and_threads(encrypt: bool) -> None:
     credentials = Credentials.for_run(SECRET, b"job", encrypt=encrypt)
-    before = resources()
-    for _ in range(2):
+    now = []
+    for _ in range(3):
         a, b = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "ab")
         a.connect("b", b.address)
         a.connect("nobody", "tcp://127.0.0.1:1")
@@ -415,7 +416,10 @@ def test_closing_frees_sockets_and_threads(encrypt: bool) -> None:
         del message
         a.close(0.0)
         b.close(0.0)
-    assert resources() == before
+        now.append(resources())
+    # The first zero-copy message starts a thread of pyzmq's that stays.
+    assert now[1] == now[0]
+    assert now[2] == now[0]
 
 
 @needs_proc
@@ -436,3 +440,40 @@ def test_a_closed_endpoint_in_memory_sends_no_more() -> None:
         a.close(0.0)
         with pytest.raises(KeyError):
             a.send("b", Fetch(0))
+
+
+@needs_proc
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_connections_that_do_not_authenticate_are_few(encrypt: bool) -> None:
+    """The oldest are cut; a member still gets through."""
+    credentials = Credentials.for_run(SECRET, b"job", encrypt=encrypt)
+    a, b = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "ab")
+    place = place_of(b.address)
+    try:
+        idle = []
+        for number in range(MOST_UNKNOWN + 100):
+            idle.append(socket.create_connection(place, 10))
+            if number % 20 == 0:
+                b.receive(0.001)
+        for _ in range(200):
+            b.receive(0.001)
+        assert b.refused["connection"] >= 100
+        for connection in idle[:50]:
+            connection.settimeout(10)
+            while connection.recv(100):  # the greeting, then the end
+                pass
+        idle[-1].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert idle[-1].recv(100), "the newest was cut"
+        a.connect("b", b.address)
+        a.send("b", Fetch(7))
+        message = None
+        while message is None:
+            a.receive(0.01)
+            message = b.receive(0.01)
+        assert message.body == Fetch(7)
+    finally:
+        for connection in idle:
+            connection.close()
+        a.close(0.0)
+        b.close(0.0)

@@ -185,6 +185,12 @@ class Crowd:
             else:
                 self._open.append(link)
 
+    def idle(self, port: int, count: int) -> None:
+        """Connections that never say anything; those that are cut are not made again."""
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                self._open.append(socket.create_connection(("127.0.0.1", port), 10))
+
     def close(self) -> None:
         for link in self._open:
             link.close()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.errors import FrameRefused, LaunchError
+from slipstream.errors import FrameRefused, LaunchError, OutOfDescriptors
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.descriptors import (
     ERRORS,
@@ -218,11 +218,17 @@ class ZmqTransport:
 
     def _open(self, lane: Lane) -> Outbound:
         try:
-            return self._open_link(lane)
+            link = self._context.socket(zmq.PUSH)
+            try:
+                self._set_up(lane, link)
+            except zmq.ZMQError:
+                link.close(0)
+                raise
         except zmq.ZMQError as error:
             if error.errno not in ERRORS:
                 raise
             raise out_of_descriptors(f"a connection to {lane[0]}") from error
+        return Outbound(link)
 
     def _note_guest(self) -> None:
         """Know who has not authenticated; where they are too many, cut the oldest.
@@ -240,10 +246,9 @@ class ZmqTransport:
             if cut(oldest, place_of(self.address)[1]):
                 self.refused["connection"] += 1
 
-    def _open_link(self, lane: Lane) -> Outbound:
+    def _set_up(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
         peer, for_control = lane
         address = self._addresses[peer]
-        link = self._context.socket(zmq.PUSH)
         link.sndhwm = IN_FLIGHT
         if LOOPBACK not in address:
             link.sndbuf = self._send_buffer_bytes
@@ -257,7 +262,6 @@ class ZmqTransport:
             link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
         self._watch(lane, link)  # first: of a connection that is there already nothing is told
         link.connect(address)
-        return Outbound(link)
 
     def _watch(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
         monitor = link.get_monitor_socket(LINK_EVENTS)
@@ -413,7 +417,8 @@ class ZmqTransport:
 
     def close(self, linger_s: float) -> None:
         deadline = time.monotonic() + linger_s
-        self._dispatch_posted()
+        with contextlib.suppress(OutOfDescriptors):  # it was raised before, and ends the job
+            self._dispatch_posted()
         while self._blocked and time.monotonic() < deadline:
             for lane in tuple(self._blocked):
                 self._push_out(lane)

@@ -1,0 +1,41 @@
+"""Trains a little and shares values, while somebody else reads and writes the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slipstream
+
+TAG, HOLD = sys.argv[1], "hold" in sys.argv[2:]
+SHARES = 30
+
+if "few descriptors" in sys.argv[2:]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+if os.environ["RANK"] == "0":
+    Path("port").write_text(os.environ["MASTER_PORT"])
+with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
+    torch.manual_seed(1)
+    model: nn.Module = nn.Linear(8, 4)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = job.distribute(model, optimizer, "push_pull")
+    shared = []
+    for step in range(SHARES):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.ones(2, 8)), torch.zeros(2, 4)).backward()
+        optimizer.step()
+        if step == 2:
+            Path(f"training.{job.rank}").touch()
+            while HOLD and job.rank == 0 and not Path("go").exists():
+                time.sleep(0.02)
+        shared.append(job.share(f"{TAG} {step}" if job.rank == 0 else None))
+    Path(f"shared.{job.rank}").write_text(json.dumps(shared))

@@ -1,0 +1,189 @@
+"""The store in which ranks meet is open to whoever reaches it; a job does not suffer from that."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacker import Crowd
+from launches import SLIPSTREAM, TORCHRUN, Launch, until
+from nursery import Nursery, Run
+from remains import listening_ports
+from torch import distributed
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+WORKER = Path(__file__).with_name("store_worker.py")
+SECRET = {"SLIPSTREAM_SECRET": "the secret of a job whose store is open"}
+SHARES = 30
+MEETING = ("place/", "address/")
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+def open_store(port: str) -> Any:
+    """As somebody without the secret opens it."""
+    return distributed.TCPStore(
+        "127.0.0.1", int(port), None, is_master=False, timeout=timedelta(seconds=10)
+    )
+
+
+def held(nursery: Nursery, tag: str, env: Mapping[str, str], *more: str) -> Run:
+    """A job that waits in the middle of its training until ``go`` is there."""
+    run = nursery.start(WORKER, tag, "hold", *more, ranks=2, env={**SECRET, **env})
+    until(lambda: run.marked("training") or run.codes, "training")
+    assert not run.codes, run.told()
+    return run
+
+
+def finish(run: Run) -> None:
+    (run.folder / "go").touch()
+    run.wait()
+
+
+def shared(run: Run, rank: int) -> list[str]:
+    told: list[str] = json.loads((run.folder / f"shared.{rank}").read_text())
+    return told
+
+
+def assert_undisturbed(run: Run, tag: str) -> None:
+    assert run.codes == {0: 0, 1: 0}, run.told()
+    for rank in range(2):
+        assert shared(run, rank) == [f"{tag} {step}" for step in range(SHARES)]
+    assert run.own_lines() == []
+    assert run.remains.left() == []
+
+
+def contents(port: str) -> dict[str, bytes]:
+    store = open_store(port)
+    return {key: store.get(key) for key in store.list_keys()}
+
+
+@contextmanager
+def writing(port: str, values: Callable[[Any], Mapping[str, bytes]]) -> Iterator[None]:
+    """Within, somebody writes values to the store over and over."""
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            try:
+                socket.create_connection(("127.0.0.1", int(port)), 1).close()
+                store = open_store(port)
+                while not over.is_set():
+                    for key, value in values(store).items():
+                        store.set(key, value)
+                    time.sleep(0.001)
+            except (OSError, RuntimeError):
+                time.sleep(0.005)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_nothing_but_meeting_data_lies_in_the_store(nursery: Nursery) -> None:
+    port = free_port()
+    run = held(nursery, "a marker", {"MASTER_PORT": port})
+    kept = contents(port)
+    finish(run)
+    assert_undisturbed(run, "a marker")
+    stray = [key for key in kept if not any(part in key for part in MEETING)]
+    assert kept
+    assert [key for key in stray if not key.startswith("init/")] == []
+    assert all(b"marker" not in value for value in kept.values())
+
+
+def test_garbage_in_the_store_does_not_touch_a_running_job(nursery: Nursery) -> None:
+    port = free_port()
+    run = held(nursery, "mine", {"MASTER_PORT": port})
+    with writing(port, lambda store: dict.fromkeys(store.list_keys(), b"garbage")):
+        finish(run)
+    assert_undisturbed(run, "mine")
+
+
+def test_values_of_an_earlier_run_are_worth_nothing(nursery: Nursery) -> None:
+    """Whoever kept them may keep the ranks from meeting, but not have them believe anything."""
+    port = free_port()
+    first = held(nursery, "yesterday", {"MASTER_PORT": port})
+    old = {**contents(port)}
+    (first.folder / "go").touch()
+
+    def more(store: Any) -> dict[str, bytes]:
+        old.update({key: store.get(key) for key in store.list_keys()})
+        return {}
+
+    with writing(port, more):
+        first.wait()
+    with writing(port, lambda _: old):
+        second = nursery.run(WORKER, "today", ranks=2, env={**SECRET, "MASTER_PORT": port})
+    for rank, code in second.codes.items():
+        if code == 0:
+            assert shared(second, rank) == [f"today {step}" for step in range(SHARES)]
+    if set(second.codes.values()) != {0}:
+        assert second.own_lines(), second.told()
+    assert second.remains.left() == []
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({}, "has joined the job at"),
+        ({"SLIPSTREAM_SECRET": "not the secret of that job"}, "not signed with this job's secret"),
+    ],
+    ids=["same secret", "another secret"],
+)
+def test_a_second_job_on_the_port_refuses_by_itself(
+    nursery: Nursery, env: dict[str, str], says: str
+) -> None:
+    port = free_port()
+    run = held(nursery, "first", {"MASTER_PORT": port})
+    own = {**SECRET, "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **env}
+    second = nursery.run(WORKER, "second", ranks=[own])
+    finish(run)
+    assert second.codes[0] != 0
+    assert [says in line for line in second.own_lines()] == [True], second.told()
+    assert "Traceback" not in second.told()
+    assert_undisturbed(run, "first")
+
+
+def test_idle_connections_do_not_use_up_the_descriptors(nursery: Nursery) -> None:
+    run = held(nursery, "mine", {}, "few descriptors")
+    ports = [port for pid in run.pids for port in sorted(listening_ports(pid))]
+    crowd = Crowd()
+    for port in ports:
+        crowd.idle(port, 1100)
+    finish(run)
+    crowd.close()
+    assert_undisturbed(run, "mine")
+
+
+def test_torchruns_store_takes_a_secret(launch: Callable[..., Launch]) -> None:
+    """It listens on all addresses, so no token may lie there."""
+    elastic = (TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}")
+    refused = launch(*elastic, str(WORKER), "tag")
+    admitted = launch(*elastic[:2], f"--master-port={free_port()}", str(WORKER), "tag", env=SECRET)
+    assert refused.wait() != 0
+    assert any("SLIPSTREAM_SECRET=" in line for line in refused.own_lines), refused.stderr
+    assert admitted.wait() == 0, admitted.stderr
+    assert (admitted.folder / "shared.1").exists()
+
+
+def test_the_launcher_needs_no_secret_from_the_user(launch: Callable[..., Launch]) -> None:
+    job = launch(SLIPSTREAM, "run", "--workers=2", str(WORKER), "tag")
+    assert job.wait() == 0, job.stderr
+    assert json.loads((job.folder / "shared.1").read_text())[0] == "tag 0"
