@@ -1,6 +1,7 @@
 """What each host runs in ``test_hosts``: a short job for each strategy, its figures as JSON."""
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,9 @@ def train(strategy: str) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = job.distribute(model, optimizer, strategy)
         for step in range(10):
+            if step == 2 and "HOLD" in os.environ:
+                print("training", flush=True)
+                sys.stdin.readline()
             generator = torch.Generator().manual_seed(1000 * step + job.rank)
             x = torch.randn(8, 64, generator=generator)
             y = torch.randint(10, (8,), generator=generator)

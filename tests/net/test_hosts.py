@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.lab import Lab, why_unavailable
+from slipstream.lab import Host, Lab, why_unavailable
 
 pytestmark = [
     pytest.mark.net,
@@ -66,3 +66,56 @@ def test_hosts_train_together_encrypted_or_not_and_stats_agree_with_the_kernel()
     assert sum(b["sent"] + b["received"] + b["control"] for b in told) == pytest.approx(
         on_links, rel=0.05
     )
+
+
+def test_a_job_on_one_host_listens_on_loopback_whatever_master_addr_says() -> None:
+    """Without a secret the token lies in the store, which nobody elsewhere may reach."""
+    with Lab(hosts=2, rate=None) as lab:
+        host, elsewhere = lab.hosts
+        shared = {
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": host.address,
+            "MASTER_PORT": "29500",
+            "SLIPSTREAM_INTERFACE": host.address,
+            "OMP_NUM_THREADS": "1",
+        }
+        workers = [
+            host.popen(
+                [sys.executable, WORKER, "push_pull"],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HOLD": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        begun = [worker.stdout.readline() for worker in workers if worker.stdout is not None]
+        listening = said_by(host, "ss", "-Hltn").splitlines()
+        reached = said_by(elsewhere, sys.executable, "-c", KNOCK, host.address).strip()
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        said = [worker.communicate(timeout=LIMIT_S) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert begun == ["training\n"] * 2
+    places = [line.split()[3] for line in listening]
+    assert len(places) >= 4  # the store, two workers, a server
+    assert [place for place in places if not place.startswith("127.0.0.1:")] == []
+    assert reached == "refused"
+
+
+def said_by(host: Host, *command: str) -> str:
+    process = host.popen(command, stdout=subprocess.PIPE)
+    return process.communicate(timeout=LIMIT_S)[0]
+
+
+KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 29500), 5)
+    print("let in")
+except ConnectionRefusedError:
+    print("refused")
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -19,6 +20,9 @@ WIDTH = 300
 
 with slipstream.init() as job:
     if job.rank == 0:
+        run = job._membership.run  # what a member knows
+        known = {"key": run.credentials.key.hex(), "processes": run.processes}
+        Path("run.json").write_text(json.dumps(known))
         Path("port").write_text(os.environ["MASTER_PORT"])
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))

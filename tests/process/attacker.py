@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import zmq
 
@@ -34,10 +34,18 @@ Frames = list[bytes]
 
 
 class Forger:
-    """Makes messages that no member would send, each wrong in at least one way."""
+    """Makes messages that no member would send, each wrong in at least one way.
 
-    def __init__(self, seed: int) -> None:
+    Most come with the process number of the member whose name they bear. Gradients do not: one that
+    a member itself sends and that does not fit ends the job.
+    """
+
+    def __init__(self, seed: int, processes: Mapping[str, int]) -> None:
         self._random = random.Random(seed)
+        self._processes = processes
+
+    def header(self, sender: str, body: AnyBody) -> bytes:
+        return encode_header(sender, body, self._processes.get(sender, 0))
 
     def messages(self, count: int) -> Iterator[Frames]:
         kinds: Sequence[Callable[[], Frames]] = (
@@ -65,7 +73,7 @@ class Forger:
 
     def damaged_header(self) -> Frames:
         """A header that cannot be read any more: cut, continued, or of wrong types."""
-        header = encode_header("rank 1", Push(0, 0, 0, b"\1", 7))
+        header = self.header("rank 1", Push(0, 0, 0, b"\1", 7))
         cut = header[: self._random.randrange(len(header))]
         wrong_type = header.replace(b"push", b"pusc")
         return [self._random.choice([cut, header + b"\0", wrong_type]), self.bytes_(500)]
@@ -94,13 +102,13 @@ class Forger:
         chunk, round_ = self._random.randrange(6), self._random.randrange(200)
         sender = self._random.choice(["server 0", "rank 1", "server 9"])
         body = Publish(chunk, round_, b"\1", checksum([frame]) ^ 1)
-        return [encode_header(sender, body), frame]
+        return [self.header(sender, body), frame]
 
     def stranger(self) -> Frames:
         """Somebody who is in nobody's books, under an ever new name."""
         name = self._random.randbytes(32).hex()
         bodies: Sequence[AnyBody] = (Beat({name: 5}), Beat({}), Ready(), Push(0, 0, 0, b"\1", 0))
-        return [encode_header(name, self._random.choice(bodies))]
+        return [self.header(name, self._random.choice(bodies))]
 
     def out_of_turn(self) -> Frames:
         """What is somebody's to say, but not this one's, or not now."""
@@ -112,7 +120,7 @@ class Forger:
             State(0, [(0, "step", "float32")], 0),
             Ready("no"),
         )
-        return [encode_header("rank 1", self._random.choice(bodies)), self.bytes_(300)]
+        return [self.header("rank 1", self._random.choice(bodies)), self.bytes_(300)]
 
     def piece(self) -> Frames:
         """State that nobody asked for; kept, it would fill the memory."""
@@ -120,7 +128,7 @@ class Forger:
         sync = self._random.choice([1, 2, 10**6])
         sender = self._random.choice(["rank 0", "rank 1"])
         body = Piece(sync, self._random.randrange(4), 0, checksum([frame]))
-        return [encode_header(sender, body), frame]
+        return [self.header(sender, body), frame]
 
 
 def send_as_member(address: str, credentials: Credentials, messages: Iterator[Frames]) -> None:

@@ -59,6 +59,10 @@ def train(job: Any) -> None:
     if WRONG == "distribute twice":
         job.distribute(model, optimizer, strategy)
     steps = STEPS
+    values = torch.ones(2, 8)
+    if WRONG == "converted" and ODD:
+        model.double()
+        values = values.double()
     if ODD and WRONG in ("leaves early", "stays longer"):
         steps += -2 if WRONG == "leaves early" else 2
     for step in range(steps):
@@ -66,7 +70,7 @@ def train(job: Any) -> None:
         times = 2 if WRONG == "more passes" and ODD and step == 2 else 1
         times = 2 if WRONG == "second pass" else times
         for _ in range(times):
-            hidden = torch.tanh(model["first"](torch.ones(2, 8)))
+            hidden = torch.tanh(model["first"](values))
             model["second"](hidden).pow(2).mean().backward()
         if WRONG == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)

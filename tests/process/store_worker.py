@@ -15,8 +15,14 @@ from torch import nn
 
 import slipstream
 
-TAG, HOLD = sys.argv[1], "hold" in sys.argv[2:]
+TAG, HOLD, HOLD_EARLY = sys.argv[1], "hold" in sys.argv[2:], "hold early" in sys.argv[2:]
 SHARES = 30
+
+
+def hold() -> None:
+    while not Path("go").exists():
+        time.sleep(0.02)
+
 
 if "few descriptors" in sys.argv[2:]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -24,6 +30,9 @@ if "few descriptors" in sys.argv[2:]:
 if os.environ["RANK"] == "0":
     Path("port").write_text(os.environ["MASTER_PORT"])
 with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
+    Path(f"joined.{job.rank}").touch()
+    if HOLD_EARLY:
+        hold()
     torch.manual_seed(1)
     model: nn.Module = nn.Linear(8, 4)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -35,7 +44,7 @@ with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
         optimizer.step()
         if step == 2:
             Path(f"training.{job.rank}").touch()
-            while HOLD and job.rank == 0 and not Path("go").exists():
-                time.sleep(0.02)
+            if HOLD and job.rank == 0:
+                hold()
         shared.append(job.share(f"{TAG} {step}" if job.rank == 0 else None))
     Path(f"shared.{job.rank}").write_text(json.dumps(shared))

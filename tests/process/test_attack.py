@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 WORKER = Path(__file__).with_name("attack_worker.py")
 WORKERS = 2
-SECRET, JOB = "the secret of a job under attack", "under-attack"
+SECRET = "the secret of a job under attack"
 FRAMES, CONNECTIONS = 10_000, 1_000
 GROWTH_BYTES = 50 * MEGABYTE
 
@@ -60,7 +61,7 @@ class Memory:
 def outcome(nursery: Nursery) -> Outcome:
     undisturbed = nursery.run(WORKER, ranks=WORKERS)
     assert set(undisturbed.codes.values()) == {0}, undisturbed.told()
-    env = {"SLIPSTREAM_SECRET": SECRET, "SLIPSTREAM_JOB": JOB}
+    env = {"SLIPSTREAM_SECRET": SECRET}
     run = nursery.start(WORKER, "hold", ranks=WORKERS, env=env)
     until(lambda: run.marked("training"), "training")
     growth = attack(run)
@@ -77,14 +78,18 @@ def attack(run: Run) -> dict[str, int]:
     }
     ports = {name: sorted(listening_ports(process.pid)) for name, process in members.items()}
     memory, crowd = Memory(members), Crowd()
-    credentials = Credentials(SECRET.encode(), JOB, encrypt=False)
+    known = json.loads((run.folder / "run.json").read_text())
+    credentials = Credentials(bytes.fromhex(known["key"]), encrypt=False)
+    processes = {f"rank {rank}": number for rank, number in enumerate(known["processes"])}
+    processes["server 0"] = credentials.process_of("server 0")
     everywhere = [port for some in ports.values() for port in some]
     links = [own_port(run, name, some) for name, some in ports.items()]
     crowd.connect(everywhere, CONNECTIONS // 2, seed=1)
     for number, port in enumerate(links):
         address = f"tcp://127.0.0.1:{port}"
         share = FRAMES // 2 if number == 0 else FRAMES // 4
-        send_as_member(address, credentials, Forger(seed=number).messages(share))
+        forger = Forger(number, processes)
+        send_as_member(address, credentials, forger.messages(share))
         send_oversized(address, credentials)
     crowd.connect(everywhere, CONNECTIONS // 2, seed=2)
     growth = memory.growth()

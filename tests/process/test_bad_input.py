@@ -68,6 +68,10 @@ MISTAKES = [
             Mistake("stays longer", ("rank 1", "same number of steps"), strategy),
         )
     ),
+    *(
+        Mistake("converted", ("rank 1", "float64", "float32", "before"), strategy)
+        for strategy in ("push_pull", SERVER, "allreduce", "all_to_all", "poseidon", "ako")
+    ),
     Mistake("distribute twice", ("called twice",)),
     Mistake("save too early", ("after job.distribute",)),
     Mistake(

@@ -23,7 +23,6 @@ class LiveTensors:
         self._specs = plan.specs
         self._tensors = inventory.tensors
         self._places = inventory.places
-        self._dtypes = [tensor.dtype for tensor in inventory.tensors]
         self._is_buffer = [spec.role == "buffer" for spec in plan.specs]
         self._weights_return = plan.update == "server"
         self._gradients = staging
@@ -62,8 +61,6 @@ class LiveTensors:
         live = self._live(tensor)
         if not self._is_buffer[tensor]:
             gradient = live.grad
-            if gradient is not None and gradient.dtype != self._dtypes[tensor]:
-                raise converted(self._specs[tensor].name, self._dtypes[tensor], gradient.dtype)
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
             return gradient
@@ -95,10 +92,3 @@ class LiveTensors:
         if live.grad is None or live.grad.is_sparse:
             live.grad = torch.empty_like(live, requires_grad=False)
         return live.grad
-
-
-def converted(name: str, before: torch.dtype, now: torch.dtype) -> RuntimeFault:
-    return RuntimeFault(
-        f"the gradient of {name!r} is {now} now, but the parameter was {before} at job.distribute: "
-        "convert the model (model.double(), model.to(...)) before job.distribute"
-    )

@@ -48,6 +48,7 @@ class Synchronizer(ABC):
         # Autograd runs a thread for each device; a model may be spread over several.
         self._lock = threading.Lock()
         self._devices = [tensor.device.type for tensor in inventory.tensors]
+        self._dtypes = [tensor.dtype for tensor in inventory.tensors]
         parameters = [
             (i, tensor)
             for i, (spec, tensor) in enumerate(zip(inventory.specs, inventory.tensors, strict=True))
@@ -89,6 +90,7 @@ class Synchronizer(ABC):
         return sum(exchange.wait_s for exchange in self._exchanges)
 
     def _gradient_ready(self, tensor: int) -> None:
+        self._refuse_converted(tensor)
         with self._lock:
             if self._has_compact(tensor) or not self.plan.schedule.leaves_during_backward:
                 return
@@ -99,6 +101,14 @@ class Synchronizer(ABC):
                 self._hand_over([tensor])
             else:
                 self._copying = [tensor]
+
+    def _refuse_converted(self, tensor: int) -> None:
+        before, now = self._dtypes[tensor], self._inventory.tensors[tensor].dtype
+        if now != before:
+            raise RuntimeFault(
+                f"{self._inventory.specs[tensor].name!r} is {now} now, but was {before} at "
+                "job.distribute: convert the model (model.double(), model.to(...)) before that"
+            )
 
     def _refuse_second_pass(self, how: str) -> None:
         if self.exchanged:

@@ -298,3 +298,20 @@ def test_an_error_on_the_network_thread_becomes_the_jobs_fault(company: Company)
     company[HUB].pump()
     with pytest.raises(RuntimeFault, match="network thread failed: IndexError: oops"):
         company[HUB].check()
+
+
+def test_who_is_reported_hears_why(company: Company) -> None:
+    company["rank 1"].report("rank 2", "its gradient was refused")
+    company.talk()
+    assert isinstance(company[HUB].fault, PeerFailed)
+    assert company[HUB].fault.peer == "rank 2"
+    assert str(company["rank 2"].fault) == "rank 2: its gradient was refused"
+    assert not isinstance(company["rank 2"].fault, PeerFailed), "it is the one that failed"
+
+
+def test_only_rank_0_says_who_has_failed(company: Company) -> None:
+    company["rank 1"].send("rank 2", Fault("rank 2", "made up", 0.0))
+    company["rank 1"].send("rank 2", Fault(HUB, "made up", 0.0))
+    company.talk()
+    assert company["rank 2"].fault is None
+    assert company["rank 2"].refused == 2

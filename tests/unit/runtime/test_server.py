@@ -52,9 +52,14 @@ class Bench:
                 messages.append(message)
         return messages
 
-    def configure(self, plan: Plan, optimizer: OptimizerRecipe | None = None) -> None:
+    def configure(
+        self,
+        plan: Plan,
+        optimizer: OptimizerRecipe | None = None,
+        processes: dict[str, int] | None = None,
+    ) -> None:
         workers = {"rank 0": "", "rank 1": ""}
-        content = Configuration.of(plan, workers, {}, 1e9, optimizer).encode()
+        content = Configuration.of(plan, workers, processes or {}, 1e9, optimizer).encode()
         self.tell(HUB, Configure(), content)
 
 
@@ -190,4 +195,24 @@ def test_the_hubs_leave_ends_a_server(bench: Bench) -> None:
     bench.tell("rank 1", Leave())
     assert not bench.server.done
     bench.tell(HUB, Leave())
+    assert bench.server.done
+
+
+@pytest.mark.parametrize("process", [11, 99], ids=["of the worker itself", "of another process"])
+def test_a_gradient_that_does_not_fit(bench: Bench, process: int) -> None:
+    """A round cannot be made without it: if it is the worker's own, the job ends and says why."""
+    bench.configure(make_plan(SPECS), processes={"rank 0": 0, "rank 1": 11, "server 0": 0})
+    bench.heard(HUB)
+    bench.network.endpoint("rank 1").process = process
+    twice_as_large = floats(1, 2, 3, 4, 5, 6).data
+    bench.tell("rank 1", Push(0, 0, 0, b"\1", checksum([twice_as_large])), twice_as_large)
+    assert bench.member.refused == 1
+    told = [message.body for message in bench.heard(HUB)]
+    if process == 99:
+        assert (told, bench.member.fault) == ([], None)
+        return
+    (leave,) = told
+    assert isinstance(leave, Leave)
+    assert leave.about == "rank 1"
+    assert "'w': 24 bytes where 3 values take 12" in str(leave.reason)
     assert bench.server.done
