@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 SCRIPT = Path(__file__).with_name("ways_worker.py")
 STEPS, BATCH = 20, 12
+SECRET = {"SLIPSTREAM_SECRET": "torchrun's store is open to all"}
 MODEL_BYTES = 4 * (2 * 512 * 512 + 2 * 512)
 RUN = (SLIPSTREAM, "run", "--workers=2")
 Weights = dict[str, torch.Tensor]
@@ -49,8 +50,8 @@ def ways(launch: Callable[..., Launch], prometheus_port: int) -> dict[str, Launc
         "run": launch(*RUN, "--json=figures.json", *watched, script, env={"HOLD": "1"}),
         "run, servers": launch(*RUN, "--servers=2", "--json=figures.json", script),
         "run, option": launch(*RUN, "--strategy=all_to_all", "--json=figures.json", script),
-        "torchrun": launch(*elastic, port, script, env=to_json | by_environment),
-        "torchrun, restarted": launch(*again, script, env={"FAIL_ATTEMPT": "0"}),
+        "torchrun": launch(*elastic, port, script, env=SECRET | to_json | by_environment),
+        "torchrun, restarted": launch(*again, script, env=SECRET | {"FAIL_ATTEMPT": "0"}),
     }
 
 

@@ -143,8 +143,29 @@ def test_loopback_is_told_from_other_hosts(host: str, loopback: bool) -> None:
 def test_all_workers_on_one_host_stay_on_loopback() -> None:
     env = Environment.read({**TOGETHER, "LOCAL_WORLD_SIZE": "4"})
     assert env.one_host
-    assert env.listen_host() == "127.0.0.1"
+    assert env.listen_host() == env.store_address == "127.0.0.1"
     assert not Environment.read({**TOGETHER, "LOCAL_WORLD_SIZE": "2"}).one_host
+    several = Environment.read(TOGETHER)
+    assert several.store_address == several.master_addr
+    told = {**TOGETHER, "LOCAL_WORLD_SIZE": "4", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
+    assert Environment.read(told).listen_host() == "127.0.0.1"
+
+
+def test_an_interface_of_a_job_that_meets_on_loopback_takes_a_secret() -> None:
+    told = {**TOGETHER, "MASTER_ADDR": "localhost", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
+    env = Environment.read(told)
+    assert (env.listen_host(), env.encrypts) == ("192.0.2.4", True)
+    with pytest.raises(SecretError):
+        env.require_secret()
+
+
+def test_an_agents_store_takes_a_secret_on_one_host_too() -> None:
+    told = {**TOGETHER, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = Environment.read(told)
+    assert env.store_address == env.master_addr, "it is where the agent listens"
+    with pytest.raises(SecretError, match=r"SLIPSTREAM_SECRET=\$\(openssl rand -hex 32\) torchrun"):
+        env.require_secret()
+    Environment.read({**told, "SLIPSTREAM_SECRET": SECRET}).require_secret()
 
 
 def test_an_interface_wins_over_the_route() -> None:

@@ -1,3 +1,4 @@
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from slipstream.transports.credentials import Credentials
+from slipstream.transports.credentials import Credentials, stretch
 
 SECRET = b"correct horse battery staple"
 CURVE = Credentials.for_run(SECRET, b"job", encrypt=True)
@@ -116,3 +117,25 @@ def test_signatures_belong_to_one_content_and_one_job() -> None:
     assert not CURVE.genuine(b"address", signature[:-1] + b"\0")
     assert not CURVE.genuine(b"address", b"")
     assert not any(stranger.genuine(b"address", signature) for stranger in STRANGERS)
+
+
+def test_a_secret_is_stretched() -> None:
+    """Guessing costs as much as scrypt does, with parameters that are not lowered unnoticed."""
+    salt, cost = b"slipstream job secret", 1 << 14
+    expected = hashlib.scrypt(SECRET, salt=salt, n=cost, r=8, p=1, dklen=32)
+    assert stretch(SECRET) == expected
+    assert stretch(SECRET) != stretch(SECRET + b"!")
+
+
+def test_runs_of_one_job_have_keys_of_their_own() -> None:
+    keys = {Credentials.for_run(SECRET, run, encrypt=True).key for run in (b"one", b"two")}
+    assert len(keys) == 2
+    assert all(SECRET not in key for key in keys)
+
+
+def test_servers_have_process_numbers_that_all_members_know() -> None:
+    assert CURVE.process_of("server 0") == Credentials(CURVE.key, encrypt=False).process_of(
+        "server 0"
+    )
+    assert CURVE.process_of("server 0") != CURVE.process_of("server 1")
+    assert 0 <= CURVE.process_of("server 0") < 1 << 62
