@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,7 +62,7 @@ class Crew:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._watch = Supervision(limits, time.monotonic, may_lose, restarts, leader)
         self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._groups: dict[str, guardian.ChildGroup] = {}
         self._servers: list[ServerProcess] = []
         self._helpers: set[str] = set()
         self._output: list[threading.Thread] = []
@@ -69,7 +70,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         self._cleanup.enter_context(_signals_into(self.events))
-        self._guardian = _start_guardian()
+        self._guardian, self._guardian_socket = _start_guardian()
         return self
 
     def __exit__(
@@ -81,9 +82,11 @@ class Crew:
         with self._cleanup:
             self._kill_workers(signal.SIGKILL, {*self._watch.running, *self._helpers})
             self._close_servers()
-            guardian.sweep(process.pid for process in self._processes.values())
+            guardian.sweep(self._groups.values())
             self._finish_output()
-            self._guardian.communicate(b"done\n")
+            self._dismiss_guardian()
+            for group in self._groups.values():
+                group.close()
 
     def add_worker(
         self,
@@ -139,10 +142,11 @@ class Crew:
 
     def add_directory(self, directory: Path) -> None:
         """Goes with this process, should it be killed."""
-        self._tell_guardian(directory)
+        with contextlib.suppress(OSError):
+            guardian.announce_directory(self._guardian_socket, directory)
 
-    def end(self, name: str) -> None:
-        self._kill_workers(signal.SIGKILL, [name])
+    def end(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        self._kill_workers(signum, [name])
 
     def restart_nobody(self) -> None:
         """All are about to end: who dies now has no place to come back to."""
@@ -182,8 +186,12 @@ class Crew:
         return self._watch.verdict()
 
     def _add(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self._processes[name] = process
-        self._tell_guardian(process.pid)
+        group = guardian.ChildGroup.led_by(process.pid)  # before the thread below can reap it
+        if name in self._groups:
+            self._groups[name].close()
+        self._groups[name] = group
+        with contextlib.suppress(OSError):
+            guardian.announce_group(self._guardian_socket, group)
         threading.Thread(target=self._watch_exit, args=(name, process), daemon=True).start()
 
     def _watch_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -206,7 +214,7 @@ class Crew:
             self._start_again(ended.member)
 
     def _start_again(self, name: str) -> None:
-        guardian.sweep([self._processes[name].pid])  # what the old one has left behind
+        guardian.sweep([self._groups[name]])  # what the old one has left behind
         life = sum(ended.member == name for ended in self._watch.replaced)
         if self.house is not None:
             self.house.start_again(name, life)
@@ -230,8 +238,7 @@ class Crew:
         if signum is None:
             return
         for name in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._processes[name].pid, signum)
+            self._groups[name].send(signum)
 
     def _close_servers(self) -> None:
         for server in self._servers:
@@ -245,10 +252,10 @@ class Crew:
         for thread in self._output:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _tell_guardian(self, what: int | Path) -> None:
-        assert self._guardian.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._guardian.stdin.write(f"{what}\n".encode())
+    def _dismiss_guardian(self) -> None:
+        with self._guardian_socket, contextlib.suppress(OSError):
+            guardian.announce_end(self._guardian_socket)
+        self._guardian.wait()
 
 
 def say(line: str) -> None:
@@ -258,14 +265,16 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
-def _start_guardian() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
+def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, ours
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -205,7 +206,7 @@ class LearnersHouse:
         if self._server is None or not self._workshop.has_weights or self._directory is not None:
             return  # there is nothing to keep, or it would go with the job
         if self._server.poll() is None:
-            self._server.terminate()
+            self._crew.end(SERVER, signal.SIGTERM)
         deadline = time.monotonic() + KEEP_S
         while self._server.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
