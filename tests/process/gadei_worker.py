@@ -134,6 +134,8 @@ def strike(whom: str) -> None:
         server().kill()
     elif whom == "server hangs":
         server().suspend()
+    elif whom == "exit 0":
+        os._exit(0)
     elif whom == "itself":
         raise ZeroDivisionError("on purpose")
     elif whom == "launcher":

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from slipstream.errors import WaitLimit
 from slipstream.runtime import guardian
+from slipstream.runtime.presence import place_of
 from slipstream.runtime.processes import (
     SERVER_STOP_S,
     Placement,
@@ -26,7 +27,14 @@ from slipstream.runtime.processes import (
     start_process,
 )
 from slipstream.runtime.relay import start_relay
-from slipstream.runtime.supervision import CameBack, Ended, Limits, Signalled, Supervision, Verdict
+from slipstream.runtime.supervision import (
+    CameBack,
+    Ended,
+    Limits,
+    Signalled,
+    Supervision,
+    Verdict,
+)
 
 # For the last lines of members that have ended; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
@@ -100,18 +108,25 @@ class Crew:
     ) -> None:
         """Starts a worker, on our own stdin, stdout and stderr or with its lines under its name."""
         piped = subprocess.PIPE
-        process = start_process(
-            command,
-            env,
-            placement,
-            stdin=None if has_terminal else subprocess.DEVNULL,
-            stdout=None if has_terminal else piped,
-            stderr=None if has_terminal else piped,
-            pass_fds=pass_fds,
-        )
+        presence, theirs = os.pipe()
+        try:
+            process = start_process(
+                command,
+                {**env, "SLIPSTREAM_PRESENCE_FD": str(theirs)},
+                placement,
+                stdin=None if has_terminal else subprocess.DEVNULL,
+                stdout=None if has_terminal else piped,
+                stderr=None if has_terminal else piped,
+                pass_fds=(*pass_fds, theirs),
+            )
+        except BaseException:
+            os.close(presence)
+            raise
+        finally:
+            os.close(theirs)
         self._watch.started(name)
         self._starts.setdefault(name, (command, env, placement))
-        self._add(name, process)
+        self._add(name, process, presence)
         for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
             if stream is not None:
                 self._output.append(start_relay(stream, f"[{name}] ", fd))
@@ -185,17 +200,27 @@ class Crew:
                 self._kill_workers(self._watch.press(), self._watch.condemned)
         return self._watch.verdict()
 
-    def _add(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _add(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None = None
+    ) -> None:
         group = guardian.ChildGroup.led_by(process.pid)  # before the thread below can reap it
         if name in self._groups:
             self._groups[name].close()
         self._groups[name] = group
         with contextlib.suppress(OSError):
             guardian.announce_group(self._guardian_socket, group)
-        threading.Thread(target=self._watch_exit, args=(name, process), daemon=True).start()
+        watched = (name, process, presence)
+        threading.Thread(target=self._watch_exit, args=watched, daemon=True).start()
 
-    def _watch_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.events.put(Ended(name, process.wait()))
+    def _watch_exit(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None
+    ) -> None:
+        code = process.wait()
+        if presence is None:
+            self.events.put(Ended(name, code))
+            return
+        with os.fdopen(presence, "rb"):
+            self.events.put(Ended(name, code, place_of(presence)))
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
