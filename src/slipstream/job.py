@@ -88,7 +88,7 @@ class Job:
         self._sampled = False
         self._own_averages: Averages | None = None
         self._presence = Presence(env.presence_fd)
-        if self.world_size > 1:
+        if self.world_size > 1 or env.control_fd is not None:
             self._presence.join()
 
     # ---- who and what

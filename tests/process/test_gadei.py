@@ -112,10 +112,12 @@ def test_a_net_learns_from_direct_updates(tmp_path: Path) -> None:
     assert TOTAL <= said(tmp_path)["steps"] <= TOTAL + 4 * LEARNERS
 
 
-def test_more_learners_than_cores(tmp_path: Path) -> None:
-    finished(tmp_path, "counted", tmp_path, 30, options=("--workers", "3"))
-    total = sum(1 + (r + s) % 5 for r in range(3) for s in range(30))
-    assert said(tmp_path, 2)["whole"] == [-float(total)]
+@pytest.mark.parametrize("learners", [1, 3])
+def test_one_learner_and_more_than_cores(tmp_path: Path, learners: int) -> None:
+    launch = finished(tmp_path, "counted", tmp_path, 30, options=("--workers", str(learners)))
+    assert launch.own_lines == []
+    total = sum(1 + (r + s) % 5 for r in range(learners) for s in range(30))
+    assert said(tmp_path, learners - 1)["whole"] == [-float(total)]
 
 
 # ---- deaths
@@ -155,6 +157,14 @@ def test_a_learner_that_exits_with_0_in_the_middle_fails_the_job(tmp_path: Path)
     assert launch.own_lines[-1].startswith(
         "slipstream: rank 1 exited with code 0 before it had left the job"
     )
+    assert launch.remains.left() == []
+
+
+@pytest.mark.parametrize("absent", ["at once", "after training"])
+def test_a_learner_that_never_joins_fails_the_job(tmp_path: Path, absent: str) -> None:
+    launch = start(tmp_path, "absent", tmp_path, absent)
+    assert launch.wait() == 1, launch.stderr
+    assert "rank 1 exited with code 0 without joining the job" in launch.stderr
     assert launch.remains.left() == []
 
 

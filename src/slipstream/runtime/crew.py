@@ -28,6 +28,7 @@ from slipstream.runtime.processes import (
 )
 from slipstream.runtime.relay import start_relay
 from slipstream.runtime.supervision import (
+    JOB,
     CameBack,
     Ended,
     Limits,
@@ -162,6 +163,10 @@ class Crew:
 
     def end(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
         self._kill_workers(signum, [name])
+
+    def give_up(self) -> None:
+        """The job cannot go on, and the house has said why. Only the main thread calls this."""
+        self._watch.take(Ended(JOB, 1))
 
     def restart_nobody(self) -> None:
         """All are about to end: who dies now has no place to come back to."""

@@ -24,7 +24,7 @@ from slipstream.runtime.directory_lock import DirectoryLocks
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
-from slipstream.runtime.supervision import JOB, Ended, Limits, Signalled, Verdict
+from slipstream.runtime.supervision import Ended, Limits, Signalled, Verdict
 from slipstream.runtime.workshop import Tell, Workshop
 from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
@@ -243,7 +243,7 @@ class LearnersHouse:
 
     def _fail(self, trouble: str) -> None:
         say(trouble)
-        self._crew.events.put(Ended(JOB, 1))
+        self._crew.give_up()
 
     def close(self) -> None:
         self._workshop.close()
