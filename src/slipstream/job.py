@@ -26,6 +26,7 @@ from slipstream.runtime.departure import depart, settle
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.joining import Membership
+from slipstream.runtime.presence import Presence
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watcher
 from slipstream.strategy import Plan, Strategy
@@ -86,6 +87,9 @@ class Job:
         self._begun_steps = False
         self._sampled = False
         self._own_averages: Averages | None = None
+        self._presence = Presence(env.presence_fd)
+        if self.world_size > 1 or env.control_fd is not None:
+            self._presence.join()
 
     # ---- who and what
 
@@ -613,6 +617,7 @@ class Job:
             if error is None:
                 self.wait()
                 self.summary = self._finish()
+                self._presence.leave()
         except BaseException as late:
             error = late
             raise

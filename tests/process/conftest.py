@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 from launches import Launch
 from nursery import Nursery
-from stage import Stage, runs
+from stage import Stage
 
 
 @pytest.fixture
@@ -19,10 +17,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     if stage.launcher is not None:
         with stage.launcher as launcher:  # closes its pipes
             launcher.kill()
-    for file in tmp_path.glob("*.pid"):
-        pid = int(file.read_text())
-        if runs(pid):
-            os.kill(pid, signal.SIGKILL)
+    stage.remains.clear()
 
 
 @pytest.fixture(scope="session")

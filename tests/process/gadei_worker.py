@@ -77,6 +77,21 @@ def counted() -> None:
     )
 
 
+def absent() -> None:
+    """Rank 1 never joins, and ends AT ONCE or AFTER TRAINING of the other."""
+    if os.environ["RANK"] == "1":
+        while sys.argv[3] == "after training" and not (FOLDER / "0.0.json").exists():
+            time.sleep(0.01)
+        return
+    with slipstream.init() as job:
+        model, optimizer = counting(job)
+        for _ in job.steps(20 if sys.argv[3] == "after training" else 10**6):
+            optimizer.zero_grad()
+            model(1, 0).backward()
+            optimizer.step()
+        tell(job, steps=job.step)
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -134,6 +149,8 @@ def strike(whom: str) -> None:
         server().kill()
     elif whom == "server hangs":
         server().suspend()
+    elif whom == "exit 0":
+        os._exit(0)
     elif whom == "itself":
         raise ZeroDivisionError("on purpose")
     elif whom == "launcher":
@@ -216,6 +233,7 @@ def mistaken() -> None:
 
 
 CASES = {
+    "absent": absent,
     "counted": counted,
     "learning": learning,
     "sampled": sampled,

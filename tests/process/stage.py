@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from remains import Remains
 
 LIMIT_S = 20.0
 
@@ -101,6 +103,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.launcher: subprocess.Popen[str] | None = None
+        self.remains = Remains()
 
     def arguments(
         self,
@@ -129,6 +132,7 @@ class Stage:
     def start(self, worker: str, *, stdin: int = subprocess.DEVNULL, **asked: Any) -> None:
         self.launcher = subprocess.Popen(
             self.arguments(worker, **asked),
+            env=os.environ | self.remains.mark,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

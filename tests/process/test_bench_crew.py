@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from slipstream.bench.comparison import Bounds, Ground, Run, measure
-from slipstream.bench.crew import Nursery, TrialFailed, alive
+from slipstream.bench.crew import Nursery, TrialFailed
 from slipstream.bench.forking import Place
 from slipstream.bench.tables import table
 from slipstream.bench.trial import Trial
@@ -34,8 +35,8 @@ def parent(nursery: Nursery) -> psutil.Process:
 
 
 def workers_left(parent: psutil.Process) -> list[int]:
-    psutil.wait_procs(parent.children(), timeout=10)
-    return [child.pid for child in parent.children() if alive(child.pid)]
+    _, left = psutil.wait_procs(parent.children(), timeout=10)
+    return [child.pid for child in left]
 
 
 def run(nursery: Nursery, trial: Trial, workers: int) -> Run:
@@ -89,6 +90,23 @@ def test_a_killed_worker_fails_the_trial(nursery: Nursery, parent: psutil.Proces
         with pytest.raises(TrialFailed, match="rank 1 ended before 'timed'"):
             crew.hear("timed", LIMIT_S)
     assert workers_left(parent) == []
+
+
+def test_a_process_that_has_the_number_of_an_ended_worker_lives(nursery: Nursery) -> None:
+    endless = Trial(workload="text", steps=10**9, warmup=1)
+    newcomer = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        with nursery.crew(endless, Ground(1, 0, None).places({})) as crew:
+            crew.hear("ready", LIMIT_S)
+            os.kill(crew._pids[0], signal.SIGKILL)
+            with pytest.raises(TrialFailed, match="rank 0 ended before 'timed'"):
+                crew.hear("timed", LIMIT_S)
+            crew._pids[0] = newcomer.pid  # as if the kernel had given it the number
+        run(nursery, SHORT, 1)  # what the trial before had left is dealt with by then
+        assert newcomer.poll() is None
+    finally:
+        newcomer.kill()
+        newcomer.wait()
 
 
 def test_silent_workers_are_not_waited_for_for_ever(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
 
+from slipstream.runtime.shared_checkpoint import Snapshot
 from slipstream.torch.checkpoint import Checkpoint
 
 pytestmark = [
@@ -31,6 +35,17 @@ SAMPLES = 2000
 CHANCE = random.Random(1)
 
 
+STARTED: list[Launch] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """A test that fails half-way leaves no job behind."""
+    yield
+    while STARTED:
+        STARTED.pop().close()
+
+
 def start(
     folder: Path, *told: object, strategy: str = "gadei", options: tuple[str, ...] = ()
 ) -> Launch:
@@ -38,7 +53,8 @@ def start(
         SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", strategy, *options,
         str(WORKER), *(str(word) for word in told),
     )  # fmt: skip
-    return Launch(command, folder, {"TMPDIR": str(temporary(folder))})
+    STARTED.append(Launch(command, folder, {"TMPDIR": str(temporary(folder))}))
+    return STARTED[-1]
 
 
 def temporary(folder: Path) -> Path:
@@ -96,10 +112,12 @@ def test_a_net_learns_from_direct_updates(tmp_path: Path) -> None:
     assert TOTAL <= said(tmp_path)["steps"] <= TOTAL + 4 * LEARNERS
 
 
-def test_more_learners_than_cores(tmp_path: Path) -> None:
-    finished(tmp_path, "counted", tmp_path, 30, options=("--workers", "3"))
-    total = sum(1 + (r + s) % 5 for r in range(3) for s in range(30))
-    assert said(tmp_path, 2)["whole"] == [-float(total)]
+@pytest.mark.parametrize("learners", [1, 3])
+def test_one_learner_and_more_than_cores(tmp_path: Path, learners: int) -> None:
+    launch = finished(tmp_path, "counted", tmp_path, 30, options=("--workers", str(learners)))
+    assert launch.own_lines == []
+    total = sum(1 + (r + s) % 5 for r in range(learners) for s in range(30))
+    assert said(tmp_path, learners - 1)["whole"] == [-float(total)]
 
 
 # ---- deaths
@@ -130,6 +148,23 @@ def test_a_lost_learner_ends_the_job_if_it_must_not(tmp_path: Path) -> None:
     )
     assert launch.wait() == 128 + signal.SIGKILL
     assert "rank 1 was killed by SIGKILL" in launch.stderr
+    assert launch.remains.left() == []
+
+
+def test_a_learner_that_exits_with_0_in_the_middle_fails_the_job(tmp_path: Path) -> None:
+    launch = start(tmp_path, "learning", tmp_path, 10**6, "exit 0", 100)
+    assert launch.wait() == 1
+    assert launch.own_lines[-1].startswith(
+        "slipstream: rank 1 exited with code 0 before it had left the job"
+    )
+    assert launch.remains.left() == []
+
+
+@pytest.mark.parametrize("absent", ["at once", "after training"])
+def test_a_learner_that_never_joins_fails_the_job(tmp_path: Path, absent: str) -> None:
+    launch = start(tmp_path, "absent", tmp_path, absent)
+    assert launch.wait() == 1, launch.stderr
+    assert "rank 1 exited with code 0 without joining the job" in launch.stderr
     assert launch.remains.left() == []
 
 
@@ -235,7 +270,7 @@ def test_a_job_goes_on_from_its_directory(tmp_path: Path) -> None:
     assert "goes on from a checkpoint of " in launch.stderr
     assert said(second)["begun"] >= int(before.stem.removeprefix("weights-")) > 0
     assert said(second)["steps"] >= 900
-    assert len(list(kept.iterdir())) == 2
+    assert len(list(kept.glob("weights-*.safetensors"))) == 2
 
 
 @pytest.mark.parametrize(("whom", "code"), [("nobody", 128 + signal.SIGTERM), ("itself", 1)])
@@ -252,6 +287,86 @@ def test_a_checkpoint_is_kept_however_it_ends(tmp_path: Path, whom: str, code: i
     checkpoint = Checkpoint.read(newest)
     assert checkpoint.facts["step"] >= 200
     assert "model/0.weight" in checkpoint.tensors
+
+
+def test_only_one_job_at_a_time_has_a_directory(tmp_path: Path) -> None:
+    kept, first, second, third = (tmp_path / name for name in ("kept", "1st", "2nd", "3rd"))
+    strategy = f"gadei(checkpoints={str(kept)!r}, every_s=0.2)"
+    running = start(first, "learning", first, 10**6, "nobody", 100, strategy=strategy)
+    until(lambda: (first / "struck").exists(), "training")
+    refused = start(second, "counted", second, 5, strategy=strategy)
+    assert refused.wait() != 0
+    assert f"another job keeps its checkpoints in {kept}" in refused.stderr
+    assert f"process {running.process.pid} on " in refused.stderr
+    assert "goes on from a checkpoint" not in refused.stderr
+    # A server that is started again, and a job after this one, are not refused.
+    process_of(running, "server").kill()
+    until(lambda: "training goes on from update" in running.stderr, "another server")
+    running.send(signal.SIGKILL)
+    running.wait()
+    assert running.remains.left() == []
+    last = finished(third, "learning", third, 0, "nobody", 0, strategy=strategy)
+    assert "goes on from a checkpoint" in last.stderr
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A small one; ``request.param`` says how many KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "small", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("disk", "there_is"),
+    [
+        (4, "there is no checkpoint in {disk}"),
+        (8, "the last checkpoint in {disk} has 0 updates"),
+    ],
+    indirect=["disk"],
+)
+def test_a_job_without_its_last_checkpoint_has_failed(
+    tmp_path: Path, disk: Path, there_is: str
+) -> None:
+    strategy = f"gadei(checkpoints={str(disk)!r}, every_s=1000)"
+    launch = start(tmp_path, "counted", tmp_path, 20, strategy=strategy)
+    assert launch.wait() == 1
+    file = disk / f"weights-{20 * LEARNERS:015d}.safetensors"
+    trouble = f"cannot write {file}: No space left on device; {there_is.format(disk=disk)}"
+    assert launch.own_lines[-2:] == [
+        f"slipstream: {trouble}",
+        "slipstream: the job ended without its last checkpoint",
+    ]
+    assert said(tmp_path)["summary"]["steps"] == 20 * LEARNERS  # learners have all they need
+    assert launch.remains.left() == []
+
+
+@pytest.mark.parametrize("disk", [4], indirect=True)
+def test_a_job_that_is_stopped_says_that_nothing_is_kept(tmp_path: Path, disk: Path) -> None:
+    strategy = f"gadei(checkpoints={str(disk)!r}, every_s=1000)"
+    launch = start(tmp_path, "learning", tmp_path, 10**6, "nobody", 50, strategy=strategy)
+    until(lambda: (tmp_path / "struck").exists(), "training")
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert f"No space left on device; there is no checkpoint in {disk}" in launch.stderr
+
+
+def test_a_server_that_cannot_read_is_not_started_again(tmp_path: Path) -> None:
+    """What the file says of a tensor and what it holds differ; the checksum is right."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    finished(first, "saved", first)
+    whole = Snapshot.read(first / "saved")
+    for name, piece in whole.pieces.items():
+        whole.pieces[name] = replace(piece, data=bytes(piece.data)[:-4])
+    whole.write(tmp_path / "damaged")
+    launch = start(second, "saved", second, tmp_path / "damaged")
+    assert launch.wait() == 1
+    assert "takes its place" not in launch.stderr
+    assert launch.remains.left() == []
 
 
 def test_what_is_saved_is_loaded_elsewhere(tmp_path: Path) -> None:

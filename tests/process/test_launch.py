@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from stage import (
@@ -106,6 +107,7 @@ def test_workers_may_tidy_up_on_the_first_signal_and_are_killed_on_the_second(
 def test_nohup_is_respected(stage: Stage) -> None:
     stage.launcher = subprocess.Popen(
         ["nohup", *stage.arguments(READY + "wait_for('go')")],
+        env=os.environ | stage.remains.mark,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -184,7 +186,7 @@ def test_terminal_and_its_ctrl_c(stage: Stage) -> None:
     arguments = stage.arguments(worker, limits=PATIENT)
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(arguments[0], arguments)
+        os.execve(arguments[0], arguments, os.environ | stage.remains.mark)
     stage.pid("rank0"), stage.pid("rank1")
     os.write(terminal, b"\x03")
     shown = b""
@@ -272,3 +274,25 @@ def test_port_taken(stage: Stage) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"slipstream: port {port} on 127.0.0.1 cannot be used")
     assert len(done.stderr.splitlines()) == 1
+
+
+NEW_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")
+
+
+@pytest.mark.parametrize("end", ["killed", "by itself"])
+def test_a_process_that_gets_the_number_of_an_ended_worker_lives(stage: Stage, end: str) -> None:
+    setting = "echo 300 > /proc/sys/kernel/ns_last_pid"
+    possible = subprocess.run([*NEW_PIDS, "sh", "-c", setting], capture_output=True, check=False)
+    if possible.returncode:
+        pytest.skip("numbers of processes cannot be chosen here: it needs root, and Linux")
+    worker = READY + "if NAME == 'rank0': wait_for('go')\n"
+    script = Path(__file__).with_name("reused_number.py")
+    ended = subprocess.run(
+        [*NEW_PIDS, sys.executable, str(script), str(stage.folder), end, *stage.arguments(worker)],
+        env=os.environ | stage.remains.mark,
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr

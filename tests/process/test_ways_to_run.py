@@ -214,3 +214,18 @@ def test_nothing_is_left(finished: dict[str, Launch]) -> None:
         assert job.remains.left() == [], name
         if name != "torchrun, restarted":
             assert job.own_lines == [], name
+
+
+def test_a_worker_that_exits_with_0_in_the_middle_fails_the_job(
+    launch: Callable[..., Launch],
+) -> None:
+    """Also where the others can do without it, and nobody but the launcher minds."""
+    jobs = [
+        launch(*RUN, f"--strategy={strategy}", str(SCRIPT), env={"EXIT_0": "1"})
+        for strategy in ("push_pull", "ako")
+    ]
+    for job in jobs:
+        assert job.wait() == 1, job.stderr
+        assert job.own_lines[-1].startswith(
+            "slipstream: rank 1 exited with code 0 before it had left the job"
+        )

@@ -34,6 +34,8 @@ with slipstream.init() as job:
         if step == STEPS // 2 and job.rank == 0:
             while "HOLD" in os.environ and not Path("go").exists():
                 time.sleep(0.02)
+        if step == 3 and job.rank == 1 and "EXIT_0" in os.environ:
+            os._exit(0)
         if step == 3 and job.rank == 1 and os.environ.get("FAIL_ATTEMPT"):
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             assert attempt != os.environ["FAIL_ATTEMPT"], "not this time"

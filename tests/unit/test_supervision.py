@@ -182,6 +182,27 @@ def test_more_than_may_be_lost_ends_the_job(clock: Clock, may_lose: int, ends: l
     assert ends[-1].member in watch.verdict().line
 
 
+def test_code_0_in_the_middle_of_the_job_is_a_failure(clock: Clock) -> None:
+    watch = sparing(clock, 2)
+    watch.restarts = 2
+    watch.take(Ended("rank 2", 0, "inside"))
+    assert watch.deadline < math.inf
+    assert watch.running == {"rank 0", "rank 1", "rank 3"}  # it is an error of its own
+    for rank in (0, 1, 3):
+        watch.take(Ended(f"rank {rank}", EXIT_PEER_FAILED))
+    assert watch.verdict() == Verdict(
+        1,
+        "rank 2 exited with code 0 before it had left the job (the end of its `with` block); "
+        "the other ranks ended with it",
+    )
+
+
+def test_workers_that_never_joined_may_end_as_they_like(watch: Supervision) -> None:
+    for rank in range(3):
+        watch.take(Ended(f"rank {rank}", 0, "outside"))
+    assert watch.verdict() == Verdict(0)
+
+
 def restarting(clock: Clock, restarts: int) -> Supervision:
     watch = sparing(clock, 0)
     watch.restarts = restarts

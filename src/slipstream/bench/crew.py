@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from typing import IO, Any, Self
 
 import msgspec
 
-from slipstream.bench.forking import Place, Request
+from slipstream.bench.forking import KillAll, Place, Reaped, Request, Started
 from slipstream.bench.trial import Trial
 from slipstream.errors import SlipstreamError
 
@@ -40,7 +38,8 @@ class Nursery:
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
-        self._pids: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._reaped: set[int] = set()
         self._process = subprocess.Popen(
             [*FORKING, self._folder.name],
             stdin=subprocess.PIPE,
@@ -55,7 +54,12 @@ class Nursery:
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
-            self._pids.put(json.loads(line))
+            told = msgspec.json.decode(line, type=Started | Reaped)
+            if isinstance(told, Reaped):
+                self._reaped |= set(told.pids)
+            else:
+                self._reaped -= set(told.pids)  # of workers before, whose numbers these were
+                self._started.put(told.pids)
 
     def __exit__(self, *_: object) -> None:
         with self._process as process:
@@ -74,32 +78,42 @@ class Nursery:
                 request = Request(
                     msgspec.Raw(msgspec.json.encode(trial)), list(places), str(path), str(folder)
                 )
-                crew = Crew(self._start(request), folder)
+                crew = Crew(self._start(request), folder, self._reaped)
                 try:
                     crew.accept(listener)
                     yield crew
                 finally:
+                    with contextlib.suppress(TrialFailed):  # else they have died with it
+                        self._ask(KillAll())
                     crew.close()
             finally:
                 path.unlink()
 
     def _start(self, request: Request) -> list[int]:
+        self._ask(request)
+        try:
+            return self._started.get(timeout=START_LIMIT_S)
+        except queue.Empty:
+            raise TrialFailed(
+                "the process that starts workers did not; what it wrote above tells why"
+            ) from None
+
+    def _ask(self, request: Request | KillAll) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(request).decode() + "\n")
             self._process.stdin.flush()
-            return self._pids.get(timeout=START_LIMIT_S)
-        except (queue.Empty, BrokenPipeError):
+        except BrokenPipeError:
             raise TrialFailed(
-                "the process that starts workers did not; what it wrote above tells why"
+                "the process that starts workers has ended; what it wrote above tells why"
             ) from None
 
 
 class Crew:
     """The workers of one trial."""
 
-    def __init__(self, pids: Sequence[int], folder: Path) -> None:
-        self._pids, self._folder = pids, folder
+    def __init__(self, pids: Sequence[int], folder: Path, reaped: set[int]) -> None:
+        self._pids, self._folder, self._reaped = pids, folder, reaped
         self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: list[socket.socket] = []
 
@@ -111,8 +125,7 @@ class Crew:
             try:
                 line, _ = listener.accept()
             except TimeoutError:
-                gone = [rank for rank, pid in enumerate(self._pids) if not alive(pid)]
-                if gone or time.monotonic() > until:
+                if self._reaped & set(self._pids) or time.monotonic() > until:
                     raise TrialFailed(f"not every worker started\n{self.tails()}") from None
                 continue
             line.settimeout(None)
@@ -158,7 +171,7 @@ class Crew:
     def end(self) -> None:
         """Every worker leaves by itself."""
         until = time.monotonic() + END_LIMIT_S
-        while any(alive(pid) for pid in self._pids):
+        while not self._reaped >= set(self._pids):
             if time.monotonic() > until:
                 raise TrialFailed(f"not every worker ended\n{self.tails()}")
             time.sleep(0.01)
@@ -173,20 +186,7 @@ class Crew:
         return "\n".join(parts)
 
     def close(self) -> None:
-        for pid in self._pids:
-            if alive(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
             line.close()
-
-
-def alive(pid: int) -> bool:
-    """Whether it still runs; one that has ended and was not yet reaped does not."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"

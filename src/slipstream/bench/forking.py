@@ -1,9 +1,10 @@
 """A process that loads torch and a workload once, and forks the workers of every trial.
 
 Many processes on few cores would otherwise spend most of a comparison importing. It reads a request
-a line from stdin, and answers with a line that names the workers' processes. Each worker enters its
-network namespace, if it has one, and talks to the bench over a Unix socket. They all die with this
-process, and it ends with its stdin.
+a line from stdin, answers with a line that names the workers' processes, and writes another one
+when some have ended. Each worker enters its network namespace, if it has one, and talks to the
+bench over a Unix socket. They all die with this process, and it ends with its stdin. On request it
+kills those of a trial: it reaps them, so it alone knows whether a number is still a worker's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import select
 import shutil
@@ -37,13 +37,29 @@ class Place(msgspec.Struct, frozen=True):
     namespace: str | None = None
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, tag=True):
     """The workers of one trial; ``trial`` is a ``slipstream.bench.trial.Trial``."""
 
     trial: msgspec.Raw
     places: list[Place]
     socket: str
     folder: str
+
+
+class KillAll(msgspec.Struct, frozen=True, tag=True):
+    """Kill all workers that are left, and what they have started."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a request: the workers' processes by rank."""
+
+    pids: list[int]
+
+
+class Reaped(msgspec.Struct, frozen=True, tag=True):
+    """Workers that have ended. From now on their numbers may be other processes'."""
+
+    pids: list[int]
 
 
 def serve(folder: str) -> None:
@@ -69,7 +85,11 @@ def fork_on_request() -> None:
         text += more
         while b"\n" in text:
             line, _, text = text.partition(b"\n")
-            children |= fork_all(msgspec.json.decode(line, type=Request))
+            asked = msgspec.json.decode(line, type=Request | KillAll)
+            if isinstance(asked, Request):
+                children |= fork_all(asked)
+            else:
+                kill_all(children)
 
 
 def preload() -> None:
@@ -103,14 +123,27 @@ def fork_all(request: Request) -> set[int]:
         if pid == 0:
             become_worker(request, place, rank)
         pids.append(pid)
-    print(json.dumps(pids), flush=True)
+    answer(Started(pids))
     return set(pids)
 
 
 def reap(children: set[int]) -> None:
-    for pid in tuple(children):
-        done, _ = os.waitpid(pid, os.WNOHANG)
-        children -= {done}
+    ended = {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+    if ended:
+        children -= ended
+        answer(Reaped(sorted(ended)))
+
+
+def kill_all(children: set[int]) -> None:
+    """Numbers of children that nobody has waited for are theirs, running or not."""
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def answer(content: Started | Reaped) -> None:
+    print(msgspec.json.encode(content).decode(), flush=True)
 
 
 def become_worker(request: Request, place: Place, rank: int) -> NoReturn:

@@ -53,7 +53,8 @@ def run(
         interface=interface,
     )
     command = [sys.executable, *_program(script, module), *(arguments or [])]
-    if strategy is not None and parse(strategy).one_machine is not None:
+    one_machine = None if strategy is None else parse(strategy).one_machine
+    if one_machine is not None:
         if lab is not None or servers:
             raise LaunchError(
                 f"{strategy}: learners share the memory of one machine, and have a server of their "
@@ -65,6 +66,7 @@ def run(
             settings=settings,
             may_lose=may_lose,
             restarts=RESTARTS if restarts is None else restarts,
+            checkpoints=one_machine.checkpoints,
         )
         raise typer.Exit(code)
     with places(lab, workers, servers, settings) as where:

@@ -182,12 +182,12 @@ class Network:
         # Again until nothing new appears: one that is being forked is found the next time.
         seen: set[int] = set()
         while new := self.hosts[host].pids() - seen:
-            signal_all(new, signal.SIGSTOP)
+            signal_all([self.hosts[host].name], new, signal.SIGSTOP)
             seen |= new
 
     def thaw(self, host: int) -> None:
         """Let a frozen host go on."""
-        signal_all(self.hosts[host].pids(), signal.SIGCONT)
+        signal_all([self.hosts[host].name], self.hosts[host].pids(), signal.SIGCONT)
 
     @contextlib.contextmanager
     def traffic(

@@ -19,8 +19,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 NAME_PREFIX = "slip"
+NETNS_FOLDER = "/run/netns"
 _NAMESPACE = re.compile(rf"({NAME_PREFIX}[0-9a-f]{{6}})-(?:sw|h[0-9]+)")
 _COMMAND_LIMIT_S = 20.0
 
@@ -67,9 +70,9 @@ def _end_processes(names: list[str], *, grace_s: float) -> None:
     asked: set[int] = set()
     while (pids := pids_in(names)) and time.monotonic() < giving_up_at:
         if time.monotonic() >= killing_from:
-            signal_all(pids, signal.SIGKILL)
+            signal_all(names, pids, signal.SIGKILL)
         else:
-            signal_all(pids - asked, signal.SIGTERM)
+            signal_all(names, pids - asked, signal.SIGTERM)
             asked |= pids
         time.sleep(0.02)
 
@@ -80,11 +83,42 @@ def pids_in(names: list[str]) -> set[int]:
     return inside - {os.getpid()}
 
 
-def signal_all(pids: set[int], number: signal.Signals) -> None:
-    """Send a signal to all that are still there."""
+def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None:
+    """Send a signal to all that are still in these namespaces.
+
+    A process may have ended since it was listed, and its number be another's by now. So each one is
+    looked at again through a pidfd, which stays with one process.
+    """
+    inside = {found for name in names if (found := _identity(f"{NETNS_FOLDER}/{name}"))}
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError), _held(pid) as send:
+            if _identity(f"/proc/{pid}/ns/net") in inside:
+                send(number)
+
+
+@contextlib.contextmanager
+def _held(pid: int) -> Iterator[Callable[[int], None]]:
+    """How to signal the process that has this number now, and no later one."""
+    try:
+        held = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # Linux before 5.3
+        yield partial(os.kill, pid)
+        return
+    try:
+        yield partial(signal.pidfd_send_signal, held)
+    finally:
+        os.close(held)
+
+
+def _identity(namespace: str) -> tuple[int, int] | None:
+    """What tells a namespace from others; None if it is gone."""
+    try:
+        found = os.stat(namespace)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _output(*command: str) -> str:

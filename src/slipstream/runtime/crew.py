@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Protocol
 
 from slipstream.errors import WaitLimit
 from slipstream.runtime import guardian
+from slipstream.runtime.presence import place_of
 from slipstream.runtime.processes import (
     SERVER_STOP_S,
     Placement,
@@ -25,7 +27,15 @@ from slipstream.runtime.processes import (
     start_process,
 )
 from slipstream.runtime.relay import start_relay
-from slipstream.runtime.supervision import CameBack, Ended, Limits, Signalled, Supervision, Verdict
+from slipstream.runtime.supervision import (
+    JOB,
+    CameBack,
+    Ended,
+    Limits,
+    Signalled,
+    Supervision,
+    Verdict,
+)
 
 # For the last lines of members that have ended; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
@@ -61,7 +71,7 @@ class Crew:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._watch = Supervision(limits, time.monotonic, may_lose, restarts, leader)
         self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._groups: dict[str, guardian.ChildGroup] = {}
         self._servers: list[ServerProcess] = []
         self._helpers: set[str] = set()
         self._output: list[threading.Thread] = []
@@ -69,7 +79,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         self._cleanup.enter_context(_signals_into(self.events))
-        self._guardian = _start_guardian()
+        self._guardian, self._guardian_socket = _start_guardian()
         return self
 
     def __exit__(
@@ -81,9 +91,11 @@ class Crew:
         with self._cleanup:
             self._kill_workers(signal.SIGKILL, {*self._watch.running, *self._helpers})
             self._close_servers()
-            guardian.sweep(process.pid for process in self._processes.values())
+            guardian.sweep(self._groups.values())
             self._finish_output()
-            self._guardian.communicate(b"done\n")
+            self._dismiss_guardian()
+            for group in self._groups.values():
+                group.close()
 
     def add_worker(
         self,
@@ -97,18 +109,25 @@ class Crew:
     ) -> None:
         """Starts a worker, on our own stdin, stdout and stderr or with its lines under its name."""
         piped = subprocess.PIPE
-        process = start_process(
-            command,
-            env,
-            placement,
-            stdin=None if has_terminal else subprocess.DEVNULL,
-            stdout=None if has_terminal else piped,
-            stderr=None if has_terminal else piped,
-            pass_fds=pass_fds,
-        )
+        presence, theirs = os.pipe()
+        try:
+            process = start_process(
+                command,
+                {**env, "SLIPSTREAM_PRESENCE_FD": str(theirs)},
+                placement,
+                stdin=None if has_terminal else subprocess.DEVNULL,
+                stdout=None if has_terminal else piped,
+                stderr=None if has_terminal else piped,
+                pass_fds=(*pass_fds, theirs),
+            )
+        except BaseException:
+            os.close(presence)
+            raise
+        finally:
+            os.close(theirs)
         self._watch.started(name)
         self._starts.setdefault(name, (command, env, placement))
-        self._add(name, process)
+        self._add(name, process, presence)
         for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
             if stream is not None:
                 self._output.append(start_relay(stream, f"[{name}] ", fd))
@@ -139,10 +158,15 @@ class Crew:
 
     def add_directory(self, directory: Path) -> None:
         """Goes with this process, should it be killed."""
-        self._tell_guardian(directory)
+        with contextlib.suppress(OSError):
+            guardian.announce_directory(self._guardian_socket, directory)
 
-    def end(self, name: str) -> None:
-        self._kill_workers(signal.SIGKILL, [name])
+    def end(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        self._kill_workers(signum, [name])
+
+    def give_up(self) -> None:
+        """The job cannot go on, and the house has said why. Only the main thread calls this."""
+        self._watch.take(Ended(JOB, 1))
 
     def restart_nobody(self) -> None:
         """All are about to end: who dies now has no place to come back to."""
@@ -181,13 +205,27 @@ class Crew:
                 self._kill_workers(self._watch.press(), self._watch.condemned)
         return self._watch.verdict()
 
-    def _add(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self._processes[name] = process
-        self._tell_guardian(process.pid)
-        threading.Thread(target=self._watch_exit, args=(name, process), daemon=True).start()
+    def _add(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None = None
+    ) -> None:
+        group = guardian.ChildGroup.led_by(process.pid)  # before the thread below can reap it
+        if name in self._groups:
+            self._groups[name].close()
+        self._groups[name] = group
+        with contextlib.suppress(OSError):
+            guardian.announce_group(self._guardian_socket, group)
+        watched = (name, process, presence)
+        threading.Thread(target=self._watch_exit, args=watched, daemon=True).start()
 
-    def _watch_exit(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.events.put(Ended(name, process.wait()))
+    def _watch_exit(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None
+    ) -> None:
+        code = process.wait()
+        if presence is None:
+            self.events.put(Ended(name, code))
+            return
+        with os.fdopen(presence, "rb"):
+            self.events.put(Ended(name, code, place_of(presence)))
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
@@ -206,7 +244,7 @@ class Crew:
             self._start_again(ended.member)
 
     def _start_again(self, name: str) -> None:
-        guardian.sweep([self._processes[name].pid])  # what the old one has left behind
+        guardian.sweep([self._groups[name]])  # what the old one has left behind
         life = sum(ended.member == name for ended in self._watch.replaced)
         if self.house is not None:
             self.house.start_again(name, life)
@@ -230,8 +268,7 @@ class Crew:
         if signum is None:
             return
         for name in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._processes[name].pid, signum)
+            self._groups[name].send(signum)
 
     def _close_servers(self) -> None:
         for server in self._servers:
@@ -245,10 +282,10 @@ class Crew:
         for thread in self._output:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _tell_guardian(self, what: int | Path) -> None:
-        assert self._guardian.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._guardian.stdin.write(f"{what}\n".encode())
+    def _dismiss_guardian(self) -> None:
+        with self._guardian_socket, contextlib.suppress(OSError):
+            guardian.announce_end(self._guardian_socket)
+        self._guardian.wait()
 
 
 def say(line: str) -> None:
@@ -258,14 +295,16 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
-def _start_guardian() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
+def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, ours
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ class Environment:
     launcher: int | None = None
     control_fd: int | None = None  # of the socket to the launcher, where learners share memory
     back_fd: int | None = None  # where a worker that was started again says that it is back
+    presence_fd: int | None = None  # where a worker says that it has joined, and left
     life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
@@ -83,6 +84,7 @@ class Environment:
             launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
             control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
             back_fd=optional(env, "SLIPSTREAM_BACK_FD"),
+            presence_fd=optional(env, "SLIPSTREAM_PRESENCE_FD"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 

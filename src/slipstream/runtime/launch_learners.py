@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +20,11 @@ from typing import Any
 
 from slipstream.errors import FrameRefused
 from slipstream.runtime.crew import Crew, say
+from slipstream.runtime.directory_lock import DirectoryLocks
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.launch import Settings, job_environment, report
 from slipstream.runtime.processes import Placement, inherited_environment
-from slipstream.runtime.supervision import JOB, Ended, Limits, Signalled
+from slipstream.runtime.supervision import Ended, Limits, Signalled, Verdict
 from slipstream.runtime.workshop import Tell, Workshop
 from slipstream.runtime.workshop_messages import Body, FromLearner, FromServer
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
@@ -45,20 +47,25 @@ def launch_learners(
     limits: Limits | None = None,
     may_lose: int = 0,
     restarts: int = RESTARTS,
+    checkpoints: str | None = None,
 ) -> int:
-    """Runs ``command`` once a learner; returns the exit code of the job, as ``launch`` does."""
-    with (
-        ExitStack() as last,  # when nobody is left who could write
-        Crew(
-            limits or Limits(grace_s=GRACE_S), may_lose=may_lose, restarts=restarts, leader=None
-        ) as crew,
-    ):
-        house = LearnersHouse(crew, command, learners, settings, last)
-        crew.house = house
-        for rank in range(learners):
-            house.start(rank, life=0)
-        verdict = crew.wait()
-        house.keep_what_there_is()
+    """Runs ``command`` once a learner; returns the exit code of the job, as ``launch`` does.
+
+    The directory of ``checkpoints`` is locked before anything starts, if it is known by then: a
+    script may name another one.
+    """
+    with ExitStack() as last:  # when nobody is left who could write
+        locks = last.enter_context(DirectoryLocks(say))
+        if checkpoints is not None:
+            locks.take(Path(checkpoints))
+        limits = limits or Limits(grace_s=GRACE_S)
+        with Crew(limits, may_lose=may_lose, restarts=restarts, leader=None) as crew:
+            house = LearnersHouse(crew, command, learners, settings, locks, last)
+            crew.house = house
+            for rank in range(learners):
+                house.start(rank, life=0)
+            verdict = house.judge(crew.wait())
+            house.keep_what_there_is()
     report(verdict)
     return verdict.code
 
@@ -83,9 +90,10 @@ class LearnersHouse:
         command: Sequence[str],
         learners: int,
         settings: Settings,
+        locks: DirectoryLocks,
         last: ExitStack,
     ) -> None:
-        self._crew, self._command, self._last = crew, command, last
+        self._crew, self._command, self._locks, self._last = crew, command, locks, last
         last.callback(self.close)
         self._env = job_environment(settings, workers=learners)
         self._lives: dict[str, int] = {}
@@ -97,7 +105,7 @@ class LearnersHouse:
             self._start_server,
             self._end_server,
             self._end_learner,
-            self._own_directory,
+            self._directory_for,
             say,
             self._fail,
         )
@@ -177,6 +185,8 @@ class LearnersHouse:
             return True
         if isinstance(event, Ended) and event.is_worker:
             self._workshop.leave(rank_of(event.member))
+            if event.code == 0 and event.place == "outside" and not self._crew.ending:
+                self._workshop.stayed_away(rank_of(event.member))
         return False
 
     def look(self) -> None:
@@ -205,14 +215,26 @@ class LearnersHouse:
         if self._server is None or not self._workshop.has_weights or self._directory is not None:
             return  # there is nothing to keep, or it would go with the job
         if self._server.poll() is None:
-            self._server.terminate()
+            self._crew.end(SERVER, signal.SIGTERM)
         deadline = time.monotonic() + KEEP_S
         while self._server.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 if isinstance(self._crew.events.get(timeout=LOOK_S), Signalled):
                     return  # somebody is impatient
+        if self._server.poll() is None:
+            say(f"the server has not written its last checkpoint within {KEEP_S:.0f} s")
 
-    def _own_directory(self) -> Path:
+    def judge(self, verdict: Verdict) -> Verdict:
+        """A job that lacks its last checkpoint has not ended well."""
+        if verdict.code == 0 and self._workshop.lacks_checkpoint:
+            return Verdict(1, "the job ended without its last checkpoint")
+        return verdict
+
+    def _directory_for(self, asked: str | None) -> Path:
+        """The directory that learners ask for, locked; else one that goes with the job."""
+        if asked is not None:
+            self._locks.take(Path(asked))
+            return Path(asked)
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
             self._crew.add_directory(self._directory)
@@ -221,7 +243,7 @@ class LearnersHouse:
 
     def _fail(self, trouble: str) -> None:
         say(trouble)
-        self._crew.events.put(Ended(JOB, 1))
+        self._crew.give_up()
 
     def close(self) -> None:
         self._workshop.close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from slipstream.errors import LaunchError, WaitLimit
+from slipstream.runtime.guardian import ChildGroup
 from slipstream.runtime.relay import relay, start_relay
 from slipstream.transports.credentials import Credentials
 
@@ -36,6 +37,7 @@ WORKER_VARIABLES = frozenset(
         "SLIPSTREAM_STORE_FD",
         "SLIPSTREAM_CONTROL_FD",
         "SLIPSTREAM_BACK_FD",
+        "SLIPSTREAM_PRESENCE_FD",
         "SLIPSTREAM_JOB",
         "SLIPSTREAM_LAUNCHER",
         "SLIPSTREAM_SERVER_ADDRESSES",
@@ -123,6 +125,7 @@ class ServerProcess:
         assert process.stderr is not None
         self.index = index
         self.process = process
+        self._group = ChildGroup.led_by(process.pid)
         self.address = ""
         self._stdin = process.stdin
         self._first_line: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -167,9 +170,9 @@ class ServerProcess:
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self._group.send(signal.SIGKILL)
             self.process.wait()
+        self._group.close()
         for thread in self.output:
             thread.join(timeout=1.0)
 

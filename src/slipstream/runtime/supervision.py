@@ -6,10 +6,12 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 # A worker that ends only because another one failed exits with this (EX_UNAVAILABLE), so that
 # the launcher names the one that failed even if that one takes longer to go.
 EXIT_PEER_FAILED = 69
+Place = Literal["outside", "inside", "left"]  # of the job: a worker joins it, and leaves it
 JOB = "the job"  # what ends when the launcher itself gives up, and has said why
 
 
@@ -25,14 +27,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A member ended; a negative code is the signal that killed it."""
+    """A member ended; a negative code is the signal that killed it.
+
+    ``place`` is where a worker was then.
+    """
 
     member: str
     code: int
+    place: Place = "left"
+
+    @property
+    def failed(self) -> bool:
+        """Also with code 0, if it ended in the middle of the job."""
+        return self.code != 0 or self.place == "inside"
 
     @property
     def exit_code(self) -> int:
-        return self.code if self.code >= 0 else 128 - self.code
+        if self.code < 0:
+            return 128 - self.code
+        return self.code or int(self.failed)
 
     @property
     def remoteness(self) -> int:
@@ -54,7 +67,10 @@ class Ended:
             return "the job could not go on"
         if self.code < 0:
             return f"{self.member} was killed by {signal_name(-self.code)}"
-        return f"{self.member} exited with code {self.code}"
+        ended = f"{self.member} exited with code {self.code}"
+        if self.code == 0 and self.failed:
+            return f"{ended} before it had left the job (the end of its `with` block)"
+        return ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +171,7 @@ class Supervision:
             if self._strays:
                 self.deadline = self.clock() + self.limits.grace_s
         # A server may well be gone before the workers are: rank 0 dismisses it at the end.
-        if event.code != 0 and not self._sent:
+        if event.failed and not self._sent:
             self._failures.append(event)
             self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
         return None

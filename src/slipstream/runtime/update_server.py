@@ -217,7 +217,7 @@ Report = Callable[[str], None]  # what went wrong, or nothing
 class Checkpoints:
     """Copied between two updates, written by a thread one after the other: updates go on meanwhile.
 
-    A disk that is full is told of and costs nothing else.
+    A disk that is full is told of and costs nothing else, until the last one.
     """
 
     def __init__(
@@ -256,7 +256,17 @@ class Checkpoints:
 
     def _complain(self, trouble: str) -> None:
         if trouble:
-            self._tell(Note(f"{trouble}; the checkpoint before is kept"))
+            self._tell(Note(self._with_what_there_is(trouble)))
+
+    def _with_what_there_is(self, trouble: str) -> str:
+        """Read from the disk: what was there when this server began may be gone."""
+        try:
+            found, _ = shared_checkpoint.newest_in(self._directory)
+        except CheckpointError as error:
+            return f"{trouble}; {error}"
+        if found is None:
+            return f"{trouble}; there is no checkpoint in {self._directory}"
+        return f"{trouble}; the last checkpoint in {self._directory} has {found.version} updates"
 
     def _write_all(self) -> None:
         while (draft := self._drafts.get()) is not None:
@@ -274,14 +284,17 @@ class Checkpoints:
                 report(trouble)
             self._writing -= 1
 
-    def finish(self) -> None:
-        """The last one, whole on the disk when this returns."""
-        while not self.begin(None, self._complain):
+    def finish(self) -> str:
+        """The last one, whole on the disk when this returns; else what went wrong."""
+        outcome: list[str] = []
+        while not self.begin(None, outcome.append):
             time.sleep(LOOK_S)
         self._drafts.put(None)
         while self._writer.is_alive():
             self._server.rings.beat_once()
             self._writer.join(LOOK_S)
+        trouble = outcome[0] if outcome else "the thread that writes checkpoints has died"
+        return self._with_what_there_is(trouble) if trouble else ""
 
 
 def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) -> None:
@@ -316,11 +329,12 @@ def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) ->
             if isinstance(body, Finish):
                 while server.serve_one(0.0):
                     pass
-                kept.finish()
-                control.send(Finished(server.account(kept.written)))
+                trouble = kept.finish()
+                control.send(Finished(server.account(kept.written), trouble))
                 return
             obey(body, server, kept, control)
-    kept.finish()
+    if trouble := kept.finish():
+        raise CheckpointError(trouble)
 
 
 def obey(

@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.consistency.leases import Batch, Leases
+from slipstream.errors import LaunchError
 from slipstream.planning.segment import SegmentPlan
 from slipstream.runtime.portraits import difference
 from slipstream.runtime.workshop_messages import (
@@ -75,13 +76,14 @@ class Progress:
 
 @dataclass(slots=True)
 class Workshop:
-    """``start_server`` starts a process and returns how to tell it something."""
+    """``start_server`` starts a process and returns how to tell it something. ``directory_for``
+    gives the directory for checkpoints, if this job may have the one that its learners name."""
 
     learners: int
     start_server: Callable[[], Tell]
     end_server: Callable[[], None]
     end_learner: Callable[[Rank], None]
-    own_directory: Callable[[], Path]
+    directory_for: Callable[[str | None], Path]
     say: Callable[[str], None]
     fail: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -95,9 +97,12 @@ class Workshop:
     rings: Rings | None = None
     restarts: int = 0
     finishing: bool = False
+    lacks_checkpoint: bool = False  # the last one, in a directory that outlives the job
+    _directory: Path | None = None
     _plan: SegmentPlan | None = None
     _hello: Hello | None = None
     _seats: dict[Rank, Seat] = field(default_factory=dict)
+    _absent: list[Rank] = field(default_factory=list)
     _server: Tell | None = None
     _serving: bool = False  # it has said that it is ready
     _filler: Rank | None = None
@@ -126,6 +131,17 @@ class Workshop:
         """A learner has been started."""
         pushed = self.rings.pushed(rank) if self.rings is not None else 0
         self._seats[rank] = Seat(tell, pushed)
+
+    def stayed_away(self, rank: Rank) -> None:
+        """A learner has ended with code 0, and never joined. A job of fewer learners than were
+        asked for is none; a script that does not use slipstream may do what it likes."""
+        self._absent.append(rank)
+        if self._hello is not None:
+            self._refuse_absence()
+
+    def _refuse_absence(self) -> None:
+        names = ", ".join(f"rank {rank}" for rank in self._absent)
+        self.fail(f"{names} exited with code 0 without joining the job (slipstream.init)")
 
     def leave(self, rank: Rank) -> None:
         """A learner has ended, however; what it asked for is nobody's."""
@@ -175,6 +191,8 @@ class Workshop:
     def _introduce(self, rank: Rank, seat: Seat, hello: Hello) -> None:
         if self._hello is None:
             self._hello = hello
+            if not self._may_begin(hello):
+                return
             self._make_memory(hello)
             self._start()
         elif hello.portrait != self._hello.portrait:
@@ -184,6 +202,16 @@ class Workshop:
             return
         seat.waits = True
         self._welcome()
+
+    def _may_begin(self, hello: Hello) -> bool:
+        """Nothing is shared yet, and nothing has been read or written."""
+        try:
+            self._directory = self.directory_for(hello.checkpoints)
+        except LaunchError as error:
+            self.fail(str(error))
+        if self._absent:
+            self._refuse_absence()
+        return self._directory is not None and not self._absent
 
     def _make_memory(self, hello: Hello) -> None:
         self._plan = SegmentPlan.of(hello.tensors, len(hello.settings))
@@ -225,7 +253,7 @@ class Workshop:
             self._hello.settings,
             self._direct,
             self._hello.consistent,
-            self._hello.checkpoints or str(self.own_directory()),
+            str(self._directory),
             self._hello.every_s,
             as_they_are=self._direct and self._filled,
         )
@@ -253,6 +281,9 @@ class Workshop:
             self._ready(body)
         elif isinstance(body, Finished):
             self._account = body.account
+            if body.trouble and self._hello is not None and self._hello.checkpoints is not None:
+                self.say(body.trouble)
+                self.lacks_checkpoint = True
             self._bid_farewell()
         elif isinstance(body, Told):
             rank, _ = self._asked.pop(body.number)
@@ -316,8 +347,8 @@ class Workshop:
         version = self.rings.version
         moved = was_ready and version > self._began_at
         self._deaths = 1 if moved else self._deaths + 1
-        if not was_ready and code > 0:
-            self.fail(f"the server exited with code {code}")
+        if code > 0:  # an error of its own: another server would come to the same
+            self.fail(f"the server exited with code {code}; what it wrote above says why")
             return
         if self._deaths > self.most_deaths:
             self.fail(f"{self._deaths} servers died one after the other without an update")
@@ -337,7 +368,12 @@ class Workshop:
         now, rings = self.clock(), self.rings
         if not self._serving:
             if now - self._progress.since > self.start_s:
-                self._give_up_on_server(f"was not ready after {self.start_s:.0f} s", now)
+                self._progress = Progress(since=now)
+                self.end_server()
+                self.fail(
+                    f"the server was not ready after {self.start_s:.0f} s; can the checkpoints in "
+                    f"{self._directory} be read?"
+                )
             return
         waiting = [r for r in range(self.learners) if rings.pushed(r) != rings.taken(r)]
         # One that does what it was told may be at it for long.

@@ -173,7 +173,10 @@ class Told(Body, frozen=True):
 
 
 class Finished(Body, frozen=True):
+    """``trouble`` says why there is no last checkpoint."""
+
     account: Account
+    trouble: str = ""
 
 
 class Note(Body, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.errors import LaunchError
 from slipstream.planning.segment import SharedTensor
 from slipstream.runtime.workshop import Workshop
 from slipstream.runtime.workshop_messages import (
@@ -42,15 +43,20 @@ from slipstream.runtime.workshop_messages import (
 TENSORS = [SharedTensor("w", (10,), "float32", 4, 0)]
 
 
-def hello(portrait: str = "a model", updates: str = "server") -> Hello:
-    return Hello([portrait], TENSORS, "SGD", [[0.1] + [0.0] * 7], updates, 2, False, None, 30.0)
+def hello(
+    portrait: str = "a model", updates: str = "server", checkpoints: str | None = None
+) -> Hello:
+    settings = [[0.1] + [0.0] * 7]
+    return Hello([portrait], TENSORS, "SGD", settings, updates, 2, False, checkpoints, 30.0)
 
 
 class Bench:
     """A workshop whose messages are kept."""
 
-    def __init__(self, learners: int = 2, updates: str = "server") -> None:
-        self.now, self._updates = 0.0, updates
+    def __init__(
+        self, learners: int = 2, updates: str = "server", checkpoints: str | None = None
+    ) -> None:
+        self.now, self._updates, self._checkpoints = 0.0, updates, checkpoints
         self.to_server: list[Body] = []
         self.said: list[str] = []
         self.failed: list[str] = []
@@ -61,7 +67,7 @@ class Bench:
             self._start,
             self._end,
             self.killed.append,
-            lambda: Path("/nowhere"),
+            self._directory_for,
             self.said.append,
             self.failed.append,
             clock=lambda: self.now,
@@ -77,6 +83,11 @@ class Bench:
     def _end(self) -> None:
         self.ended += 1
 
+    def _directory_for(self, asked: str | None) -> Path:
+        if asked == "/taken":
+            raise LaunchError("another job keeps its checkpoints in /taken")
+        return Path(asked or "/nowhere")
+
     def seat(self, rank: int) -> None:
         heard: list[Body] = []
         self.to[rank] = heard
@@ -85,7 +96,7 @@ class Bench:
     def begun(self) -> Bench:
         """All learners are in."""
         for rank in self.to:
-            self.shop.hear(rank, hello(updates=self._updates))
+            self.shop.hear(rank, hello(updates=self._updates, checkpoints=self._checkpoints))
         self.shop.hear_server(Ready(False, 0, []))
         self.shop.hear(0, Filled())
         self.kept()
@@ -172,6 +183,37 @@ def test_another_model_is_refused() -> None:
     assert bench.said == [
         "rank 1 differs from who came first: it has another model; who came first has a model"
     ]
+
+
+def test_a_directory_of_another_job_is_refused_before_anything_starts() -> None:
+    bench = Bench()
+    for rank in (0, 1):
+        bench.shop.hear(rank, hello(checkpoints="/taken"))
+    bench.shop.look()
+    assert bench.failed == ["another job keeps its checkpoints in /taken"]
+    assert (bench.servers, bench.to, bench.shop.memory) == (0, {0: [], 1: []}, None)
+
+
+def test_the_server_gets_the_directory_that_the_learners_name() -> None:
+    bench = Bench()
+    bench.shop.hear(0, hello(checkpoints="/kept"))
+    (start,) = bench.to_server
+    assert isinstance(start, Start)
+    assert start.checkpoints == "/kept"
+
+
+@pytest.mark.parametrize("joins_first", [False, True])
+def test_a_job_of_fewer_learners_than_were_asked_for_is_none(joins_first: bool) -> None:
+    bench = Bench()
+    if joins_first:
+        bench.shop.hear(0, hello())
+    bench.shop.leave(1)
+    bench.shop.stayed_away(1)
+    assert bool(bench.failed) == joins_first  # else the script may have nothing to do with it
+    if not joins_first:
+        bench.shop.hear(0, hello())
+    assert bench.failed == ["rank 1 exited with code 0 without joining the job (slipstream.init)"]
+    assert bench.servers == int(joins_first)
 
 
 def test_one_that_is_started_again_goes_on() -> None:
@@ -366,7 +408,15 @@ def test_a_server_that_cannot_begin_ends_the_job() -> None:
     bench = Bench()
     bench.shop.hear(0, hello())
     bench.shop.server_ended(1)
-    assert bench.failed == ["the server exited with code 1"]
+    assert bench.failed == ["the server exited with code 1; what it wrote above says why"]
+
+
+def test_an_error_of_the_server_is_not_tried_again() -> None:
+    bench = Bench().begun()
+    bench.shop.hear(0, Load("damaged"))
+    bench.shop.server_ended(1)
+    assert bench.failed == ["the server exited with code 1; what it wrote above says why"]
+    assert bench.servers == 1
 
 
 @pytest.mark.parametrize("pushes", [False, True])
@@ -417,6 +467,9 @@ def test_a_server_that_is_never_ready_is_ended() -> None:
     bench.now += 2.0
     bench.shop.look()
     assert bench.ended == 1
+    assert bench.failed == [
+        "the server was not ready after 120 s; can the checkpoints in /nowhere be read?"
+    ]
 
 
 def test_a_server_that_loads_may_take_its_time() -> None:
@@ -538,3 +591,17 @@ def test_a_server_that_dies_at_the_end_is_replaced_too() -> None:
     assert bench.kinds(0) == [Farewell]
     bench.shop.server_ended(0)
     assert bench.servers == 2
+
+
+@pytest.mark.parametrize("checkpoints", [None, "/kept"])
+def test_a_last_checkpoint_that_is_missing_counts_where_it_would_stay(
+    checkpoints: str | None,
+) -> None:
+    bench = Bench(checkpoints=checkpoints).begun()
+    for rank in (0, 1):
+        bench.shop.hear(rank, Departing(b"", {}))
+    bench.shop.look()
+    bench.shop.hear_server(Finished(Account({}), "the disk is full; there is no checkpoint"))
+    assert bench.kinds(0) == bench.kinds(1) == [Farewell]  # what they do next is their own
+    assert bench.shop.lacks_checkpoint == (checkpoints is not None)
+    assert ("the disk is full; there is no checkpoint" in bench.said) == (checkpoints is not None)
