@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from slipstream.types import Rank
 
 LARGEST_VALUE_BYTES = 16 << 20
 MOST_OPEN = 4096  # gatherings that have begun and not ended
+TOLD_OPEN = 8  # of these, how many a heartbeat tells of
 KEPT, KEPT_BYTES = 1024, 64 << 20  # of the first gatherings, and again of the last ones
 # Before all gradients; not in the control lane, which is cut while a peer is stopped.
 URGENT = -1000
@@ -125,10 +127,11 @@ class Collector:
             yield key, waiting, dict(sorted(record.values.items()))
 
     def awaited(self, lost: Collection[Rank]) -> dict[str, list[str]]:
-        """By key: whose values have not come."""
+        """By key, of the oldest gatherings: whose values have not come."""
         here = set(range(self._workers)) - set(lost)
         return {
-            key: [f"rank {rank}" for rank in self._records[key].missing(here)] for key in self._open
+            key: [f"rank {rank}" for rank in self._records[key].missing(here)]
+            for key in islice(self._open, TOLD_OPEN)
         }
 
 
@@ -209,7 +212,7 @@ class Gathering:
     def _wait(self, key: str) -> None:
         deadline, pause_s = time.monotonic() + self.limit_s, SHORTEST_PAUSE_S
         while key not in self._results:
-            missing = self._member.awaited().get(key, ())
+            missing = self._member.told_awaited.get(key, ())
             self._watch(missing)
             if time.monotonic() > deadline:
                 raise WaitLimit(waiting_for(key), self.limit_s, missing or [HUB])

@@ -113,9 +113,9 @@ class Member:
         self.on_return: Callable[[str], None] | None = None  # None: who was lost may come back
         self.finished = False  # rank 0 only: it waits for the others to finish too
         self.told_done: Sequence[str] = ()
+        # By key of a gathering: whom rank 0 still waits for, as of its last heartbeat.
         self.told_awaited: Mapping[str, Sequence[str]] = {}
-        # By key of a gathering: whom rank 0 still waits for; at other ranks, as it last said.
-        self.awaited: Callable[[], Mapping[str, Sequence[str]]] = lambda: self.told_awaited
+        self.awaited: Callable[[], dict[str, list[str]]] = dict  # rank 0 only: as of now
         self.fault: RuntimeFault | None = None
         self.refused = 0
         self.last_refusal = ""
@@ -309,7 +309,7 @@ class Member:
             self.roster.rounds[self.name] = self.round
             # Those who have finished wait to be dismissed, and listen.
             done = [*self.roster.finished, *([HUB] if self.finished else [])]
-            awaited = {key: list(names) for key, names in self.awaited().items()}
+            self.told_awaited = awaited = self.awaited()
             beat = Beat(self.roster.rounds, done, awaited)
             for name in {*self.roster.heard, *self.roster.finished}:
                 self.transport.send(name, beat, priority=CONTROL)
