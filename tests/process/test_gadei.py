@@ -416,7 +416,8 @@ def test_mistakes_end_in_a_message(tmp_path: Path, what: str, message: str) -> N
 
 def test_other_launchers_say_how_it_is_done(tmp_path: Path) -> None:
     command = (TORCHRUN, "--nproc-per-node=2", str(WORKER), "mistaken", str(tmp_path), "none")
-    launch = Launch(command, tmp_path, {"SLIPSTREAM_STRATEGY": "gadei"})
+    secret = {"SLIPSTREAM_SECRET": "torchrun's store is open to all"}
+    launch = Launch(command, tmp_path, {"SLIPSTREAM_STRATEGY": "gadei", **secret})
     assert launch.wait() != 0
     assert "slipstream run --workers N --strategy gadei SCRIPT" in launch.stderr
 
