@@ -78,6 +78,8 @@ def check_setting(what: str, key: str, value: Any, group: Mapping[str, Any]) -> 
         raise ValueError(f"{what} is {value!r:.80}, which is not finite")
     if key in RATES and any(number < 0 for number in numbers_in(value)):
         raise ValueError(f"{what} is {value!r:.80}, which is negative")
+    if key in MEANS and not isinstance(value, bool | None):
+        raise ValueError(f"{what} is {value!r:.80}, neither on nor off")
     if not same_kind(value, here):
         raise ValueError(f"{what} is {value!r:.80} there, {here!r:.80} in this job")
 
