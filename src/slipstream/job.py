@@ -35,10 +35,11 @@ from slipstream.torch.averages import Averages, lent
 from slipstream.torch.copying import copy_state
 from slipstream.torch.fingerprint import fingerprint
 from slipstream.torch.inventory import whole_vector
+from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.replica import Replica, prepare, replicate
 from slipstream.torch.sampler import LeasedBatches, in_turn
-from slipstream.torch.saving import load_job, save_job, save_servers, take_weights
+from slipstream.torch.saving import save_job, save_servers, take_weights
 from slipstream.torch.shard_optimizer import AVERAGE
 from slipstream.torch.slices import come_back
 from slipstream.types import Cluster

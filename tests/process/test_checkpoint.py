@@ -13,6 +13,8 @@ from cases import distance
 from nursery import Nursery
 from safetensors.torch import load_file, save_file
 
+import hostile_checkpoints
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -176,6 +178,19 @@ def test_writer_is_not_disturbed(parts: Parts) -> None:
             assert distance(torch.tensor(state[name]), torch.tensor(values)) <= 1e-5, name
 
 
+# Right but for one thing, which only a look at what they say can tell.
+HOSTILE = {
+    "step -5": "is damaged or no checkpoint",
+    "lr nan": "'lr' of parameter group 0 is nan, which is not finite",
+    "parameters in a group": "would replace the parameters of this job",
+    "momentum flat": "'momentum_buffer' of '0.bias' is (1,)",
+    "state of what is not there": "it has optimizer state of 'more'",
+    "facts deep": "nested deeper than",
+    "generator of numpy out of place": "random generators",
+    "a pipe": "it is a pipe, not a regular file",
+}
+
+
 @pytest.fixture(scope="module")
 def refused(parts: Parts) -> dict[str, list[str]]:
     """Files that cannot be loaded: by name, what each rank said about it."""
@@ -192,10 +207,12 @@ def refused(parts: Parts) -> dict[str, list[str]]:
     for name, damaged in bad.items():
         if damaged is not None:
             Path(parts.path(name)).write_bytes(damaged)
+    for name in HOSTILE:
+        hostile_checkpoints.FILES[name](good, Path(parts.path(name)))
     save_file({"weight": torch.zeros(2)}, parts.path("no checkpoint"))
     save_file(load_file(good), parts.path("nothing but tensors"))
     rich = named("sgd", "rich workers")
-    files = [*bad, "no checkpoint", "nothing but tensors", rich]
+    files = [*bad, *HOSTILE, "no checkpoint", "nothing but tensors", rich]
     kept = parts.path("kept")
     parts.run(
         2,
@@ -204,6 +221,9 @@ def refused(parts: Parts) -> dict[str, list[str]]:
             cannot_write=kept,
         ),
         Part("undisturbed", until=3),
+        # Where servers have the weights and the optimizer's state.
+        Part("servers refuse", BY_SERVERS, until=3, bad=[parts.path(name) for name in HOSTILE]),
+        Part("servers undisturbed", BY_SERVERS, until=3),
     )  # fmt: skip
     by_rank = [told["errors"] for told in parts.told("refuses")]
     return {name: list(said) for name, *said in zip([*files, "full"], *by_rank, strict=True)}
@@ -220,6 +240,7 @@ def refused(parts: Parts) -> dict[str, list[str]]:
         ("other optimizer", "Adam"),
         ("no checkpoint", "not a slipstream checkpoint"),
         ("nothing but tensors", "not a slipstream checkpoint"),
+        *HOSTILE.items(),
         (named("sgd", "rich workers"), "only"),
         ("full", "cannot write"),
     ],
@@ -235,6 +256,14 @@ def test_refused_with_the_same_words_everywhere(
 
 def test_a_job_trains_on_after_a_refusal(parts: Parts, refused: dict[str, list[str]]) -> None:
     assert parts.digests("refuses") == parts.digests("undisturbed")
+    assert parts.digests("servers refuse") == parts.digests("servers undisturbed")
+
+
+def test_where_servers_update_the_same_is_refused(
+    parts: Parts, refused: dict[str, list[str]]
+) -> None:
+    for told in parts.told("servers refuse"):
+        assert told["errors"] == [refused[name][0] for name in HOSTILE]
 
 
 def test_failed_write_leaves_the_old_file(parts: Parts, refused: dict[str, list[str]]) -> None:

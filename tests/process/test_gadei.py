@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -383,6 +384,14 @@ def test_what_is_saved_is_loaded_elsewhere(tmp_path: Path) -> None:
     launch = Launch(command, alone)
     assert launch.wait() == 0, launch.stderr
     assert said(alone)["begun"] == checkpoint.facts["step"]
+
+
+def test_a_pipe_in_a_checkpoints_place_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    launch = start(tmp_path, "saved", tmp_path, tmp_path / "pipe")
+    assert launch.wait() != 0
+    assert f"cannot read {tmp_path / 'pipe'}: it is a pipe, not a regular file" in launch.stderr
+    assert launch.remains.left() == []
 
 
 # ---- batches

@@ -95,7 +95,9 @@ class Collector:
         self._open: dict[str, None] = {}  # keys, oldest first
         self._kept = Kept()
 
-    def contribute(self, key: str, source: Source, rank: Rank, value: bytes | None) -> None:
+    def contribute(
+        self, key: str, source: Source, rank: Rank, value: bytes | None, *, asks: bool = True
+    ) -> None:
         record = self._records.get(key)
         if record is None:
             if len(self._open) >= MOST_OPEN:
@@ -104,10 +106,11 @@ class Collector:
             self._open[key] = None
         if record.source != source:
             raise FrameRefused(f"rank {rank} gathers {key!r} from {source}, not {record.source}")
-        if value is not None:
-            # The first counts: a worker that was started again repeats what it said before.
+        # What has ended stays as it is: a worker that was started again repeats what it gave.
+        if value is not None and key in self._open:
             record.values.setdefault(rank, value)
-        record.waiting.add(rank)
+        if asks:
+            record.waiting.add(rank)
 
     def due(self, lost: Collection[Rank]) -> Iterator[tuple[str, list[Rank], Values]]:
         """Keys whose values are all there, the ranks that wait for them, and the values."""
@@ -168,40 +171,41 @@ class Gathering:
 
         Workers that the others go on without are left out.
         """
-        self._contribute(key, "all", value)
+        self._send(Contribute(key, "all", asks=True), encoded(value))
         return [decoded(content, kind) for content in self._result(key).values()]
 
     def post(self, key: str, value: object) -> None:
         """Give every rank that reads the key a value of this rank's."""
-        self._contribute(key, self._rank, value)
+        self._send(Contribute(key, self._rank, asks=False), encoded(value))
 
     def read(self, key: str, rank: Rank, kind: type[T]) -> T:
         """What a rank has posted under a key."""
-        if rank != self._rank:
-            self._contribute(key, rank)
+        self._send(Contribute(key, rank, asks=True))
         return decoded(self._result(key)[rank], kind)
 
     def put(self, key: str, content: bytes) -> None:
         """Give a value under a key that one rank, whichever, gives a value."""
-        self._send(key, "any", [content])
+        self._send(Contribute(key, "any", asks=False), content)
 
     def get(self, key: str) -> bytes:
         """The value of such a key."""
-        if key not in self._results:
-            self._send(key, "any", [])
+        self._send(Contribute(key, "any", asks=True))
         return next(iter(self._result(key).values()))
 
-    def _contribute(self, key: str, source: Source, *values: object) -> None:
-        self._send(key, source, [msgspec.msgpack.encode(value) for value in values])
+    def is_first(self, key: str) -> bool:
+        """Whether this rank is the first to ask; each asks once."""
+        self._send(Contribute(key, "any", asks=True), b"")
+        return self._rank in self._result(key)
 
-    def _send(self, key: str, source: Source, contents: list[bytes]) -> None:
+    def _send(self, body: Contribute, *contents: bytes) -> None:
         if any(len(content) > LARGEST_VALUE_BYTES for content in contents):
             raise ConfigError(
                 f"a value of {len(contents[0])} bytes cannot be shared: at most "
                 f"{LARGEST_VALUE_BYTES} are; share a path or a checksum instead"
             )
-        self._wanted.add(key)
-        self._member.send(HUB, Contribute(key, source), contents, priority=URGENT)
+        if body.asks:
+            self._wanted.add(body.key)
+        self._member.send(HUB, body, contents, priority=URGENT)
 
     def _result(self, key: str) -> Values:
         self._wait(key)
@@ -247,7 +251,7 @@ class Gathering:
         if rank < 0 or len(message.frames) > 1 or nbytes > LARGEST_VALUE_BYTES:
             raise FrameRefused(f"a value of {nbytes} bytes from {message.sender}")
         value = bytes(message.frames[0]) if message.frames else None
-        self._collector.contribute(body.key, body.source, rank, value)
+        self._collector.contribute(body.key, body.source, rank, value, asks=body.asks)
         self._answer(self._collector.answer(body.key))
         self._answer(self._collector.due(self._lost()))
 
@@ -260,6 +264,16 @@ class Gathering:
     def _on_rejoin(self, message: Message) -> None:
         assert isinstance(message.body, Rejoin)
         self._member.await_return(message.sender, message.body, message.process)
+
+
+def encoded(value: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"a {type(value).__name__} cannot be shared ({error}): give numbers, text, lists, dicts "
+            "or None"
+        ) from error
 
 
 def decoded(content: bytes, kind: type[T]) -> T:

@@ -11,27 +11,18 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream._native import crc32c
 from slipstream.errors import CheckpointError, DamagedCheckpoint
+from slipstream.runtime import checkpoint_format
+from slipstream.runtime.checkpoint_format import FORMAT, SHORT, Piece, crc
 from slipstream.runtime.whole_files import write_whole
 
-FORMAT = 1
 KEPT = 2
 NAME = re.compile(r"weights-(\d{15})\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor as bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
@@ -65,59 +56,8 @@ class Snapshot:
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
-        try:
-            content = memoryview(path.read_bytes())
-            begin = 8 + int.from_bytes(content[:8], "little")
-            told = json.loads(bytes(content[8:begin]))
-            about = told.pop("__metadata__")
-            pieces = {name: piece_in(content[begin:], entry) for name, entry in told.items()}
-            facts = json.loads(about["slipstream"])
-            if about["crc"] != str(crc(about["slipstream"], pieces)):
-                raise ValueError("its content does not match its checksum")
-        except FileNotFoundError:
-            raise CheckpointError(f"no checkpoint at {path}") from None
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{path} is damaged or no checkpoint: {error}") from error
-        if facts.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {facts.get('format')}, this slipstream reads {FORMAT}"
-            )
-        return cls(pieces, facts)
-
-
-# What safetensors calls them in a file.
-SHORT = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-FULL = {short: full for full, short in SHORT.items()}
-
-
-def piece_in(content: memoryview, entry: Any) -> Piece:
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end <= len(content):
-        raise ValueError("a tensor lies outside of it")
-    return Piece(FULL[entry["dtype"]], tuple(entry["shape"]), content[begin:end])
-
-
-def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
-    """Over everything: a disk that loses a bit says so nowhere."""
-    total = crc32c(facts.encode())
-    for name in sorted(pieces):
-        piece = pieces[name]
-        head = f"{name} {piece.dtype} {list(piece.shape)}"
-        total = crc32c(piece.data, crc32c(head.encode(), total))
-    return total
+        content = checkpoint_format.read(path)
+        return cls(content.pieces, content.facts)
 
 
 def kept_in(directory: Path) -> list[Path]:
@@ -160,10 +100,3 @@ def newest_in(directory: Path) -> tuple[Snapshot | None, list[str]]:
             f"no checkpoint in {directory} is whole ({wrong[0]}): to begin anew, move them away"
         )
     return None, wrong
-
-
-def sweep_drafts(directory: Path) -> None:
-    """What one that was killed while writing has left behind."""
-    for draft in directory.glob(".weights-*.draft"):
-        with contextlib.suppress(OSError):
-            draft.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from slipstream._native import Update
 from slipstream.errors import CheckpointError
 from slipstream.planning.segment import RULES, SegmentPlan, SharedTensor
-from slipstream.runtime.shared_checkpoint import Piece
+from slipstream.runtime.checkpoint_format import MOST_STEPS, Piece
 
 # What torch calls an optimizer's memories; the number is the native update's.
 MEMORIES = {
@@ -18,6 +19,7 @@ MEMORIES = {
     "rmsprop": (("square_avg", 0), ("momentum_buffer", 1), ("grad_avg", 2)),
 }
 MOMENTUM = {"sgd": 1, "rmsprop": 4}  # where it is in a group's settings
+OPTIONAL = ("momentum_buffer", "grad_avg")  # kept only with some settings
 CENTERED = 5
 STATE = "optimizer/state"
 
@@ -55,7 +57,24 @@ class SharedOptimizer:
                 entries["step"] = Piece("float32", (), np.float32(self._steps[number]).tobytes())
         return {name: entries for name, entries in found.items() if entries}
 
+    def check(self, state: Mapping[str, Mapping[str, Piece]]) -> None:
+        """Refuse what ``load`` could not take."""
+        here = {tensor.name: tensor for tensor in self._plan.tensors}
+        for name, entries in state.items():
+            if name not in here:
+                raise CheckpointError(f"it has optimizer state of {name!r}, not in the model")
+            for memory, _ in MEMORIES[self._rule]:
+                if memory in entries:
+                    fits(entries[memory], here[name], f"{memory} of {name!r}")
+                elif entries and memory not in OPTIONAL:
+                    raise CheckpointError(f"{name!r} has optimizer state, but no {memory}")
+            if "step" in entries:
+                steps_in(entries["step"], name)
+            elif entries and self._rule != "sgd":
+                raise CheckpointError(f"{name!r} has optimizer state, but no step")
+
     def load(self, state: Mapping[str, Mapping[str, Piece]]) -> None:
+        """Take what ``check`` has let pass."""
         for moment in self._moments:
             if moment.any():
                 moment[:] = 0
@@ -66,12 +85,11 @@ class SharedOptimizer:
             at = self._plan.weights_at[gradient.tensor]
             for name, k in self._used():
                 if name in entries:
-                    fits(entries[name], tensor, f"{name} of {tensor.name!r}")
                     data = np.frombuffer(entries[name].data, np.uint8)
                     self._moments[k][at : at + tensor.nbytes] = data
                     self._steps[number] = 1
             if "step" in entries:
-                self._steps[number] = int(np.frombuffer(entries["step"].data, np.float32)[0])
+                self._steps[number] = steps_in(entries["step"], tensor.name)
 
     def _used(self) -> list[tuple[str, int]]:
         return [(name, k) for name, k in MEMORIES[self._rule] if self._remembers(name)]
@@ -88,3 +106,12 @@ def fits(piece: Piece, tensor: SharedTensor, name: str) -> None:
             f"{name} is {piece.shape} {piece.dtype} in the checkpoint, {tensor.shape} "
             f"{tensor.dtype} in the model"
         )
+
+
+def steps_in(piece: Piece, name: str) -> int:
+    """How many steps a parameter has had, which torch keeps as a tensor."""
+    if piece.dtype in ("float32", "float64", "int64") and math.prod(piece.shape) == 1:
+        steps = np.frombuffer(piece.data, piece.dtype)[0]
+        if 0 <= steps <= MOST_STEPS:  # NaN is not
+            return int(steps)
+    raise CheckpointError(f"'step' of {name!r} is no number of steps")

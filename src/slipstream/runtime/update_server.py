@@ -24,8 +24,16 @@ from pathlib import Path
 from slipstream._native import Rings
 from slipstream.errors import CheckpointError
 from slipstream.runtime import shared_checkpoint
-from slipstream.runtime.shared_checkpoint import Piece, Snapshot
+from slipstream.runtime.checkpoint_format import (
+    OptimizerState,
+    Piece,
+    check_names,
+    misfit,
+    optimizer_in,
+)
+from slipstream.runtime.shared_checkpoint import Snapshot
 from slipstream.runtime.shared_optimizer import STATE, SharedOptimizer, fits
+from slipstream.runtime.whole_files import sweep_drafts
 from slipstream.runtime.workshop_messages import (
     Account,
     Ask,
@@ -157,23 +165,17 @@ class UpdateServer:
         """How many gradients of each learner in this job it has."""
         if snapshot.facts.get("job") != self._start.job:
             return [0] * self.rings.learners
-        return [int(each) for each in snapshot.facts["taken"]]
+        taken = list(snapshot.facts.get("taken", ()))
+        if len(taken) != self.rings.learners:
+            raise CheckpointError(
+                f"it counts the gradients of {len(taken)} learners; there are {self.rings.learners}"
+            )
+        return taken
 
     def restore(self, snapshot: Snapshot) -> list[int]:
         """Its weights and memories; what has been pushed since is let go. By learner, how many
         gradients are out of the way now."""
-        here = {f"model/{tensor.name}" for tensor in self._plan.tensors}
-        there = {name for name in snapshot.pieces if name.startswith("model/")}
-        for name in sorted(here ^ there):
-            side = "the checkpoint" if name in there else "the model"
-            raise CheckpointError(f"only {side} has {name.removeprefix('model/')!r}")
-        for tensor in self._plan.tensors:
-            fits(snapshot.pieces[f"model/{tensor.name}"], tensor, repr(tensor.name))
-        kind, state = optimizer_in(snapshot)
-        if kind != self._start.optimizer:
-            raise CheckpointError(
-                f"it holds the state of {kind}; this job trains with {self._start.optimizer}"
-            )
+        state = self._fitting_state(snapshot)  # all is checked before anything changes
         self._optimizer.load(state)
         with self._certainly_writing():
             for tensor, at in zip(self._plan.tensors, self._plan.weights_at, strict=True):
@@ -181,6 +183,27 @@ class UpdateServer:
                 self._weights[at : at + tensor.nbytes] = piece.data
             self.rings.version = snapshot.version
         return [self._let_go(learner) for learner in range(self.rings.learners)]
+
+    def _fitting_state(self, snapshot: Snapshot) -> dict[str, dict[str, Piece]]:
+        """The optimizer's memories in a snapshot of which everything fits this job."""
+        here = {f"model/{tensor.name}" for tensor in self._plan.tensors}
+        there = {name for name in snapshot.pieces if name.startswith("model/")}
+        for name in sorted(here ^ there):
+            side = "the checkpoint" if name in there else "the model"
+            raise CheckpointError(f"only {side} has {name.removeprefix('model/')!r}")
+        for tensor in self._plan.tensors:
+            fits(snapshot.pieces[f"model/{tensor.name}"], tensor, repr(tensor.name))
+        saved = optimizer_of(snapshot)
+        if saved.kind != self._start.optimizer:
+            raise CheckpointError(
+                f"it holds the state of {saved.kind}; this job trains with {self._start.optimizer}"
+            )
+        state = {
+            name: {entry: piece for entry, piece in entries.items() if isinstance(piece, Piece)}
+            for name, entries in saved.state.items()
+        }
+        self._optimizer.check(state)
+        return state
 
     def _let_go(self, learner: int) -> int:
         """Slots come back to a learner as clean as if they had been applied."""
@@ -197,18 +220,12 @@ class UpdateServer:
                 slot[gradient.at : gradient.at + tensor.nbytes] = bytes(tensor.nbytes)
 
 
-def optimizer_in(snapshot: Snapshot) -> tuple[str, dict[str, dict[str, Piece]]]:
-    """Its kind, and its memories by parameter."""
-    told = dict(snapshot.facts["optimizer"]["$dict"])
-    state = {
-        name: {
-            entry: snapshot.pieces[value["$tensor"]]
-            for entry, value in entries["$dict"]
-            if isinstance(value, dict) and "$tensor" in value
-        }
-        for name, entries in told["state"]["$dict"]
-    }
-    return str(told["kind"]), state
+def optimizer_of(snapshot: Snapshot) -> OptimizerState:
+    try:
+        check_names(snapshot.pieces)
+        return optimizer_in(snapshot.facts, snapshot.pieces)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 Report = Callable[[str], None]  # what went wrong, or nothing
@@ -300,7 +317,7 @@ class Checkpoints:
 def serve(control: LocalSocket[ToServer], start: Start, memory: SharedMemory) -> None:
     server = UpdateServer(start, memory)
     directory = Path(start.checkpoints)
-    shared_checkpoint.sweep_drafts(directory)
+    sweep_drafts(directory)
     found, notes = None, list[str]()
     if not start.as_they_are:
         found, notes = shared_checkpoint.newest_in(directory)
@@ -348,12 +365,21 @@ def obey(
             time.sleep(LOOK_S)
     elif isinstance(body, Restore):
         try:
-            server.restore(Snapshot.read(Path(body.path)))
+            restore_from(Path(body.path), server)
         except CheckpointError as error:
-            control.send(Kept(f"{body.path}: {error}", body.number))
+            control.send(Kept(str(error), body.number))
             return
         while not kept.begin(None, lambda trouble: control.send(Kept(trouble, body.number))):
             time.sleep(LOOK_S)
+
+
+def restore_from(path: Path, server: UpdateServer) -> None:
+    """All of it, or nothing and the reason."""
+    snapshot = Snapshot.read(path)
+    try:
+        server.restore(snapshot)
+    except CheckpointError as error:
+        raise misfit(path, error) from error
 
 
 def main() -> None:

@@ -5,26 +5,22 @@ Written whole or not at all, and independent of how many workers and servers wro
 
 from __future__ import annotations
 
-import base64
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 from safetensors.torch import save
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime import shared_checkpoint
+from slipstream.runtime import checkpoint_format
+from slipstream.runtime.checkpoint_format import MOST_HEADER_NBYTES, Piece
 from slipstream.runtime.whole_files import write_whole
 from slipstream.torch.inventory import whole_state
-
-FORMAT = shared_checkpoint.FORMAT
 
 
 @dataclass(slots=True)
@@ -40,42 +36,45 @@ class Checkpoint:
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
         facts = json.dumps(self.facts)
         about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
-        write_whole(path, [save(plain, about)])
+        content = save(plain, about)
+        try:
+            check_readable(facts, content)
+        except ValueError as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+        write_whole(path, [content])
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                facts = json.loads(about["slipstream"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                if about["crc"] != str(crc(about["slipstream"], tensors)):
-                    raise ValueError("its content does not match its checksum")
-                for name in json.loads(about.get("pairs", "[]")):
-                    tensors[name] = torch.view_as_complex(tensors[name])
-        except FileNotFoundError:
-            raise CheckpointError(f"no checkpoint at {path}") from None
-        except KeyError:
-            raise CheckpointError(
-                f"{path} is a safetensors file but not a slipstream checkpoint"
-            ) from None
-        except (OSError, ValueError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{path} is damaged or no checkpoint: {error}") from error
-        written = facts.get("format") if isinstance(facts, dict) else None
-        if written != FORMAT:
-            raise CheckpointError(f"{path} has format {written}, this slipstream reads {FORMAT}")
-        return cls(tensors, facts)
+        content = checkpoint_format.read(path)
+        tensors = {name: tensor_of(piece) for name, piece in content.pieces.items()}
+        for name in content.pairs:
+            tensors[name] = torch.view_as_complex(tensors[name])
+        return cls(tensors, content.facts)
+
+
+def check_readable(facts: str, content: bytes) -> None:
+    """Nothing is written that would not be read."""
+    checkpoint_format.check_nesting(facts.encode())
+    header = int.from_bytes(content[:8], "little")
+    if header > MOST_HEADER_NBYTES:
+        raise ValueError(f"its header has {header} bytes, more than {MOST_HEADER_NBYTES}")
 
 
 def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """As servers without torch reckon it."""
-    return shared_checkpoint.crc(facts, {name: piece_of(t) for name, t in tensors.items()})
+    return checkpoint_format.crc(facts, {name: piece_of(t) for name, t in tensors.items()})
 
 
-def piece_of(tensor: torch.Tensor) -> shared_checkpoint.Piece:
+def piece_of(tensor: torch.Tensor) -> Piece:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return shared_checkpoint.Piece(dtype, tuple(tensor.shape), memoryview(flat))
+    return Piece(dtype, tuple(tensor.shape), memoryview(flat))
+
+
+def tensor_of(piece: Piece) -> torch.Tensor:
+    """In the piece's own memory."""
+    flat = torch.from_numpy(np.asarray(piece.data))
+    return flat.view(getattr(torch, piece.dtype)).reshape(piece.shape)
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -97,68 +96,32 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]]
-    if "$dict" in value:
-        return {key: unpack(v, tensors) for key, v in value["$dict"]}
-    if "$tuple" in value:
-        return tuple(unpack(v, tensors) for v in value["$tuple"])
-    return [unpack(v, tensors) for v in value["$list"]]
-
-
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"model/{name}": tensor.cpu().contiguous().clone() for name, tensor in whole_state(model)
     }
 
 
-def check_fits(model: nn.Module, checkpoint: Checkpoint, path: Path) -> None:
-    """The checkpoint must hold exactly this model's tensors."""
+def check_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint must hold exactly this model's tensors."""
     here = {f"model/{name}": tensor for name, tensor in whole_state(model)}
-    there = {name: t for name, t in checkpoint.tensors.items() if name.startswith("model/")}
+    there = {name: t for name, t in tensors.items() if name.startswith("model/")}
     for name in sorted(here.keys() ^ there.keys()):
         side = "the checkpoint" if name in there else "the model"
-        raise CheckpointError(f"{path}: only {side} has {name.removeprefix('model/')!r}")
+        raise ValueError(f"only {side} has {name.removeprefix('model/')!r}")
     for name, tensor in here.items():
-        if tensor.shape != there[name].shape or tensor.dtype != there[name].dtype:
-            raise CheckpointError(
-                f"{path}: {name.removeprefix('model/')!r} is {tuple(there[name].shape)} "
-                f"{there[name].dtype} there, {tuple(tensor.shape)} {tensor.dtype} in the model"
-            )
+        check_layout(repr(name.removeprefix("model/")), there[name], tensor.shape, tensor.dtype)
+
+
+def check_layout(what: str, saved: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if saved.shape != shape or saved.dtype != dtype:
+        raise ValueError(
+            f"{what} is {tuple(saved.shape)} {saved.dtype} there, "
+            f"{tuple(shape)} {dtype} in this job"
+        )
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name, tensor in whole_state(model):
             tensor.copy_(checkpoint.tensors[f"model/{name}"])
-
-
-def random_state() -> dict[str, Any]:
-    """The state of torch's, Python's and numpy's generators, as JSON."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    return {
-        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        "cuda": [
-            base64.b64encode(state.numpy().tobytes()).decode()
-            for state in (torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
-        ],
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-    }
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    def tensor(text: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-    torch.set_rng_state(tensor(state["torch"]))
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([tensor(text) for text in state["cuda"]])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002

@@ -8,6 +8,11 @@ from typing import Any, Protocol
 import torch
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The user's own optimizer, whatever the loop sees."""
+    return type(optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer)
+
+
 class EndsSteps(Protocol):
     def end_step(self) -> None: ...
 

@@ -32,12 +32,16 @@ ELEMENTWISE = (
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that servers cannot run on pieces of tensors."""
     kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+    if is_elementwise(kind):
         return
     raise ConfigError(
         f"update='server' runs the optimizer on pieces of tensors, and {kind.__name__} is not one "
         f"known to be elementwise ({', '.join(ELEMENTWISE)}): use update='worker', which takes any"
     )
+
+
+def is_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:

@@ -18,7 +18,7 @@ from slipstream.planning.segment import (
     SharedTensor,
     settings_vector,
 )
-from slipstream.runtime.shared_checkpoint import SHORT
+from slipstream.runtime.checkpoint_format import SHORT
 from slipstream.torch.compact_layers import named_forms
 from slipstream.torch.inventory import place_of, whole_state
 from slipstream.transports.shared_memory import SharedMemory

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
+
+from slipstream.runtime.whole_files import read_own, replace_file
+
+MOST_NBYTES = 1 << 20
 
 
 class OwnSpeeds(msgspec.Struct, frozen=True):
@@ -28,12 +30,15 @@ class OwnSpeeds(msgspec.Struct, frozen=True):
         return all(math.isfinite(s) and s > 0 for s in (self.gemm_flops, self.summing_bytes))
 
 
-def cache_file(env: Mapping[str, str]) -> Path:
-    """Where they are kept, by the usual convention for caches."""
+def cache_file(env: Mapping[str, str]) -> Path | None:
+    """Where they are kept, by the usual convention for caches.
+
+    None for a user without a home: a place that everybody may write to is no place for them.
+    """
     try:
         folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home
-        folder = Path(tempfile.gettempdir())
+    except RuntimeError:
+        return None
     return folder / "slipstream" / "speeds.json"
 
 
@@ -50,22 +55,22 @@ def cpu() -> str:
     return platform.machine()
 
 
-def cached(file: Path, machine: str, measure: Callable[[], OwnSpeeds]) -> OwnSpeeds:
+def cached(file: Path | None, machine: str, measure: Callable[[], OwnSpeeds]) -> OwnSpeeds:
     """The speeds kept for a machine, or measured now and kept, if the file can be written."""
+    if file is None:
+        return measure()
     kept = read(file)
     if machine in kept and kept[machine].sane:
         return kept[machine]
     speeds = measure()
-    draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(msgspec.json.encode({**kept, machine: speeds}))
-        os.replace(draft, file)
+        replace_file(file, [msgspec.json.encode({**kept, machine: speeds})])
     return speeds
 
 
 def read(file: Path) -> dict[str, OwnSpeeds]:
+    """Nothing of what another user may have put there."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, OwnSpeeds])
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_own(file, MOST_NBYTES), type=dict[str, OwnSpeeds])
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return {}

@@ -275,12 +275,13 @@ class Echo(Body, tag="echo", frozen=True):
 class Contribute(Body, tag="contribute", frozen=True):
     """A rank to rank 0: I take part in the gathering of this key; the payload is my value.
 
-    Values come from ``source``: every rank, whichever rank has one, or one rank. A rank that only
-    wants to know sends no payload.
+    Values come from ``source``: every rank, whichever rank is the first to give one, or one rank. A
+    rank that ``asks`` is sent the values; one that has none to give sends no payload.
     """
 
     key: Key
     source: Literal["all", "any"] | Count
+    asks: bool
 
 
 class Gathered(Body, tag="gathered", frozen=True):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError, FrameRefused, WaitLimit
 from slipstream.runtime import gathering
-from slipstream.runtime.gathering import KEPT, MOST_OPEN, URGENT, Collector, Gathering
+from slipstream.runtime.gathering import KEPT, MOST_OPEN, URGENT, Collector, Gathering, encoded
 from slipstream.runtime.member import HUB, Member
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Contribute, Gathered, Rejoin
@@ -135,16 +135,34 @@ class Company:
 def test_every_rank_gets_every_value() -> None:
     company = Company()
     for rank, each in enumerate(company.gatherings):
-        each._contribute("model", "all", [rank])
+        each._send(Contribute("model", "all", asks=True), encoded([rank]))
     company.move()
     for each in company.gatherings:
         assert each.gather("model", None, list[int]) == [[0], [1], [2]]
 
 
+def test_one_of_them_is_first() -> None:
+    company = Company()
+    for each in (company.gatherings[2], company.gatherings[0]):
+        each._send(Contribute("warned", "any", asks=True), b"")
+        company.move()
+    assert company.gatherings[2].is_first("warned")
+    assert not company.gatherings[0].is_first("warned")
+
+
+def test_what_was_posted_is_not_sent_back_to_who_did_not_ask() -> None:
+    company = Company()
+    company.gatherings[1].post("server/0", "here")
+    company.gatherings[2]._send(Contribute("server/0", 1, asks=True))
+    company.move()
+    assert company.gatherings[2].read("server/0", 1, str) == "here"
+    assert company.gatherings[1]._results == {}
+
+
 def test_a_wait_names_who_is_missing() -> None:
     company = Company()
     for rank in (0, 1):
-        company.gatherings[rank]._contribute("share/1", "all", rank)
+        company.gatherings[rank]._send(Contribute("share/1", "all", asks=True), encoded(rank))
     company.move()
     for rank in (0, 1):
         company.members[f"rank {rank}"].told_awaited = {"share/1": ["rank 2"]}
@@ -172,7 +190,7 @@ def test_a_value_that_is_too_large_is_refused_before_it_is_sent() -> None:
 def test_only_ranks_contribute() -> None:
     company = Company()
     company.network.endpoint("somebody").connect(HUB, f"memory://{HUB}")
-    company.network.endpoint("somebody").send(HUB, Contribute("key", "all"), [b"x"])
+    company.network.endpoint("somebody").send(HUB, Contribute("key", "all", asks=True), [b"x"])
     company.move()
     assert company.members[HUB].refused == 1
 
@@ -192,12 +210,12 @@ def test_messages_of_another_process_under_a_name_are_refused() -> None:
     company = bound()
     hub = company.members[HUB]
     company.network.endpoint("rank 1").process = 99
-    company.members["rank 1"].send(HUB, Contribute("key", "all"), [b"x"])
+    company.members["rank 1"].send(HUB, Contribute("key", "all", asks=True), [b"x"])
     company.move()
     assert hub.refused == 1
     assert hub.last_refusal == "rank 1: rank 1 is another process"
     company.network.endpoint("rank 1").process = 11
-    company.members["rank 1"].send(HUB, Contribute("key", "all"), [b"x"])
+    company.members["rank 1"].send(HUB, Contribute("key", "all", asks=True), [b"x"])
     company.move()
     assert hub.refused == 1
 
@@ -209,11 +227,11 @@ def test_a_worker_that_was_started_again_says_so_first() -> None:
     hub.on_return = lambda name: pytest.fail("it is not the process that was lost")
     hub.lost.append("rank 1")
     for rank in (0, 2):
-        company.gatherings[rank]._contribute("model", "all", rank)
+        company.gatherings[rank]._send(Contribute("model", "all", asks=True), encoded(rank))
     company.network.endpoint("rank 1").process = 99
     company.members["rank 1"].bind({"rank 1": 99})
     company.members["rank 1"].send(HUB, Rejoin("memory://rank 1", 1), priority=URGENT)
-    company.gatherings[1]._contribute("model", "all", 1)
+    company.gatherings[1]._send(Contribute("model", "all", asks=True), encoded(1))
     company.move()
     assert company.gatherings[1].gather("model", 1, int) in ([0, 2], [0, 1, 2])
     assert "rank 1" in hub.lost, "until it is let in"

@@ -16,15 +16,10 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime.shared_checkpoint import (
-    Piece,
-    Snapshot,
-    keep,
-    kept_in,
-    newest_in,
-    sweep_drafts,
-)
-from slipstream.torch.checkpoint import Checkpoint, unpack
+from slipstream.runtime.checkpoint_format import Piece, unpack
+from slipstream.runtime.shared_checkpoint import Snapshot, keep, kept_in, newest_in
+from slipstream.runtime.whole_files import sweep_drafts
+from slipstream.torch.checkpoint import Checkpoint
 
 FACTS = {"strategy": "gadei", "workers": 2, "optimizer": {"$dict": [["kind", "SGD"]]}}
 

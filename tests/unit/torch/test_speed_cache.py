@@ -50,6 +50,18 @@ def test_the_place_follows_the_convention(tmp_path: Path) -> None:
     assert cache_file({}) == Path.home() / ".cache/slipstream/speeds.json"
 
 
+def test_a_user_without_a_home_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary directory is everybody's: another user could have put speeds there."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_file({}) is None
+    for speeds in (FAST, SLOW):
+        assert cached(None, "a", lambda speeds=speeds: speeds) == speeds  # type: ignore[misc]
+
+
 def test_this_machine_can_be_measured_and_named() -> None:
     assert measure_machine().sane
     assert "threads" in this_machine()

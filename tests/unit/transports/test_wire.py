@@ -100,7 +100,9 @@ BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
     Return: st.builds(Return, NAMES, COUNTS),
     Returned: st.builds(Returned, COUNTS, NAMES, COUNTS, COUNTS, COUNTS),
     Rejoin: st.builds(Rejoin, NAMES, COUNTS),
-    Contribute: st.builds(Contribute, NAMES, st.sampled_from(["all", "any"]) | COUNTS),
+    Contribute: st.builds(
+        Contribute, NAMES, st.sampled_from(["all", "any"]) | COUNTS, st.booleans()
+    ),
     Gathered: st.builds(Gathered, NAMES, st.lists(COUNTS, max_size=5)),
     Greeting: st.builds(Greeting),
     Welcome: st.builds(
