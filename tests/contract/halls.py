@@ -94,7 +94,7 @@ class ZmqHall(Hall):
         self._raw.append(socket)
         self.events[socket] = socket.get_monitor_socket()
         if credentials is not None:
-            credentials.present(socket)
+            credentials.present(socket, self.members[target].address)
         socket.connect(self.members[target].address)
         return socket
 

@@ -1,11 +1,11 @@
 """What every transport must do; a new one joins by an entry in ``halls.KINDS``."""
 
-import contextlib
 import gc
 import itertools
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from halls import KINDS, SECRET, Hall, MemoryHall, ZmqHall, opened
 from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.errors import FrameRefused, LaunchError
+from slipstream.transports import descriptors
 from slipstream.transports import zmq as zmq_module
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
     HEADER_BYTES,
+    AnyBody,
     Beat,
     Fetch,
     Leave,
@@ -28,7 +30,7 @@ from slipstream.transports.wire import (
     Publish,
     encode_header,
 )
-from slipstream.transports.zmq import IN_FLIGHT, MOST_UNKNOWN, ZmqTransport, place_of
+from slipstream.transports.zmq import IN_FLIGHT, ZmqTransport, place_of
 
 LARGE = 3_000_000
 
@@ -444,36 +446,45 @@ def test_a_closed_endpoint_in_memory_sends_no_more() -> None:
 
 @needs_proc
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_connections_that_do_not_authenticate_are_few(encrypt: bool) -> None:
-    """The oldest are cut; a member still gets through."""
+def test_idle_connections_are_ended_when_descriptors_run_short(
+    encrypt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of members, who lose nothing; and a member may still come."""
     credentials = Credentials.for_run(SECRET, b"job", encrypt=encrypt)
-    a, b = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "ab")
-    place = place_of(b.address)
+    a, b, late = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "abc")
+    monkeypatch.setattr(descriptors, "IDLE_MS", 20)
+
+    def next_from(sender: ZmqTransport) -> AnyBody:
+        while True:
+            sender.receive(0.001)
+            if (message := b.receive(0.001)) is not None:
+                return message.body
+
+    for peer in (a, late):
+        peer.connect("b", b.address)
+    a.send("b", Fetch(0))
+    assert next_from(a) == Fetch(0)
+    idle = [socket.create_connection(place_of(b.address), 10) for _ in range(100)]
     try:
-        idle = []
-        for number in range(MOST_UNKNOWN + 100):
-            idle.append(socket.create_connection(place, 10))
-            if number % 20 == 0:
-                b.receive(0.001)
-        for _ in range(200):
+        for _ in range(50):
             b.receive(0.001)
-        assert b.refused["connection"] >= 100
-        for connection in idle[:50]:
+        assert b.guard.look() == 0, "there are enough left"
+        few = 2 * len(os.listdir("/proc/self/fd")) - 100
+        monkeypatch.setattr(descriptors, "descriptor_limit", lambda: few)
+        for number in range(200):
+            a.send("b", Fetch(number))
+            if number == 100:
+                time.sleep(0.05)
+                assert b.guard.look() == 100
+        assert [next_from(a) for _ in range(200)] == [Fetch(number) for number in range(200)]
+        for connection in idle:
             connection.settimeout(10)
-            while connection.recv(100):  # the greeting, then the end
+            while connection.recv(100):  # ZeroMQ's greeting, and then the end
                 pass
-        idle[-1].setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            assert idle[-1].recv(100), "the newest was cut"
-        a.connect("b", b.address)
-        a.send("b", Fetch(7))
-        message = None
-        while message is None:
-            a.receive(0.01)
-            message = b.receive(0.01)
-        assert message.body == Fetch(7)
+        late.send("b", Fetch(7))
+        assert next_from(late) == Fetch(7)
     finally:
         for connection in idle:
             connection.close()
-        a.close(0.0)
-        b.close(0.0)
+        for each in (a, b, late):
+            each.close(0.0)

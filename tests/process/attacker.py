@@ -134,7 +134,7 @@ class Forger:
 def send_as_member(address: str, credentials: Credentials, messages: Iterator[Frames]) -> None:
     """Over one link, and until everything has been taken."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as link:
-        credentials.present(link)
+        credentials.present(link, address)
         link.sndtimeo = round(SEND_S * 1000)
         link.linger = round(SEND_S * 1000)
         link.connect(address)
@@ -145,7 +145,7 @@ def send_as_member(address: str, credentials: Credentials, messages: Iterator[Fr
 def send_oversized(address: str, credentials: Credentials) -> None:
     """More than a frame may have: the link is cut, so nobody can wait for it to arrive."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as link:
-        credentials.present(link)
+        credentials.present(link, address)
         link.linger = 0
         link.sndtimeo = 2000
         link.connect(address)

@@ -69,11 +69,12 @@ SecretFile = Annotated[
     ),
 ]
 Encrypt = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--encrypt/--no-encrypt",
         envvar="SLIPSTREAM_ENCRYPT",
-        help="Encrypt links; without, they are still authenticated.",
+        help="Encrypt links, or not; by default those between hosts. All are authenticated.",
+        show_default=False,
     ),
 ]
 Port = Annotated[
@@ -96,7 +97,7 @@ def settings(
     tensorboard: Path | None,
     prometheus: int | None,
     secret_file: Path | None,
-    encrypt: bool,
+    encrypt: bool | None,
     port: int,
     interface: str | None,
 ) -> Settings:

@@ -35,7 +35,7 @@ def digits(
     tensorboard: options.TensorBoard = None,
     prometheus: options.Prometheus = None,
     secret_file: options.SecretFile = None,
-    encrypt: options.Encrypt = True,
+    encrypt: options.Encrypt = None,
     port: options.Port = 0,
     interface: options.Interface = None,
 ) -> None:

@@ -32,7 +32,7 @@ class Environment:
     servers: int | None = None
     server_addresses: tuple[str, ...] = ()
     secret: bytes | None = None
-    encrypt: bool = True
+    encrypt: bool | None = None  # None: between hosts
     job: str | None = None
     interface: str | None = None
     json: Path | None = None
@@ -74,7 +74,7 @@ class Environment:
             servers=optional(env, "SLIPSTREAM_SERVERS"),
             server_addresses=tuple(a for a in addresses.split(",") if a),
             secret=read_secret(env),
-            encrypt=env.get("SLIPSTREAM_ENCRYPT", "1") != "0",
+            encrypt=flag(env, "SLIPSTREAM_ENCRYPT"),
             job=env.get("SLIPSTREAM_JOB") or None,
             interface=env.get("SLIPSTREAM_INTERFACE") or None,
             json=path(env, "SLIPSTREAM_JSON"),
@@ -102,8 +102,8 @@ class Environment:
 
     @property
     def encrypts(self) -> bool:
-        """Nobody without root can read what stays on one host."""
-        return self.encrypt and not self.one_host
+        """As was asked for; else not on one host, where only root can read what links carry."""
+        return not self.one_host if self.encrypt is None else self.encrypt
 
     def listen_host(self) -> str:
         """The address to listen on: loopback on one host, else the route to MASTER_ADDR."""
@@ -145,6 +145,13 @@ def optional(env: Mapping[str, str], key: str) -> int | None:
         return int(text)
     except ValueError:
         raise LaunchError(f"{key}={text!r} is not a whole number") from None
+
+
+def flag(env: Mapping[str, str], key: str) -> bool | None:
+    text = env.get(key, "")
+    if text not in ("", "0", "1"):
+        raise LaunchError(f"{key}={text!r}: give 0 or 1")
+    return text == "1" if text else None
 
 
 def path(env: Mapping[str, str], key: str) -> Path | None:

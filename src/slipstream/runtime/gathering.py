@@ -271,8 +271,8 @@ def encoded(value: object) -> bytes:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"a {type(value).__name__} cannot be shared ({error}): give numbers, text, lists, dicts "
-            "or None"
+            f"a {type(value).__name__} cannot be shared ({error}): give numbers, text, lists, "
+            "dicts or None"
         ) from error
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.gathering import URGENT, Gathering
 from slipstream.runtime.member import HUB, Member
 from slipstream.runtime.rendezvous import Rendezvous, Run
-from slipstream.transports.descriptors import StoreGuard
 from slipstream.transports.wire import Rejoin
 from slipstream.transports.zmq import ZmqTransport
 
@@ -33,7 +31,7 @@ class Membership:
     env: Environment
     limits: Limits
     host: str
-    store: Any  # torch's, which anybody who reaches it may change
+    rendezvous: Rendezvous
     run: Run
     transport: ZmqTransport
     member: Member
@@ -74,16 +72,15 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
         if env.launcher is not None:
             member.on_tick(lambda: end_with(env.launcher))
         if env.rank == 0 and not env.agent_store:
-            member.on_tick(StoreGuard(env.master_port).look)
+            transport.guard.store_port = env.master_port
+        member.on_tick(transport.guard.look)
         member.start()
         # Nobody goes on before everybody listens: a message to come must find its reader.
         gathering.gather("joined", True, bool)
     except BaseException:
         member.stop()
         raise
-    return Membership(
-        env, limits, host, rendezvous.store, run, transport, member, gathering, addresses
-    )
+    return Membership(env, limits, host, rendezvous, run, transport, member, gathering, addresses)
 
 
 def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) -> None:

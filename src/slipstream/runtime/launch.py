@@ -37,7 +37,7 @@ class Settings:
 
     strategy: str | None = None
     secret: str | None = None
-    encrypt: bool = True
+    encrypt: bool | None = None  # None: between hosts
     address: str = LOOPBACK
     port: int = 0
     interface: str | None = None
@@ -82,7 +82,7 @@ def launch(
                 MASTER_PORT=listener.getsockname()[1] if listener else settings.port,
                 SLIPSTREAM_JOB=job,
                 SLIPSTREAM_SECRET=secret,
-                SLIPSTREAM_ENCRYPT=int(settings.encrypt),
+                SLIPSTREAM_ENCRYPT=None if settings.encrypt is None else int(settings.encrypt),
                 SLIPSTREAM_SERVER_ADDRESSES=",".join(shard.address for shard in shards) or None,
                 SLIPSTREAM_INTERFACE=settings.interface,
             )
@@ -101,7 +101,8 @@ def _add_servers(
     command: Sequence[str],
 ) -> list[ServerProcess]:
     shards = []
-    encrypt = settings.encrypt and settings.address != LOOPBACK
+    apart = settings.address != LOOPBACK
+    encrypt = apart if settings.encrypt is None else settings.encrypt
     credentials = Credentials.for_run(stretch(secret.encode()), job.encode(), encrypt=encrypt)
     for index, placement in enumerate(placements):
         shard = spawn_server(

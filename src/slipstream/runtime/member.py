@@ -120,7 +120,7 @@ class Member:
         self.refused = 0
         self.last_refusal = ""
         self._clock = clock
-        self._ticks: list[Callable[[], None]] = []
+        self._ticks: list[Callable[[], object]] = []
         self._processes: dict[str, int] = {}  # by name; empty: not known, and not checked
         self._lives: dict[str, int] = {}  # by name of a worker that was started again: how often
         self._rejoining: set[str] = set()  # of these, who is not let in yet
@@ -147,7 +147,7 @@ class Member:
         """Whom to call, on the pumping thread, for messages of a kind."""
         self._handlers[kind] = handler
 
-    def on_tick(self, call: Callable[[], None]) -> None:
+    def on_tick(self, call: Callable[[], object]) -> None:
         """What to call, on the pumping thread, about once a heartbeat."""
         self._ticks.append(call)
 
@@ -391,7 +391,9 @@ class Member:
             for name in {*self.roster.heard, *self.roster.finished} - {by or fault.peer}:
                 self.transport.send(name, fault, priority=CONTROL)
         self.roster.leave(fault.peer)
-        if fault.reason is None:
+        if fault.peer == self.name:
+            self.fail(RuntimeFault(f"{self.name}: {fault.reason}"))
+        elif fault.reason is None:
             self.fail(PeerLost(fault.peer, fault.silent_s))
         else:
             self.fail(PeerFailed(fault.peer, fault.reason, told=told))
@@ -460,10 +462,8 @@ class Member:
         assert isinstance(message.body, Fault)
         if message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not say who has failed")
-        if message.body.peer != self.name:
+        if message.body.peer != self.name or message.body.reason is not None:
             self._announce(message.body)
-        elif message.body.reason is not None:
-            self.fail(RuntimeFault(f"{self.name}: {message.body.reason}"))
 
     # ---- the end
 

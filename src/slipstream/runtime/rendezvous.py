@@ -38,9 +38,8 @@ EVERYBODY = (
     "workers have to be started)"
 )
 
-# A process may run several jobs one after the other, but its port can be listened on only once.
-_jobs = itertools.count()
-_stores: dict[tuple[str, int], Any] = {}
+_jobs = itertools.count()  # a process may run several, one after the other
+_used_fds: set[int] = set()  # sockets of the launcher that a store has had, and closed
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +63,7 @@ class Rendezvous:
     def __init__(self, env: Environment, *, limit_s: float) -> None:
         self._env, self._limit_s = env, limit_s
         self._prefix = f"slipstream/{env.attempt}/{next(_jobs)}"
-        self.store = distributed.PrefixStore(self._prefix, open_store(env, limit_s))
+        self.store: Any = distributed.PrefixStore(self._prefix, connect_store(env, limit_s))
         self._master = stretch(env.secret) if env.secret else self._shared_token()
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
@@ -73,15 +72,19 @@ class Rendezvous:
         """The number of this process in the headers of its messages."""
         return process_number(self._nonce)
 
+    def close(self) -> None:
+        """Everybody has met: rank 0 stops listening, unless torchrun's agent does it."""
+        self.store = None
+
     def _shared_token(self) -> bytes:
         """Where no secret was given: rank 0 makes one up, which whoever reaches the store reads.
 
         ``Environment.require_secret`` has made sure that the store listens on loopback only.
         """
         if self._env.rank == 0:
-            self.store.set("token", secrets.token_hex(32))
+            self._ask("set", "token", secrets.token_hex(32))
         self._wait({"token": "rank 0"})
-        return bytes(self.store.get("token"))
+        return bytes(self._ask("get", "token"))
 
     def meet(self) -> Run:
         """Take this rank's place and wait for the others; what they all have in common then."""
@@ -112,7 +115,7 @@ class Rendezvous:
     def _take_place(self, credentials: Credentials) -> None:
         key = f"place/{self._env.rank}"
         own = self._signed(key, credentials, Place(self._nonce, self._env.world_size))
-        found = bytes(self.store.compare_set(key, "", own))
+        found = bytes(self._ask("compare_set", key, "", own))
         if found == own:
             return
         self._opened(key, found, self._env.rank, credentials, Place)
@@ -134,7 +137,9 @@ class Rendezvous:
         if len(place.nonce) != NONCE_BYTES or place.world_size != env.world_size:
             raise LaunchError(
                 f"rank {rank} was started with WORLD_SIZE={place.world_size}, rank {env.rank} with "
-                f"WORLD_SIZE={env.world_size}: set the same everywhere"
+                f"WORLD_SIZE={env.world_size}: set the same everywhere; if it is the same, another "
+                "job uses this port",
+                unheard=True,
             )
 
     # ---- signed values
@@ -147,16 +152,15 @@ class Rendezvous:
         keys = {f"{kind}/{rank}": f"rank {rank}" for rank in range(self._env.world_size)}
         self._wait(keys)
         return [
-            self._opened(key, bytes(self.store.get(key)), rank, credentials, of)
+            self._opened(key, bytes(self._ask("get", key)), rank, credentials, of)
             for rank, key in enumerate(keys)
         ]
 
     def _post(self, kind: str, credentials: Credentials, value: object) -> None:
         key = f"{kind}/{self._env.rank}"
-        signed: Any = self._signed(key, credentials, value)
-        self.store.set(key, signed)  # takes bytes, whatever its stub says
+        self._ask("set", key, self._signed(key, credentials, value))
 
-    def _signed(self, key: str, credentials: Credentials, value: object) -> Any:
+    def _signed(self, key: str, credentials: Credentials, value: object) -> bytes:
         content = msgspec.msgpack.encode(value)
         return credentials.sign(self._claim(key, content)) + content
 
@@ -192,21 +196,17 @@ class Rendezvous:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _has(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def _ask(self, call: str, *arguments: object) -> Any:
         try:
-            return bool(self.store.check(keys))
-        except distributed.DistError as error:
-            raise PeerFailed("rank 0", "its store closed") from error
-
-
-def open_store(env: Environment, limit_s: float) -> Any:
-    """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
-    place = (env.store_address, env.master_port)
-    if place not in _stores:
-        _stores[place] = connect_store(env, limit_s)
-    return _stores[place]
+            return getattr(self.store, call)(*arguments)
+        except (distributed.DistError, RuntimeError) as error:
+            raise PeerFailed("rank 0", f"its store at {self._where} does not answer") from error
 
 
 def connect_store(env: Environment, limit_s: float) -> Any:
+    """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
     if env.rank == 0 and not env.agent_store:
         return make_store(env, limit_s, listening_fd(env))
     # On a thread: torch's limit does not cover a rank 0 that listens but never answers.
@@ -271,7 +271,8 @@ def make_store(env: Environment, limit_s: float, listening: int | None = None) -
 
 def listening_fd(env: Environment) -> int:
     """A socket for the store, on loopback only where all ranks are on one host."""
-    if env.store_fd is not None:
+    if env.store_fd is not None and env.store_fd not in _used_fds:
+        _used_fds.add(env.store_fd)
         os.set_inheritable(env.store_fd, False)
         require_loopback(env, env.store_fd)
         return env.store_fd

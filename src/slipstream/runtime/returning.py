@@ -7,7 +7,6 @@ weights and all others take its updates.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 from slipstream.errors import FrameRefused, LeftBehind
@@ -19,7 +18,6 @@ from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Greeting, Message, Return, Returned, Welcome
 
 Standing = Callable[[], list[int]]
-ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[0-9.]+):[0-9]{1,5}|memory://.*")
 
 
 class Doorkeeper:
@@ -44,8 +42,6 @@ class Doorkeeper:
                 f"{message.sender} comes back in life {body.life}, but has been in "
                 f"{self._exchange.links.life_of(rank)}: SLIPSTREAM_LIFE must grow"
             )
-        if not ADDRESS.fullmatch(body.address):
-            raise FrameRefused(f"{message.sender} at {body.address!r}, which is no address")
         if message.sender in self._member.roster.heard:  # it died a moment ago
             self._member.give_up(message.sender)
             self._member.handle_again(message)

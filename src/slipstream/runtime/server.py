@@ -424,6 +424,7 @@ def serve(env: Mapping[str, str]) -> int:
         send_buffer_bytes=SERVER_SEND_BUFFER_BYTES,
     )
     member = Member(transport.name, transport)
+    member.on_tick(transport.guard.look)
     server = Server(index, member)
     print(json.dumps({"address": transport.address}), flush=True)
     os.dup2(2, 1)  # nothing else may follow the address
@@ -432,6 +433,7 @@ def serve(env: Mapping[str, str]) -> int:
             member.pump_once(server.looks_every_s)
             server.look()
         except RuntimeFault as fault:
+            member.send(HUB, Leave(str(fault)), priority=CONTROL)
             member.fail(fault)
         except Exception as error:  # whatever it is, the others should hear why, and not wait
             reason = internal_fault(error)

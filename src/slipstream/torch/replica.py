@@ -347,6 +347,8 @@ def _wire(
     # Nobody trains before everybody can take a gradient.
     membership.gathering.gather("distributed", True, bool)
     membership.gathering.limit_s = limits.wait_s
+    if plan.slices is None and (collectives is None or collectives.device.type != "cuda"):
+        membership.rendezvous.close()  # else workers that come back meet there, or NCCL uses it
     return Replica(
         plan,
         synchronizer,
@@ -434,9 +436,9 @@ def make_exchanges(
     if "collective" in roads:
         device = collective_device(inventory)
         # NCCL copies the store it is given, which only torch's own can be.
-        store = membership.store if device.type == "cuda" else LinkStore(membership.gathering)
+        on_links = device.type != "cuda"
         collectives = Collectives(
-            store,
+            LinkStore(membership.gathering) if on_links else membership.rendezvous.store,
             membership.env.rank,
             membership.env.world_size,
             host=membership.host,

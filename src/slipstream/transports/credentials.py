@@ -29,8 +29,10 @@ def stretch(secret: bytes) -> bytes:
 class Credentials:
     """Everything that follows from the key of one run: all of its members can derive all of it.
 
-    ``encrypt=True`` is ZeroMQ CURVE: authenticated and encrypted. ``encrypt=False`` is PLAIN:
-    only the run's token is checked, which is enough where nobody else can read the network.
+    ``encrypt=True`` is ZeroMQ CURVE: authenticated and encrypted, both ways. ``encrypt=False`` is
+    PLAIN: whoever connects shows a token, which is enough where nobody else can read the network.
+    The token is another one for each listener: whoever takes the port of a member that has died is
+    shown one that no other member accepts.
     """
 
     key: bytes
@@ -67,26 +69,29 @@ class Credentials:
         else:
             socket.plain_server = True
 
-    def present(self, socket: zmq.Socket[bytes]) -> None:
-        """Make a connecting socket prove its membership."""
+    def token(self, listener: str) -> bytes:
+        return self.derive(f"token/{listener}").hex().encode()
+
+    def present(self, socket: zmq.Socket[bytes], listener: str) -> None:
+        """Make a socket prove its membership to whoever listens at that address."""
         if self.encrypt:
             socket.curve_serverkey = self._keys("listen")[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys("connect")
         else:
             socket.plain_username = b"member"
-            socket.plain_password = self.derive("token").hex().encode()
+            socket.plain_password = self.token(listener)
 
-    def admits(self, mechanism: bytes, proof: list[bytes]) -> bool:
+    def admits(self, mechanism: bytes, proof: list[bytes], listener: str) -> bool:
         if mechanism == b"CURVE" and self.encrypt and len(proof) == 1:
             return hmac.compare_digest(proof[0], z85.decode(self._keys("connect")[0]))
         if mechanism == b"PLAIN" and not self.encrypt and len(proof) == 2:
-            return hmac.compare_digest(proof[1], self.derive("token").hex().encode())
+            return hmac.compare_digest(proof[1], self.token(listener))
         return False
 
-    def answer(self, request: list[bytes]) -> list[bytes]:
-        """The ZAP reply (RFC 27) to an authentication request."""
+    def answer(self, request: list[bytes], listener: str) -> list[bytes]:
+        """The ZAP reply (RFC 27) to an authentication request at this address."""
         version, request_id, _domain, _address, _identity, mechanism, *proof = request
-        if version == ZAP_VERSION and self.admits(mechanism, proof):
+        if version == ZAP_VERSION and self.admits(mechanism, proof, listener):
             return [ZAP_VERSION, request_id, b"200", b"OK", b"member", b""]
         return [ZAP_VERSION, request_id, b"400", b"not a member of this job", b"", b""]
 

@@ -7,12 +7,18 @@ import errno
 import os
 import resource
 import socket
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from slipstream.errors import OutOfDescriptors
 
 WANTED = 65536
-STORE_SHARE = 2  # connections to the store are cut when so large a part of the limit is in use
+SHARE = 2  # connections are cut when so large a part of the limit is in use
+IDLE_MS = 1000  # a member that has just connected is heard before
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
+TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # of tcp_info: up to when data last came in and went out
+LAST_DATA_RECEIVED = 19  # in milliseconds, among these
 
 
 def raise_descriptor_limit() -> None:
@@ -23,7 +29,8 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def descriptor_limit() -> int:
@@ -32,7 +39,6 @@ def descriptor_limit() -> int:
 
 
 def open_descriptors() -> list[int]:
-    """All that are open now."""
     place = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     return [int(name) for name in os.listdir(place)]
 
@@ -41,42 +47,83 @@ def out_of_descriptors(doing: str) -> OutOfDescriptors:
     return OutOfDescriptors(doing, descriptor_limit())
 
 
-def cut(fd: int, port: int) -> bool:
-    """End a connection that came in at ``port`` and that other code owns; whether there was one.
+class ConnectionGuard:
+    """Keeps connections of people who are not in the job from using up this process's descriptors.
 
-    The owner may have closed the descriptor, and something else may have got its number: what is
-    looked at and shut down is a copy, which nobody else can close.
+    ZeroMQ and torch's store take any number of connections; ZeroMQ ends those that do not
+    authenticate after some seconds, the store never ends one. When descriptors run short, this ends
+    connections to the store, which ranks need only until they have met, and idle ones to
+    ``link_port`` over which no member has spoken (``spoken``: descriptors of those that have).
     """
+
+    def __init__(self, link_port: int, spoken: Collection[int]) -> None:
+        self._link_port, self._spoken = link_port, spoken
+        self.store_port: int | None = None
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def look(self) -> int:
+        """Call it now and then, always from one thread; how many connections it has ended."""
+        self.close()  # looking takes a descriptor, too, and there may be no other
+        try:
+            opened = open_descriptors()
+            if len(opened) <= descriptor_limit() // SHARE:
+                return 0
+            return sum(self._end(fd) for fd in opened)
+        except OSError:
+            return 0  # another thread was quicker to use it; the next look may have more luck
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+    def _end(self, fd: int) -> bool:
+        with borrowed(fd) as connection:
+            if connection is None:
+                return False
+            port = came_in_at(connection)
+            idle = port == self._link_port and fd not in self._spoken and is_idle(connection)
+            if not idle and (port is None or port != self.store_port):
+                return False
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            return True
+
+
+@contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket | None]:
+    """A copy of a socket that other code owns and may close at any time; None if it is none."""
     try:
         copy = os.dup(fd)
     except OSError:
-        return False
+        yield None
+        return
     try:
-        with socket.socket(fileno=copy) as connection:
-            if connection.getsockname()[1] != port:
-                return False
-            connection.getpeername()  # raises for the socket that listens
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
-    except (OSError, IndexError, TypeError):  # no socket, or not of this kind
-        with contextlib.suppress(OSError):
-            os.close(copy)
-        return False
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with connection:
+        yield connection
 
 
-class StoreGuard:
-    """Keeps connections to torch's store from using up the descriptors of rank 0.
+def came_in_at(connection: socket.socket) -> int | None:
+    """The port of this process that a TCP connection was made to; None for anything else."""
+    try:
+        connection.getpeername()  # raises for a socket that listens
+        return int(connection.getsockname()[1])
+    except (OSError, IndexError, TypeError, ValueError):
+        return None
 
-    The store takes any number of connections and never ends one. Once the ranks have met they need
-    none of them, so that all can be cut when descriptors run short.
-    """
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def look(self) -> None:
-        """Call it now and then, from any thread."""
-        opened = open_descriptors()
-        if len(opened) > descriptor_limit() // STORE_SHARE:
-            for fd in opened:
-                cut(fd, self._port)
+def is_idle(connection: socket.socket) -> bool:
+    """Whether nothing has come in for a while."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_TIMES.size)
+        return bool(TCP_INFO_TIMES.unpack(info)[LAST_DATA_RECEIVED] >= IDLE_MS)
+    except (OSError, AttributeError, struct.error):
+        return True

@@ -23,6 +23,8 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=64)]
+ADDRESS = r"^(tcp://(\[[0-9a-zA-Z:.%]+\]|[0-9.]+):[0-9]{1,5}|memory://.*)$"
+Address = Annotated[str, Meta(max_length=64, pattern=ADDRESS)]
 Key = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=20_000)]
 Setting = bool | int | float | None | list[float] | str
@@ -126,7 +128,7 @@ class Adopted(Body, tag="adopted", frozen=True):
 class Return(Body, tag="return", frozen=True):
     """A worker that was started again to rank 0: I am here, for the ``life``-th time."""
 
-    address: Name
+    address: Address
     life: Count
 
 
@@ -134,7 +136,7 @@ class Returned(Body, tag="returned", frozen=True):
     """Rank 0 to workers: this one is back, and counts as having drained so many times."""
 
     rank: Count
-    address: Name
+    address: Address
     process: Count
     life: Count
     drains: Count
@@ -294,7 +296,7 @@ class Gathered(Body, tag="gathered", frozen=True):
 class Rejoin(Body, tag="rejoin", frozen=True):
     """A worker that was started again to rank 0, before all else: answer me at this address."""
 
-    address: Name
+    address: Address
     life: Count
 
 

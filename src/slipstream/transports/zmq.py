@@ -22,12 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.errors import FrameRefused, LaunchError, OutOfDescriptors
 from slipstream.transports.credentials import Credentials
-from slipstream.transports.descriptors import (
-    ERRORS,
-    cut,
-    descriptor_limit,
-    out_of_descriptors,
-)
+from slipstream.transports.descriptors import ERRORS, ConnectionGuard, out_of_descriptors
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.tcp_counters import acknowledged
 from slipstream.transports.wire import (
@@ -45,9 +40,6 @@ PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
 REFUSALS = 3  # connections in a row that were not made, until the host is asked why
 ASKING_S = 0.2
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
-# Connections that have not authenticated: at most so many, and at most this part of all
-# descriptors; the oldest ones are cut.
-MOST_UNKNOWN, UNKNOWN_SHARE = 512, 8
 MOST_SOCKETS = 65535  # ZeroMQ's own limit is 1023; a peer takes six
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
 # A server's port takes a flow from each worker, and the other way round. With the kernel's own,
@@ -63,14 +55,6 @@ LINK_EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
-)
-GUEST_EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_DISCONNECTED
 )
 LOOPBACK = "//127.0.0.1:"  # in an address
 _ZAP = "inproc://zeromq.zap.01"
@@ -177,14 +161,14 @@ class ZmqTransport:
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
-        self._guard = self._context.socket(zmq.REP)
-        self._guard.bind(_ZAP)
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP)
         self._inbound = self._listen(host, largest_frame_bytes)
         self.address: str = bytes(self._inbound.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._guests = self._inbound.get_monitor_socket(GUEST_EVENTS)
-        self._unknown: dict[int, None] = {}  # descriptors of connections, oldest first
+        self._spoken: set[int] = set()  # descriptors of connections that brought a message
+        self.guard = ConnectionGuard(place_of(self.address)[1], self._spoken)
         self._poller = zmq.Poller()
-        for readable in (self._guard, self._inbound, self._woken, self._guests):
+        for readable in (self._zap, self._inbound, self._woken):
             self._poller.register(readable, zmq.POLLIN)
 
     def _listen(self, host: str, largest_frame_bytes: int) -> zmq.Socket[bytes]:
@@ -201,7 +185,7 @@ class ZmqTransport:
             inbound.bind(f"tcp://{place}:*")
         except zmq.ZMQError as error:
             inbound.close()
-            self._guard.close(0)
+            self._zap.close(0)
             self._woken.close()
             self._wake.close()
             self._context.term()
@@ -230,22 +214,6 @@ class ZmqTransport:
             raise out_of_descriptors(f"a connection to {lane[0]}") from error
         return Outbound(link)
 
-    def _note_guest(self) -> None:
-        """Know who has not authenticated; where they are too many, cut the oldest.
-
-        Nobody can authenticate meanwhile: it is this thread that admits them.
-        """
-        told = recv_monitor_message(self._guests)
-        if told["event"] != zmq.EVENT_ACCEPTED:
-            self._unknown.pop(told["value"], None)
-            return
-        self._unknown[told["value"]] = None
-        if len(self._unknown) > min(MOST_UNKNOWN, descriptor_limit() // UNKNOWN_SHARE):
-            oldest = next(iter(self._unknown))
-            del self._unknown[oldest]
-            if cut(oldest, place_of(self.address)[1]):
-                self.refused["connection"] += 1
-
     def _set_up(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
         peer, for_control = lane
         address = self._addresses[peer]
@@ -253,7 +221,7 @@ class ZmqTransport:
         if LOOPBACK not in address:
             link.sndbuf = self._send_buffer_bytes
         link.ipv6 = "[" in address
-        self._credentials.present(link)
+        self._credentials.present(link, address)
         if for_control:
             # Answered by ZeroMQ's own thread, so also while Python is busy with something else. Not
             # on other links: where no answer comes they would be cut, and lose what is under way to
@@ -327,10 +295,9 @@ class ZmqTransport:
             ready = dict(self._poller.poll(left_ms))
             if self._woken.fileno() in ready:
                 self._drain_wakes()
-            if self._guard in ready:
-                self._guard.send_multipart(self._credentials.answer(self._guard.recv_multipart()))
-            if self._guests in ready:
-                self._note_guest()
+            if self._zap in ready:
+                request = self._zap.recv_multipart()
+                self._zap.send_multipart(self._credentials.answer(request, self.address))
             for lane in tuple(self._blocked):
                 if self._outbound[lane].link in ready:
                     self._push_out(lane)
@@ -407,6 +374,7 @@ class ZmqTransport:
         except FrameRefused as error:
             self.refuse(error)
             return None
+        self._spoken.add(parts[0].get(zmq.SRCFD))
         frames = tuple(part.buffer for part in parts[1:])
         self.received[envelope.sender] += sum(len(part) for part in parts)
         return Message(envelope.sender, envelope.body, frames, envelope.process)
@@ -423,17 +391,16 @@ class ZmqTransport:
             for lane in tuple(self._blocked):
                 self._push_out(lane)
             self._poller.poll(20)
-        # First of all: ZeroMQ's thread would wait for ever to report to a monitor that is closed.
-        self._inbound.disable_monitor()
-        self._guests.close(0)
+        self.guard.close()
         self._inbound.close(0)
+        # First of all: ZeroMQ's thread would wait for ever to report to a monitor that is closed.
         for outbound in self._outbound.values():
             outbound.link.disable_monitor()
         for monitor in self._monitors:
             monitor.close(0)
         for outbound in self._outbound.values():
             outbound.link.close(max(1, round((deadline - time.monotonic()) * 1000)))
-        self._guard.close(0)
+        self._zap.close(0)
         self._woken.close()
         self._wake.close()
         self._context.term()

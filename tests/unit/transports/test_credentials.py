@@ -10,6 +10,7 @@ from zmq.utils import z85
 from slipstream.transports.credentials import Credentials, stretch
 
 SECRET = b"correct horse battery staple"
+HERE = "tcp://127.0.0.1:5000"
 CURVE = Credentials.for_run(SECRET, b"job", encrypt=True)
 PLAIN = Credentials.for_run(SECRET, b"job", encrypt=False)
 
@@ -32,12 +33,12 @@ def plain_proof(credentials: Credentials) -> tuple[bytes, bytes]:
 def presented(credentials: Credentials) -> Any:
     """A socket's options; a real one does not tell all of them."""
     socket: Any = SimpleNamespace()
-    credentials.present(socket)
+    credentials.present(socket, HERE)
     return socket
 
 
 def admitted(credentials: Credentials, asked: list[bytes]) -> bool:
-    version, request_id, status, text, user, metadata = credentials.answer(asked)
+    version, request_id, status, text, user, metadata = credentials.answer(asked, HERE)
     assert (version, request_id, metadata) == (b"1.0", asked[1], b"")
     assert (status, text, user) in [
         (b"200", b"OK", b"member"),
@@ -139,3 +140,10 @@ def test_servers_have_process_numbers_that_all_members_know() -> None:
     )
     assert CURVE.process_of("server 0") != CURVE.process_of("server 1")
     assert 0 <= CURVE.process_of("server 0") < 1 << 62
+
+
+def test_a_token_is_worth_nothing_to_another_listener() -> None:
+    """Whoever takes the port of a member that has died is shown this one."""
+    user, password = plain_proof(PLAIN)
+    assert PLAIN.admits(b"PLAIN", [user, password], HERE)
+    assert not PLAIN.admits(b"PLAIN", [user, password], "tcp://127.0.0.1:5001")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -15,7 +16,11 @@ from collections.abc import Iterator
 import pytest
 
 from slipstream.errors import OutOfDescriptors
-from slipstream.transports.descriptors import StoreGuard, cut, raise_descriptor_limit
+from slipstream.transports import descriptors
+from slipstream.transports.credentials import Credentials
+from slipstream.transports.descriptors import ConnectionGuard, raise_descriptor_limit
+from slipstream.transports.wire import Fetch
+from slipstream.transports.zmq import ZmqTransport
 
 
 @pytest.fixture
@@ -28,48 +33,114 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def test_a_connection_that_came_in_is_cut(listener: socket.socket) -> None:
-    with socket.create_connection(listener.getsockname()) as outside:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few descriptors are left, and nothing has to be idle for long."""
+    monkeypatch.setattr(descriptors, "descriptor_limit", lambda: 1)
+    monkeypatch.setattr(descriptors, "IDLE_MS", 0)
+
+
+@pytest.mark.usefixtures("short")
+def test_idle_connections_are_ended_but_not_those_of_members(listener: socket.socket) -> None:
+    with (
+        socket.create_connection(listener.getsockname()) as member,
+        socket.create_connection(listener.getsockname()) as stranger,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_connection(other.getsockname()) as elsewhere,
+    ):
+        inside = [listener.accept()[0], listener.accept()[0], other.accept()[0]]
+        guard = ConnectionGuard(port_of(listener), {inside[0].fileno()})
+        assert guard.look() == 1
+        assert stranger.recv(1) == b""
+        for connection in (member, elsewhere):
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+        guard.store_port = port_of(other)
+        assert guard.look() >= 1
+        elsewhere.setblocking(True)
+        assert elsewhere.recv(1) == b""
+        guard.close()
+        for connection in inside:
+            connection.close()
+
+
+def test_who_has_just_connected_is_given_time(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors, "descriptor_limit", lambda: 1)
+    monkeypatch.setattr(descriptors, "IDLE_MS", 60_000)
+    with socket.create_connection(listener.getsockname()):
         inside, _ = listener.accept()
-        with inside:
-            assert cut(inside.fileno(), port_of(listener))
-            assert outside.recv(1) == b""
-            assert inside.fileno() >= 0, "its owner closes it"
+        guard = ConnectionGuard(port_of(listener), ())
+        assert guard.look() == 0
+        guard.close()
+        inside.close()
 
 
-def test_what_has_got_the_number_since_is_left_alone(listener: socket.socket) -> None:
-    port = port_of(listener)
-    with socket.create_connection(listener.getsockname()) as outside, tempfile.TemporaryFile() as f:
-        before = len(os.listdir("/proc/self/fd"))
-        assert not cut(f.fileno(), port)
-        assert not cut(listener.fileno(), port)
-        assert not cut(outside.fileno(), port)
-        assert not cut(10**6, port)
-        left, right = socket.socketpair()
-        with left, right:
-            assert not cut(left.fileno(), port)
-            left.send(b"x")
-            assert right.recv(1) == b"x"
-        assert len(os.listdir("/proc/self/fd")) == before
+@pytest.mark.usefixtures("short")
+def test_nothing_else_is_touched(listener: socket.socket) -> None:
+    """Whatever has got the number of a connection since."""
+    guard = ConnectionGuard(port_of(listener), ())
+    left, right = socket.socketpair()
+    with left, right, tempfile.TemporaryFile() as file:
+        before = sorted(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert guard.look() == 0
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        left.send(b"x")
+        assert right.recv(1) == b"x"
+        file.write(b"x")
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+    guard.close()
+
+
+def test_a_look_works_when_nothing_is_left(listener: socket.socket) -> None:
+    guard = ConnectionGuard(port_of(listener), ())
+    guard.store_port = port_of(listener)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    outside = socket.create_connection(listener.getsockname())
+    inside, _ = listener.accept()
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        assert guard.look() == 1
+        for fd in taken:
+            os.close(fd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert outside.recv(1) == b""
+    guard.close()
+    for connection in (inside, outside):
+        connection.close()
 
 
 PROGRAM = """
-import json, resource, socket, sys
+import json, resource, sys
 from slipstream.errors import RuntimeFault
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.wire import Fetch
 from slipstream.transports.zmq import ZmqTransport
-peers, limit = int(sys.argv[1]), int(sys.argv[2])
-credentials = Credentials(b"key", encrypt=False)
+peers, limit, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-hub = ZmqTransport("hub", host="127.0.0.1", credentials=credentials)
-listener = socket.create_server(("127.0.0.1", 0))
+hub = ZmqTransport("hub", host="127.0.0.1", credentials=Credentials(b"key", False))
 try:
     for peer in range(peers):
-        hub.connect(f"peer {peer}", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        hub.connect(f"peer {peer}", address)
         hub.send(f"peer {peer}", Fetch(0))
         hub.send(f"peer {peer}", Fetch(1), priority=-1_000_000)
     hub.receive(0.01)
+    print(hub.address, flush=True)
+    heard = set()
+    while len(heard) < 2 * peers:
+        message = hub.receive(0.1)
+        if message is not None:
+            heard.add(message.body.chunk)
     print(json.dumps("enough"))
 except RuntimeFault as fault:
     print(json.dumps(f"{type(fault).__name__}: {fault}"))
@@ -78,17 +149,31 @@ hub.close(0.0)
 
 
 def with_limit(peers: int, limit: int) -> str:
-    command = [sys.executable, "-c", PROGRAM, str(peers), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return str(json.loads(done.stdout))
+    """What a process says that has so many peers, each with two links either way."""
+    raise_descriptor_limit()
+    everybody = ZmqTransport("peer", host="127.0.0.1", credentials=Credentials(b"key", False))
+    command = [sys.executable, "-c", PROGRAM, str(peers), str(limit), everybody.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hub:
+        assert hub.stdout is not None
+        said = hub.stdout.readline().strip()
+        if said.startswith("tcp://"):
+            for peer in range(peers):
+                everybody.connect(f"hub {peer}", said)
+                everybody.send(f"hub {peer}", Fetch(peer))
+                everybody.send(f"hub {peer}", Fetch(peers + peer), priority=-1_000_000)
+            while hub.poll() is None:
+                everybody.receive(0.05)
+            said = hub.stdout.readline()
+    everybody.close(0.0)
+    return str(json.loads(said))
 
 
-def test_a_hundred_peers_fit_into_the_usual_limit() -> None:
-    assert with_limit(100, 1024) == "enough"
+def test_a_hundred_peers_take_a_thousand_descriptors() -> None:
+    assert with_limit(100, 1040) == "enough"
 
 
 def test_running_out_is_an_error_of_ours() -> None:
-    told = with_limit(100, 256)
+    told = with_limit(40, 256)
     assert told.startswith("OutOfDescriptors: a connection to peer ")
     assert "all 256" in told
     assert "ulimit -n" in told
@@ -111,24 +196,3 @@ def test_the_limit_is_raised_and_never_lowered() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raised
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_connections_to_the_store_are_cut_when_descriptors_run_short(
-    listener: socket.socket,
-) -> None:
-    guard = StoreGuard(port_of(listener))
-    with socket.create_connection(listener.getsockname()) as outside:
-        inside, _ = listener.accept()
-        outside.settimeout(0.05)
-        guard.look()
-        with pytest.raises(TimeoutError):
-            outside.recv(1)
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            few = len(os.listdir("/proc/self/fd")) + 4
-            resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
-            guard.look()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert outside.recv(1) == b""
-        inside.close()

@@ -69,6 +69,8 @@ GROUPS = st.lists(
     st.dictionaries(st.text(max_size=20), SETTINGS | st.lists(NUMBERS, max_size=3), max_size=4),
     max_size=3,
 )
+SOURCES = st.sampled_from(["all", "any"]) | COUNTS
+ADDRESSES = st.sampled_from(["tcp://127.0.0.1:1", "tcp://[fe80::1%eth0]:65535", "memory://a"])
 BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
     Push: st.builds(
         Push, COUNTS, COUNTS, COUNTS, st.binary(), CHECKSUMS, st.none() | GROUPS, COUNTS
@@ -97,12 +99,10 @@ BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
     Part: st.builds(Part, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), CHECKSUMS),
     Tail: st.builds(Tail, COUNTS, COUNTS, COUNTS, st.booleans()),
     Adopted: st.builds(Adopted, COUNTS, COUNTS, COUNTS, COUNTS),
-    Return: st.builds(Return, NAMES, COUNTS),
-    Returned: st.builds(Returned, COUNTS, NAMES, COUNTS, COUNTS, COUNTS),
-    Rejoin: st.builds(Rejoin, NAMES, COUNTS),
-    Contribute: st.builds(
-        Contribute, NAMES, st.sampled_from(["all", "any"]) | COUNTS, st.booleans()
-    ),
+    Return: st.builds(Return, ADDRESSES, COUNTS),
+    Returned: st.builds(Returned, COUNTS, ADDRESSES, COUNTS, COUNTS, COUNTS),
+    Rejoin: st.builds(Rejoin, ADDRESSES, COUNTS),
+    Contribute: st.builds(Contribute, NAMES, SOURCES, st.booleans()),
     Gathered: st.builds(Gathered, NAMES, st.lists(COUNTS, max_size=5)),
     Greeting: st.builds(Greeting),
     Welcome: st.builds(
@@ -278,3 +278,13 @@ def test_checksums_run_on_over_frames_and_see_every_bit(
 def test_a_message_knows_its_payload() -> None:
     assert Message("rank 0", Leave()).nbytes == 0
     assert Message("rank 0", Leave(), [b"abc", memoryview(bytes(5))]).nbytes == 8
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ipc:///tmp/somewhere", "tcp://example.org:80", "tcp://1.2.3.4:123456", "", "x" * 65],
+)
+def test_an_address_is_one_of_ours(address: str) -> None:
+    for body in (Return(address, 1), Rejoin(address, 1), Returned(1, address, 2, 1, 0)):
+        with pytest.raises(FrameRefused, match="unreadable header"):
+            decode_header(encode_header("rank 1", body))
