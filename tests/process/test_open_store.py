@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from attacker import Crowd
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 WORKER = Path(__file__).with_name("store_worker.py")
 SECRET = {"SLIPSTREAM_SECRET": "the secret of a job whose store is open"}
 SHARES = 30
-MEETING = ("place/", "address/")
 
 
 def free_port() -> str:
@@ -40,9 +40,18 @@ def open_store(port: str) -> Any:
 
 
 def held(nursery: Nursery, tag: str, env: Mapping[str, str], *more: str) -> Run:
-    """A job that waits in the middle of its training until ``go`` is there."""
-    run = nursery.start(WORKER, tag, "hold", *more, ranks=2, env={**SECRET, **env})
-    until(lambda: run.marked("training") or run.codes, "training")
+    """A job that waits until ``go`` is there: all have met, and nothing is distributed yet."""
+    return waiting(nursery, "joined", tag, env, "hold early", *more)
+
+
+def training(nursery: Nursery, tag: str, env: Mapping[str, str]) -> Run:
+    """The same in the middle of its training."""
+    return waiting(nursery, "training", tag, env, "hold")
+
+
+def waiting(nursery: Nursery, where: str, tag: str, env: Mapping[str, str], *more: str) -> Run:
+    run = nursery.start(WORKER, tag, *more, ranks=2, env={**SECRET, **env})
+    until(lambda: run.marked(where) or run.codes, where)
     assert not run.codes, run.told()
     return run
 
@@ -63,11 +72,6 @@ def assert_undisturbed(run: Run, tag: str) -> None:
         assert shared(run, rank) == [f"{tag} {step}" for step in range(SHARES)]
     assert run.own_lines() == []
     assert run.remains.left() == []
-
-
-def contents(port: str) -> dict[str, bytes]:
-    store = open_store(port)
-    return {key: store.get(key) for key in store.list_keys()}
 
 
 @contextmanager
@@ -99,21 +103,46 @@ def writing(port: str, values: Callable[[Any], Mapping[str, bytes]]) -> Iterator
 def test_nothing_but_meeting_data_lies_in_the_store(nursery: Nursery) -> None:
     port = free_port()
     run = held(nursery, "a marker", {"MASTER_PORT": port})
-    kept = contents(port)
-    finish(run)
+    kept: dict[str, bytes] = {}
+
+    def look(store: Any) -> dict[str, bytes]:
+        kept.update({key: store.get(key) for key in store.list_keys()})
+        return {}
+
+    with writing(port, look):
+        until(lambda: kept, "a look into the store")
+        finish(run)
     assert_undisturbed(run, "a marker")
-    stray = [key for key in kept if not any(part in key for part in MEETING)]
-    assert kept
-    assert [key for key in stray if not key.startswith("init/")] == []
+    assert [key for key in kept if not is_place(key) and not key.startswith("init/")] == []
     assert all(b"marker" not in value for value in kept.values())
 
 
-def test_garbage_in_the_store_does_not_touch_a_running_job(nursery: Nursery) -> None:
+def test_garbage_in_the_store_does_not_touch_a_job_that_has_begun(nursery: Nursery) -> None:
     port = free_port()
     run = held(nursery, "mine", {"MASTER_PORT": port})
-    with writing(port, lambda store: dict.fromkeys(store.list_keys(), b"garbage")):
+    spoilt: set[str] = set()
+
+    def garbage(store: Any) -> dict[str, bytes]:
+        keys = store.list_keys()
+        spoilt.update(keys)
+        return dict.fromkeys(keys, b"garbage")
+
+    with writing(port, garbage):
+        until(lambda: spoilt, "garbage")
         finish(run)
     assert_undisturbed(run, "mine")
+
+
+def test_nobody_listens_at_the_port_while_a_job_trains(nursery: Nursery) -> None:
+    """So another job may meet there."""
+    port = free_port()
+    run = training(nursery, "first", {"MASTER_PORT": port})
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)), 5).close()
+    second = nursery.run(WORKER, "second", ranks=2, env={**SECRET, "MASTER_PORT": port})
+    assert_undisturbed(second, "second")
+    finish(run)
+    assert_undisturbed(run, "first")
 
 
 @pytest.mark.parametrize("kept", ["everything", "all but places and addresses"])
@@ -129,6 +158,7 @@ def test_values_of_an_earlier_run_are_worth_nothing(nursery: Nursery, kept: str)
         return {}
 
     with writing(port, more):
+        until(lambda: old or kept != "everything", "a look into the store")
         finish(first)
     with writing(port, lambda _: old):
         second = nursery.run(WORKER, "today", ranks=2, env={**SECRET, "MASTER_PORT": port})
@@ -151,9 +181,10 @@ def is_place(key: str) -> bool:
     ("env", "says"),
     [
         ({}, "has joined the job at"),
+        ({"RANK": "2", "WORLD_SIZE": "3"}, "WORLD_SIZE=3: set the same everywhere"),
         ({"SLIPSTREAM_SECRET": "not the secret of that job"}, "not signed with this job's secret"),
     ],
-    ids=["same secret", "another secret"],
+    ids=["same secret", "more ranks", "another secret"],
 )
 def test_a_second_job_on_the_port_refuses_by_itself(
     nursery: Nursery, env: dict[str, str], says: str
@@ -170,13 +201,13 @@ def test_a_second_job_on_the_port_refuses_by_itself(
 
 
 def test_idle_connections_do_not_use_up_the_descriptors(nursery: Nursery) -> None:
-    env = {**SECRET}
-    run = nursery.start(WORKER, "mine", "hold early", "few descriptors", ranks=2, env=env)
-    until(lambda: run.marked("joined") or run.codes, "joining")
+    run = held(nursery, "mine", {}, "few descriptors")
     crowd = Crowd()
     for pid in run.pids:
         for port in listening_ports(pid):
             crowd.idle(port, 1100)
+    processes = [psutil.Process(pid) for pid in run.pids]
+    until(lambda: all(each.num_fds() < 600 for each in processes), "connections to be ended")
     finish(run)
     crowd.close()
     assert_undisturbed(run, "mine")

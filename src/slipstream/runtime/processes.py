@@ -19,6 +19,7 @@ from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.guardian import ChildGroup
 from slipstream.runtime.relay import relay, start_relay
 from slipstream.transports.credentials import Credentials
+from slipstream.transports.descriptors import ERRORS, out_of_descriptors
 
 # -P: the directory a user trains in must not lend the server its modules.
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.server")
@@ -96,6 +97,8 @@ def start_process(
             preexec_fn=_die_with_parent(),
         )
     except OSError as error:
+        if error.errno in ERRORS:
+            raise out_of_descriptors(f"starting {full[0]!r}") from error
         reason = error.strerror or str(error)
         raise LaunchError(f"cannot start {full[0]!r}: {reason}; is it on the PATH?") from error
 
