@@ -232,6 +232,7 @@ class Checkpoints:
         )
         self._writing = 0
         self.written = 0
+        self._told = ""  # of the last one
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         self._writer.start()
 
@@ -255,8 +256,9 @@ class Checkpoints:
         return True
 
     def _complain(self, trouble: str) -> None:
-        if trouble:
+        if trouble and trouble != self._told:
             self._tell(Note(f"{trouble}; the checkpoint before is kept"))
+        self._told = trouble
 
     def _write_all(self) -> None:
         while (draft := self._drafts.get()) is not None:

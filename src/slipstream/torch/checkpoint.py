@@ -38,6 +38,7 @@ class Checkpoint:
         """Whole or not at all."""
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
+        shared_checkpoint.refuse_to_lose(path, pieces_of(plain), lambda: pieces_at(path))
         facts = json.dumps(self.facts)
         about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
         write_whole(path, [save(plain, about)])
@@ -69,7 +70,19 @@ class Checkpoint:
 
 def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """As servers without torch reckon it."""
-    return shared_checkpoint.crc(facts, {name: piece_of(t) for name, t in tensors.items()})
+    return shared_checkpoint.crc(facts, pieces_of(tensors))
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, shared_checkpoint.Piece]:
+    return {name: piece_of(tensor) for name, tensor in tensors.items()}
+
+
+def pieces_at(path: Path) -> dict[str, shared_checkpoint.Piece]:
+    """None where nothing can be read that could be lost."""
+    try:
+        return pieces_of(Checkpoint.read(path).tensors)
+    except CheckpointError:
+        return {}
 
 
 def piece_of(tensor: torch.Tensor) -> shared_checkpoint.Piece:
