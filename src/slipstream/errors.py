@@ -15,6 +15,7 @@ SlipstreamError
     ├── PeerFailed              a member said that it failed
     ├── LeftBehind              the others went on without this worker
     ├── WaitLimit               a wait ran into its limit; names who is missing
+    ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
     └── FrameRefused            a message that does not fit what was announced
 """
 
@@ -117,6 +118,32 @@ class WaitLimit(RuntimeFault):
         names = ", ".join(missing) if missing else "nobody by name"
         hint = f"; last message refused here, from {refusal}" if refusal else ""
         super().__init__(f"waited {limit_s:.0f} s for {what}; missing: {names}{hint}")
+
+
+class NonFiniteGradient(RuntimeFault):
+    """A gradient has a NaN or an infinity in it, and the job was told to stop then.
+
+    ``cast`` is the dtype that made a finite gradient infinite, where one did.
+    """
+
+    def __init__(self, rank: int, tensor: str, step: int, cast: str = "") -> None:
+        self.rank = rank
+        self.tensor = tensor
+        self.step = step
+        self.cast = cast
+        super().__init__(
+            f"{self.finding}; look at this step's loss and data, lower the learning rate"
+            f"{', send it in float32' if cast else ''}, or leave such gradients out with "
+            "slipstream.init(nonfinite='refuse')"
+        )
+
+    @property
+    def finding(self) -> str:
+        how = f"became infinite in the cast to {self.cast}" if self.cast else "is not finite"
+        return f"rank {self.rank}: the gradient of {self.tensor!r} {how} at step {self.step}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.tensor, self.step, self.cast)
 
 
 class FrameRefused(RuntimeFault):

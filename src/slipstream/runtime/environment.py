@@ -8,8 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-from slipstream.errors import LaunchError, SecretError
+from slipstream.errors import ConfigError, LaunchError, SecretError
+
+Nonfinite = Literal["pass", "refuse", "stop"]
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
@@ -42,6 +45,7 @@ class Environment:
     launcher: int | None = None
     control_fd: int | None = None  # of the socket to the launcher, where learners share memory
     back_fd: int | None = None  # where a worker that was started again says that it is back
+    nonfinite: Nonfinite = "pass"  # what becomes of a gradient with a NaN or an infinity
     life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
@@ -83,6 +87,7 @@ class Environment:
             launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
             control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
             back_fd=optional(env, "SLIPSTREAM_BACK_FD"),
+            nonfinite=nonfinite_in(env.get("SLIPSTREAM_NONFINITE") or "pass"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 
@@ -113,6 +118,17 @@ class Environment:
                 "needed; set SLIPSTREAM_SECRET to the same random text on every host, or "
                 "SLIPSTREAM_SECRET_FILE to a file that holds it"
             )
+
+
+def nonfinite_in(text: str) -> Nonfinite:
+    """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument."""
+    for known in get_args(Nonfinite):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"nonfinite={text!r} (slipstream.init or SLIPSTREAM_NONFINITE): choose one of "
+        f"{', '.join(get_args(Nonfinite))}"
+    )
 
 
 def whole(env: Mapping[str, str], key: str, default: int) -> int:

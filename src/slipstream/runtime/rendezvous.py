@@ -111,6 +111,13 @@ class Rendezvous:
             )
         return msgspec.msgpack.decode(content, type=kind)
 
+    def is_first(self, key: str) -> bool:
+        """Whether no rank has asked this before; each asks once."""
+        try:
+            return int(self.store.add(key, 1)) == 1
+        except distributed.DistError:
+            return True  # nobody can tell any more
+
     def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
         """Everybody's value, by rank; every rank must call it with the same key.
 
