@@ -13,6 +13,7 @@
 
 #include "bounded.h"
 #include "crc32c.h"
+#include "largest.h"
 #include "mean.h"
 #include "one_bit.h"
 #include "shared.h"
@@ -84,6 +85,16 @@ void mean_into(nb::handle out, nb::sequence inputs, const std::string& dtype, do
 
     const nb::gil_scoped_release unlocked;
     slipstream::mean_kernel(in.format, written.format)(target.data(), sources, count, divisor);
+}
+
+double largest(nb::handle data, const std::string& dtype) {
+    const Number& number = number_for(dtype);
+    const Buffer buffer(data, "data", Buffer::Access::read);
+    if (buffer.nbytes() % number.itemsize != 0)
+        refuse("data has " + std::to_string(buffer.nbytes()) + " bytes, not a multiple of the " +
+               std::to_string(number.itemsize) + " of a " + number.name);
+    const nb::gil_scoped_release unlocked;
+    return slipstream::largest(number.format, buffer.data(), buffer.nbytes() / number.itemsize);
 }
 
 std::size_t count_floats(const Buffer& buffer, const char* name) {
@@ -235,6 +246,8 @@ NB_MODULE(_native, m) {
     m.def("mean_into", &mean_into, "out"_a, "inputs"_a, "dtype"_a, "divisor"_a,
           "out_dtype"_a = nb::none(),
           "Write the sum of the inputs, taken in order, divided by `divisor`.");
+    m.def("largest", &largest, "data"_a, "dtype"_a,
+          "The largest magnitude; infinite or NaN if there is such a value.");
     m.def("one_bit_pack", &one_bit_pack<slipstream::one_bit_pack>, "out"_a, "gradient"_a,
           "residual"_a, "Write scales and bits of `gradient` + `residual`; keep what they leave.");
     m.def("one_bit_pack_portable", &one_bit_pack<slipstream::one_bit_pack_portable>, "out"_a,

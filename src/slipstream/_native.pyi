@@ -32,6 +32,11 @@ def mean_into(
     other overlap is refused.
     """
 
+def largest(
+    data: _Bytes, dtype: Literal["float32", "float64", "bfloat16", "float16"] | str
+) -> float:
+    """The largest magnitude of the values, 0.0 of none; infinite if one is, NaN if one is NaN."""
+
 def one_bit_pack(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
     """Write one bit a value of `gradient + residual` (float32), and keep what that leaves.
 

@@ -16,6 +16,7 @@ SlipstreamError
     ├── LeftBehind              the others went on without this worker
     ├── WaitLimit               a wait ran into its limit; names who is missing
     ├── OutOfDescriptors        this process may open no more files or connections
+    ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
     └── FrameRefused            a message that does not fit what was announced
         └── ContributionRefused a gradient of a live worker that does not fit: ends the job
 """
@@ -141,6 +142,32 @@ class OutOfDescriptors(RuntimeFault):
 
     def __reduce__(self) -> tuple[type[OutOfDescriptors], tuple[str, int]]:
         return type(self), (self.doing, self.limit)
+
+
+class NonFiniteGradient(RuntimeFault):
+    """A gradient has a NaN or an infinity in it, and the job was told to stop then.
+
+    ``cast`` is the dtype that made a finite gradient infinite, where one did.
+    """
+
+    def __init__(self, rank: int, tensor: str, step: int, cast: str = "") -> None:
+        self.rank = rank
+        self.tensor = tensor
+        self.step = step
+        self.cast = cast
+        super().__init__(
+            f"{self.finding}; look at this step's loss and data, lower the learning rate"
+            f"{', send it in float32' if cast else ''}, or leave such gradients out with "
+            "slipstream.init(nonfinite='refuse')"
+        )
+
+    @property
+    def finding(self) -> str:
+        how = f"became infinite in the cast to {self.cast}" if self.cast else "is not finite"
+        return f"rank {self.rank}: the gradient of {self.tensor!r} {how} at step {self.step}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, self.tensor, self.step, self.cast)
 
 
 class FrameRefused(RuntimeFault):

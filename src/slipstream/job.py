@@ -34,6 +34,7 @@ from slipstream.systems import parse
 from slipstream.torch.averages import Averages, lent
 from slipstream.torch.copying import copy_state
 from slipstream.torch.fingerprint import fingerprint
+from slipstream.torch.finite_gradients import FiniteGradients, before_use
 from slipstream.torch.inventory import whole_vector
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
@@ -290,6 +291,7 @@ class Job:
             self._plan = chosen.plan(inventory.specs, Cluster(1, servers=1))
             if self._plan.averaged is not None:
                 self._own_averages = Averages(model, self._plan.averaged)
+            self._watch_gradients(model, optimizer)
             if self._plan.clip_norm is not None:
                 optimizer.register_step_pre_hook(clip_to(self._plan.clip_norm))
             optimizer.register_step_post_hook(self._count_step)
@@ -302,6 +304,17 @@ class Job:
             self._come_back(model, self._replica)
         self._warn_of_momentum(chosen, optimizer)
         return optimizer
+
+    def _watch_gradients(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Alone, gradients are looked at when the optimizer is about to use them."""
+        finite = FiniteGradients(self._env.nonfinite, self.rank)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+        def look() -> None:
+            finite.step = self._steps_alone
+            finite.clear_refused(named)
+
+        optimizer.register_step_pre_hook(before_use(look))
 
     def _come_back(self, model: nn.Module, replica: Replica) -> None:
         """Into a job that has gone on without this worker."""

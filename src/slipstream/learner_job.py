@@ -22,6 +22,7 @@ from slipstream.runtime.launcher_line import LauncherLine
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.workshop_messages import Account, Hello
 from slipstream.strategy import Strategy
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import portrait
 from slipstream.torch.learner import Learner
 from slipstream.torch.replica import prepare
@@ -62,11 +63,16 @@ class LearnerJob(Job):
             SharedMemory(descriptor),
             welcome.plan,
             self._limits.wait_s,
+            FiniteGradients(self._env.nonfinite, self.rank, self._is_first_to_warn),
         )
         if welcome.fill:
             self._learner.weights.fill()
         self._line.begin(filled=welcome.fill)
         return self._learner.start()
+
+    def _is_first_to_warn(self) -> bool:
+        own = os.getpid()
+        return bool(self._line.share("nonfinite", own) == own)
 
     # ---- who and what
 

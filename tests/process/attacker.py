@@ -194,10 +194,10 @@ class Crowd:
                 self._open.append(link)
 
     def idle(self, port: int, count: int) -> None:
-        """Connections that never say anything; those that are cut are not made again."""
-        for _ in range(count):
-            with contextlib.suppress(OSError):
-                self._open.append(socket.create_connection(("127.0.0.1", port), 10))
+        """Connections that never say anything, until no more are taken."""
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                self._open.append(socket.create_connection(("127.0.0.1", port), 0.5))
 
     def close(self) -> None:
         for link in self._open:

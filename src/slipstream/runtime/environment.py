@@ -8,8 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
-from slipstream.errors import LaunchError, SecretError
+from slipstream.errors import ConfigError, LaunchError, SecretError
+
+Nonfinite = Literal["pass", "refuse", "stop"]
 
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
@@ -43,6 +46,7 @@ class Environment:
     control_fd: int | None = None  # of the socket to the launcher, where learners share memory
     back_fd: int | None = None  # where a worker that was started again says that it is back
     presence_fd: int | None = None  # where a worker says that it has joined, and left
+    nonfinite: Nonfinite = "pass"  # what becomes of a gradient with a NaN or an infinity
     life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
@@ -85,6 +89,7 @@ class Environment:
             control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
             back_fd=optional(env, "SLIPSTREAM_BACK_FD"),
             presence_fd=optional(env, "SLIPSTREAM_PRESENCE_FD"),
+            nonfinite=nonfinite_in(env.get("SLIPSTREAM_NONFINITE") or "pass"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
 
@@ -130,6 +135,17 @@ class Environment:
                 "needed: start with SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ..., or "
                 "with `slipstream run`, which makes a secret of its own"
             )
+
+
+def nonfinite_in(text: str) -> Nonfinite:
+    """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument."""
+    for known in get_args(Nonfinite):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"nonfinite={text!r} (slipstream.init or SLIPSTREAM_NONFINITE): choose one of "
+        f"{', '.join(get_args(Nonfinite))}"
+    )
 
 
 def whole(env: Mapping[str, str], key: str, default: int) -> int:

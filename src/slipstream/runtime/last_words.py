@@ -11,10 +11,12 @@ from types import TracebackType
 from slipstream.errors import (
     LaunchError,
     LeftBehind,
+    NonFiniteGradient,
     PeerFailed,
     PeerLost,
     SecretError,
     SlipstreamError,
+    WaitLimit,
 )
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
@@ -22,13 +24,18 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def speak_for(
-    rank: int, *, is_local: bool = False, joined: Callable[[], bool] = lambda: True
+    rank: int,
+    *,
+    is_local: bool = False,
+    joined: Callable[[], bool] = lambda: True,
+    is_learner: bool = False,
 ) -> None:
     """From now on, uncaught slipstream errors of this process end in one line, or in none.
 
     What all ranks know is said by rank 0 alone (by rank 1 where rank 0 is what is missing). What
     keeps a process from joining is known to nobody else: the first of each host says it
-    (``is_local``).
+    (``is_local``). Learners that share memory do not hear of each other's faults
+    (``is_learner``): each one says its own.
     """
     before = sys.excepthook
 
@@ -36,7 +43,8 @@ def speak_for(
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
-        if rank == speaker(error, rank) or (is_local and not joined()):
+        own = is_learner and isinstance(error, NonFiniteGradient | WaitLimit)
+        if own or rank == speaker(error, rank) or (is_local and not joined()):
             print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream._native import largest
 from slipstream.errors import CheckpointError, DamagedCheckpoint
 from slipstream.runtime import checkpoint_format
 from slipstream.runtime.checkpoint_format import FORMAT, SHORT, Piece, crc
 from slipstream.runtime.whole_files import write_whole
+from slipstream.types import ITEM_BYTES
 
 KEPT = 2
 NAME = re.compile(r"weights-(\d{15})\.safetensors")
@@ -38,6 +41,7 @@ class Snapshot:
 
     def write(self, path: Path) -> None:
         """Beside the target first, then in its place: a reader sees the old file or the new."""
+        refuse_to_lose(path, self.pieces, lambda: pieces_at(path))
         facts = json.dumps({"format": FORMAT, "random": [], **self.facts})
         about = {"slipstream": facts, "pairs": "[]", "crc": str(crc(facts, self.pieces))}
         told: dict[str, Any] = {"__metadata__": about}
@@ -60,6 +64,36 @@ class Snapshot:
         return cls(content.pieces, content.facts)
 
 
+def refuse_to_lose(
+    where: Path, pieces: Mapping[str, Piece], before: Callable[[], Mapping[str, Piece]]
+) -> None:
+    """Raise CheckpointError if a tensor is not finite any more that was finite in ``before()``.
+
+    What was not finite then either is meant so: a mask with infinities, say.
+    """
+    broken = [name for name, piece in pieces.items() if not is_finite(piece)]
+    there = before() if broken else {}
+    for name in broken:
+        if name in there and is_finite(there[name]):
+            raise CheckpointError(
+                f"no checkpoint is written to {where}: {name} is not finite, and it is in the one "
+                "that is there (to keep this one too, save it under another name)"
+            )
+
+
+def is_finite(piece: Piece) -> bool:
+    dtype = {"complex64": "float32", "complex128": "float64"}.get(piece.dtype, piece.dtype)
+    return dtype not in ITEM_BYTES or math.isfinite(largest(piece.data, dtype))
+
+
+def pieces_at(path: Path) -> Mapping[str, Piece]:
+    """None where nothing can be read that could be lost."""
+    try:
+        return Snapshot.read(path).pieces
+    except CheckpointError:
+        return {}
+
+
 def kept_in(directory: Path) -> list[Path]:
     """The checkpoints of a directory, the newest first."""
     try:
@@ -74,6 +108,8 @@ def kept_in(directory: Path) -> list[Path]:
 def keep(directory: Path, snapshot: Snapshot) -> None:
     """Write one more, and let go of those that are too many."""
     path = directory / f"weights-{snapshot.version:015d}.safetensors"
+    found = (pieces for each in kept_in(directory) if (pieces := pieces_at(each)))
+    refuse_to_lose(directory, snapshot.pieces, lambda: next(found, {}))
     snapshot.write(path)
     for old in older_than_needed(kept_in(directory), path):
         with contextlib.suppress(OSError):

@@ -249,6 +249,7 @@ class Checkpoints:
         )
         self._writing = 0
         self.written = 0
+        self._told = ""  # of the last one
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         self._writer.start()
 
@@ -272,8 +273,9 @@ class Checkpoints:
         return True
 
     def _complain(self, trouble: str) -> None:
-        if trouble:
+        if trouble and trouble != self._told:
             self._tell(Note(self._with_what_there_is(trouble)))
+        self._told = trouble
 
     def _with_what_there_is(self, trouble: str) -> str:
         """Read from the disk: what was there when this server began may be gone."""

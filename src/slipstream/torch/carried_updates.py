@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.planning.segment import SegmentPlan
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.shared_weights import Settings, SharedWeights
-from slipstream.torch.slot_updates import Slot, check_strangers, strangers
+from slipstream.torch.slot_updates import FiniteSlots, Slot, check_strangers, strangers
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # to, from
 AHEAD = 1  # steps whose gradients wait for the carrier
@@ -87,6 +88,7 @@ class Load:
     buffers: Pairs
     settings: list[float]
     version: int
+    step: int
     mark: Any
 
 
@@ -114,11 +116,13 @@ class CarriedUpdates:
         deliver: Callable[[Slot], None],
         version: Callable[[], int],
         holding: Callable[[], AbstractContextManager[object]],
+        finite: FiniteGradients | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
         self._strangers = strangers(optimizer, self._parameters)
         self._settings = Settings(optimizer)
+        self._finite = FiniteSlots(plan, finite or FiniteGradients())
         self._slots, self._weights, self._way = slots, weights, way
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._holding = holding
@@ -146,6 +150,7 @@ class CarriedUpdates:
             [(view, own.detach().clone()) for view, own in self._weights.buffers()],
             self._settings(),
             self._seen,
+            self.steps,
             self._way.mark(),
         )
         for parameter in self._parameters:
@@ -229,6 +234,7 @@ class CarriedUpdates:
             pairs += more
         pairs += load.buffers
         self._way.copy(pairs, load.mark)
+        self._finite.leave_out(slot, forms, load.step)
         slot.describe(forms, load.settings, load.version)
         self._deliver(slot)
 

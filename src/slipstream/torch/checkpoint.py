@@ -19,6 +19,7 @@ from torch import nn
 from slipstream.errors import CheckpointError
 from slipstream.runtime import checkpoint_format
 from slipstream.runtime.checkpoint_format import MOST_HEADER_NBYTES, Piece
+from slipstream.runtime.shared_checkpoint import pieces_at, refuse_to_lose
 from slipstream.runtime.whole_files import write_whole
 from slipstream.torch.inventory import whole_state
 
@@ -34,6 +35,7 @@ class Checkpoint:
         """Whole or not at all."""
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
+        refuse_to_lose(path, pieces_of(plain), lambda: pieces_at(path))
         facts = json.dumps(self.facts)
         about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
         content = save(plain, about)
@@ -62,7 +64,11 @@ def check_readable(facts: str, content: bytes) -> None:
 
 def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
     """As servers without torch reckon it."""
-    return checkpoint_format.crc(facts, {name: piece_of(t) for name, t in tensors.items()})
+    return checkpoint_format.crc(facts, pieces_of(tensors))
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    return {name: piece_of(tensor) for name, tensor in tensors.items()}
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:

@@ -13,6 +13,8 @@ import torch
 from slipstream.codecs import Dense
 from slipstream.errors import IncompatibleRoute, RuntimeFault
 from slipstream.strategy import Plan
+from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
+from slipstream.torch.slots import wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
 from slipstream.types import Chunk
@@ -53,6 +55,7 @@ class CollectiveExchange:
         parameters: Sequence[torch.Tensor],
         collectives: Collectives,
         member: Any,
+        finite: FiniteGradients | None = None,
     ) -> None:
         self.plan = plan
         self.step = 0
@@ -62,6 +65,8 @@ class CollectiveExchange:
         self._parameters = parameters
         self._collectives = collectives
         self._member = member
+        self._finite = finite or FiniteGradients()
+        self._travels_as = wire_dtypes(plan)
         self._buckets = [
             self._bucket(chunk) for chunk in plan.chunks if plan.route(chunk).road == "collective"
         ]
@@ -101,8 +106,7 @@ class CollectiveExchange:
                 "checkpoint(..., use_reentrant=False) or a strategy with overlap=False"
             )
         self._fired.add(tensor)
-        gradient = self._parameters[tensor].grad
-        flat = None if gradient is None else flatten(gradient)
+        flat = self._contribution(tensor)
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
@@ -114,6 +118,18 @@ class CollectiveExchange:
                 divide(flat[start : start + numel], self.plan.cluster.workers, values)
             bucket.unready -= 1
         self._launch_complete()
+
+    def _contribution(self, tensor: int) -> torch.Tensor | None:
+        parameter = self._parameters[tensor]
+        if parameter.grad is None:
+            return None
+        flat = flatten(parameter.grad)
+        # Of the whole value, not of its share: where all shares fit, their sum may not.
+        name, travels_as = self.plan.specs[tensor].name, self._travels_as[tensor]
+        if self._finite.admits(name, magnitude_of(flat), travels_as):
+            return flat
+        parameter.grad = None
+        return None
 
     def _launch_complete(self) -> None:
         # Every rank must start its collectives in the same order.

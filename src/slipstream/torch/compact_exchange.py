@@ -16,6 +16,7 @@ other layers, and these when the rule says so, go the plan's dense way.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,7 @@ from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
 from slipstream.runtime.member import HUB, Member
 from slipstream.strategy import Plan
 from slipstream.torch.compact_layers import Captured, CompactLayer
+from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import dtype_name
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Compact, Early, Message, Rows, checksum
@@ -55,6 +57,7 @@ class CompactExchange:
         member: Member,
         *,
         limit_s: float,
+        finite: FiniteGradients | None = None,
     ) -> None:
         self.rank = rank
         self.plan = plan
@@ -77,6 +80,7 @@ class CompactExchange:
         self._beside = self._links.beside if self._links is not None else frozenset()
         self._member = member
         self._limit_s = limit_s
+        self._finite = finite or FiniteGradients()
         self._round = [0] * len(layers)  # contributions made
         self._written = [0] * len(layers)  # results in place
         self._arrived: list[dict[int, dict[int, tuple[Compact, Sequence[Buffer]]]]] = [
@@ -229,7 +233,7 @@ class CompactExchange:
             )
         self._left.add(index)
         layer = self._layers[index]
-        taken = layer.take()
+        taken = self._finite_part(layer)
         rows = 0 if taken is None else len(taken.first)
         early = taken is not None and taken.ahead == self._round[index]
         kept = self._rebuilders[index].hold(taken, self._wire, early=early)
@@ -254,6 +258,26 @@ class CompactExchange:
         self._tell_peers(layer, body, frames)
         if self._hybrid.to == "peers":
             self._park(self.rank, body, frames)
+
+    def _finite_part(self, layer: CompactLayer) -> Captured | None:
+        """What the layer has captured, if its gradient counts."""
+        taken = layer.take()
+        if taken is None:
+            return None
+        matrices = (taken.first, taken.second) if layer.shape.form == "factors" else (taken.second,)
+        found = [magnitude_of(matrix) for matrix in matrices]
+        name = self.plan.specs[layer.weight].name
+        for matrix, magnitude in zip(matrices, found, strict=True):
+            if not self._finite.admits(name, magnitude, self._wire.dtype(dtype_name(matrix))):
+                return None
+        # No entry of the product is above this; only if it might overflow is it worth making.
+        most = math.prod(found) * len(taken.first)
+        dtype = self._parameters[layer.weight].dtype
+        if len(found) > 1 and all(map(math.isfinite, found)) and most > torch.finfo(dtype).max:
+            product = taken.second.to(dtype).t() @ taken.first.to(dtype)
+            if not self._finite.admits(name, magnitude_of(product)):
+                return None
+        return taken
 
     def _tell_peers(
         self, layer: CompactLayer, body: Compact | Early, frames: Sequence[Buffer]

@@ -17,6 +17,7 @@ from slipstream.planning.one_machine import OneMachine
 from slipstream.planning.segment import SegmentPlan
 from slipstream.runtime.shared_optimizer import SharedOptimizer
 from slipstream.torch.carried_updates import CarriedUpdates, CudaWay, HostWay, Way, pin
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import Slot, SlotUpdates, slots_of
@@ -37,9 +38,11 @@ class Learner:
         memory: SharedMemory,
         plan: SegmentPlan,
         limit_s: float,
+        finite: FiniteGradients,
     ) -> None:
         self._model, self._optimizer, self._about = model, optimizer, about
         self._rank, self._memory, self._plan, self._limit_s = rank, memory, plan, limit_s
+        self._finite = finite
         self.rings = Rings(memory.memory)
         self.weights = SharedWeights(model, plan, memory, self.rings.weights_at)
         self.ages: Counter[int] = Counter()
@@ -61,6 +64,7 @@ class Learner:
             "reserve": self._reserve,
             "deliver": deliver,
             "version": lambda: self.rings.version,
+            "finite": self._finite,
         }
         slots = slots_of(self._memory, self.rings, self._plan, self._rank)
         parts = (self._model, self._optimizer, self._plan, slots)

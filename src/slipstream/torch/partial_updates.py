@@ -28,6 +28,7 @@ class PartialUpdates(Synchronizer):
         """Step, owe it to the others, and wait for them if they are far behind."""
         self.tap.end()
         self._check_all_exchanged(self._optimizer)
+        self._clear_refused()
         self._exchange.let_in()
         coefficient = self._slices.coefficient(self.step, self._exchange.workers)
         self._exchange.give(self._exchange.weights.stepped(self._optimizer.step, coefficient))

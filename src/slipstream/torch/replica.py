@@ -37,6 +37,7 @@ from slipstream.torch.collective_exchange import CollectiveExchange
 from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
 from slipstream.torch.copying import copy_state
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.inventory import (
@@ -298,7 +299,10 @@ def _wire(
     chain.open = False
     numel = len(whole_vector(model))
     consensus = Consensus(env.rank, env.world_size, member, numel, limits.wait_s)
-    slots = LiveTensors(plan, inventory, Staging())
+    finite = FiniteGradients(
+        env.nonfinite, env.rank, lambda: membership.gathering.is_first("nonfinite")
+    )
+    slots = LiveTensors(plan, inventory, Staging(), finite)
     exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
     door = None
     for exchange in exchanges:
@@ -306,7 +310,7 @@ def _wire(
             door = keep_the_door(model, plan, exchange, chain, member)
     if plan.outlives_workers and plan.together:
         reroute_around_the_lost(exchanges, shards, membership)
-    compact = make_compact(model, plan, inventory, exchanges, membership)
+    compact = make_compact(model, plan, inventory, exchanges, membership, finite)
     if compact is not None:
         exchanges = (compact, *exchanges)
     parts = (model, plan, inventory, slots, exchanges)
@@ -448,7 +452,9 @@ def make_exchanges(
             grace_s=membership.limits.silence_s + 2,
         )
         exchanges.append(
-            CollectiveExchange(plan, inventory.tensors, collectives, membership.member)
+            CollectiveExchange(
+                plan, inventory.tensors, collectives, membership.member, slots.finite
+            )
         )
     if plan.slices is not None:
         exchanges.append(make_partial(plan, plan.slices, inventory, membership))
@@ -473,6 +479,7 @@ def make_compact(
     inventory: Inventory,
     dense: tuple[Exchange, ...],
     membership: Membership,
+    finite: FiniteGradients,
 ) -> CompactExchange | None:
     """The exchange of layers that may travel in compact form, if the strategy wants that."""
     layers = compact_layers(model, plan, inventory)
@@ -489,6 +496,7 @@ def make_compact(
         dense,
         membership.member,
         limit_s=membership.limits.wait_s,
+        finite=finite,
     )
 
 

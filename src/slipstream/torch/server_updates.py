@@ -72,6 +72,7 @@ class ServerUpdates(Synchronizer):
                 "change those"
             )
         if self.plan.clip_norm is not None:
+            self._clear_refused()  # one that is not finite would make all others so
             trained = [p for p, _ in self._weights if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(trained, self.plan.clip_norm)
         super().before_step()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream._native import Rings, add_rows
+from slipstream._native import Rings, add_rows, largest
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SETTINGS, WORD, Gradient, SegmentPlan
 from slipstream.torch.compact_layers import (
     CompactLayer,
@@ -27,6 +27,7 @@ from slipstream.torch.compact_layers import (
     named_forms,
     shape_of,
 )
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import unexpected_gradient
 from slipstream.torch.shared_weights import Settings, view_of
 from slipstream.transports.shared_memory import SharedMemory
@@ -67,6 +68,13 @@ class Slot:
         # was so; whoever applies rows leaves zeros there. None: it may be anywhere, as another
         # learner may have had the slot.
         self.written: list[tuple[int, int] | None] = [None for _ in plan.gradients]
+
+    def magnitude(self, index: int, form: int) -> float:
+        """The largest of a gradient that is here; infinite or NaN if there is such a value."""
+        values = self._arrays[index]
+        if form >= ROWS:
+            values = values[self._number_arrays[index][: form - ROWS]]
+        return largest(values, values.dtype.name)
 
     @property
     def front(self) -> tuple[list[int], list[float], int]:
@@ -132,6 +140,22 @@ def rows_of(plan: SegmentPlan, gradient: Gradient) -> int:
     return tensor.numel // gradient.width if gradient.width else 0
 
 
+class FiniteSlots:
+    """Sees to it that gradients which do not count are absent from slots."""
+
+    def __init__(self, plan: SegmentPlan, finite: FiniteGradients) -> None:
+        self._finite = finite
+        self._names = [plan.tensors[gradient.tensor].name for gradient in plan.gradients]
+
+    def leave_out(self, slot: Slot, forms: list[int], step: int) -> None:
+        """Changes the forms of a slot that is full."""
+        self._finite.step = step
+        for index, (form, name) in enumerate(zip(forms, self._names, strict=True)):
+            if form != ABSENT and not self._finite.admits(name, slot.magnitude(index, form)):
+                forms[index] = ABSENT
+                slot.written[index] = None  # nobody applies it, so nobody leaves zeros
+
+
 class SlotUpdates:
     """Fills slots, one a step; ``deliver`` is told when one is full."""
 
@@ -146,12 +170,14 @@ class SlotUpdates:
         deliver: Callable[[Slot], None],
         version: Callable[[], int],
         share_buffers: Callable[[], None],
+        finite: FiniteGradients | None = None,
     ) -> None:
         named = dict(model.named_parameters())
         self._optimizer, self._slots, self._share_buffers = optimizer, slots, share_buffers
         self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
         self._strangers = strangers(optimizer, self._parameters)
         self._settings = Settings(optimizer)
+        self._finite = FiniteSlots(plan, finite or FiniteGradients())
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._reserve, self._deliver, self._version = reserve, deliver, version
         self._slot: Slot | None = None
@@ -268,6 +294,7 @@ class SlotUpdates:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
+        self._finite.leave_out(slot, forms, self.steps)
         slot.describe(forms, self._settings(), self._seen)
         self._slot = None
         self._rows.clear()

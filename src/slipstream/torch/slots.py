@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from slipstream._native import largest
+from slipstream.codecs import Dense
 from slipstream.errors import RuntimeFault
 from slipstream.strategy import Plan
+from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import Staging
 from slipstream.types import Values
@@ -19,8 +24,16 @@ class LiveTensors:
     backward pass may reuse its memory before it has left.
     """
 
-    def __init__(self, plan: Plan, inventory: Inventory, staging: Staging) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        inventory: Inventory,
+        staging: Staging,
+        finite: FiniteGradients | None = None,
+    ) -> None:
+        self.finite = finite or FiniteGradients()
         self._specs = plan.specs
+        self._travels_as = wire_dtypes(plan)
         self._tensors = inventory.tensors
         self._places = inventory.places
         self._is_buffer = [spec.role == "buffer" for spec in plan.specs]
@@ -34,6 +47,7 @@ class LiveTensors:
             if self._is_buffer[i]
         }
         self._fetched: dict[int, torch.Tensor] = {}
+        self._counts: dict[int, bool] = {}  # by tensor, of those that have been looked at
 
     def _live(self, tensor: int) -> torch.Tensor:
         place = self._places[tensor]
@@ -70,7 +84,35 @@ class LiveTensors:
         if tensor not in self._fetched:
             self.fetch(tensor)
         content = self._fetched.get(tensor)
-        return None if content is None else self._gradients.readable(tensor, content)
+        if content is None or self._counts.get(tensor) is False:
+            return None
+        values = self._gradients.readable(tensor, content)
+        if tensor not in self._counts:
+            self._counts[tensor] = self._admits(tensor, values)
+            if not self._counts[tensor]:
+                self._leave_out(tensor)
+                return None
+        return values
+
+    def _admits(self, tensor: int, values: Values) -> bool:
+        if self._is_buffer[tensor]:
+            return not self.finite.refuses or self._has_stayed_finite(tensor, values)
+        magnitude = largest(values.data, values.dtype)
+        return self.finite.admits(self._specs[tensor].name, magnitude, self._travels_as[tensor])
+
+    def _has_stayed_finite(self, buffer: int, values: Values) -> bool:
+        """True of one that was not finite before, too: it is meant so, as a least value is that
+        begins with infinity."""
+        if math.isfinite(largest(values.data, values.dtype)):
+            return True
+        return not math.isfinite(magnitude_of(self._known[buffer]))
+
+    def _leave_out(self, tensor: int) -> None:
+        """As if this step had not made it: where nobody else contributes, nothing comes back."""
+        if self._is_buffer[tensor]:
+            self._live(tensor).data.copy_(self._known[tensor])
+        else:
+            self._live(tensor).grad = None
 
     def sink(self, tensor: int) -> Values:
         return self._weights.writable(tensor, self._target(tensor))
@@ -83,6 +125,7 @@ class LiveTensors:
     def forget(self) -> None:
         """The round is over: the next one reads afresh."""
         self._fetched.clear()
+        self._counts.clear()
 
     def _target(self, tensor: int) -> torch.Tensor:
         live = self._live(tensor)
@@ -92,3 +135,14 @@ class LiveTensors:
         if live.grad is None or live.grad.is_sparse:
             live.grad = torch.empty_like(live, requires_grad=False)
         return live.grad
+
+
+def wire_dtypes(plan: Plan) -> list[str]:
+    """By tensor: the dtype that a contribution is cast to, which may be too short for it."""
+    found = [spec.dtype for spec in plan.specs]
+    for chunk in plan.chunks:
+        codec = plan.route(chunk).push
+        if isinstance(codec, Dense):  # the others cast finite values to finite ones
+            for segment in chunk.segments:
+                found[segment.tensor] = codec.wire_dtype(chunk.dtype)
+    return found

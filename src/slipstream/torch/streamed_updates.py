@@ -57,6 +57,7 @@ class StreamedUpdates(Synchronizer):
         self._left = []
         self._timeline.note(self._clock)
         if self.plan.travels == "steps":
+            self._clear_refused()  # before the optimizer remembers them
             self._step_aside()
         self.before_step()
         self._clock += 1

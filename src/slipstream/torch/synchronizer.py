@@ -164,6 +164,7 @@ class Synchronizer(ABC):
         """The step that begins now."""
         self.step = step
         self.exchanged = False
+        self._slots.finite.step = step
         for exchange in self._exchanges:
             exchange.step = step
 
@@ -182,6 +183,12 @@ class Synchronizer(ABC):
         self._end_capture()
         for handle in self._handles:
             handle.remove()
+
+    def _clear_refused(self) -> None:
+        """Where gradients are used before they leave: those that do not count are None then."""
+        named = zip(self._inventory.specs, self._inventory.tensors, strict=True)
+        trained = ((spec.name, tensor) for spec, tensor in named if spec.role == "parameter")
+        self._slots.finite.clear_refused(trained)
 
     def _check_all_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
         """A parameter that trains but was not there at the start would drift apart unseen."""

@@ -50,6 +50,7 @@ def test_alone_when_nothing_is_set() -> None:
         ("SLIPSTREAM_TENSORBOARD", "board", "tensorboard", Path("board")),
         ("SLIPSTREAM_PROMETHEUS", "9100", "prometheus", 9100),
         ("SLIPSTREAM_LAUNCHER", "77", "launcher", 77),
+        ("SLIPSTREAM_NONFINITE", "refuse", "nonfinite", "refuse"),
     ],
 )
 def test_every_variable_reaches_its_field(

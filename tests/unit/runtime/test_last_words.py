@@ -5,6 +5,7 @@ import pytest
 from slipstream.errors import (
     ConfigError,
     LaunchError,
+    NonFiniteGradient,
     PeerFailed,
     PeerLost,
     SlipstreamError,
@@ -80,3 +81,14 @@ def test_the_users_own_errors_are_shown_as_python_shows_them(
 
 def test_without_a_trace_there_is_no_place() -> None:
     assert place(None) == ""
+
+
+def test_a_learner_says_its_own_faults_which_nobody_else_hears_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    speak_for(1, is_learner=True)
+    for error in (NonFiniteGradient(1, "w", 3), UnknownStrategy("no such system")):
+        sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("slipstream: rank 1: the gradient of 'w' is not finite at step 3;")

@@ -177,3 +177,28 @@ def test_a_hundred_deaths_while_writing_lose_at_most_the_last(tmp_path: Path) ->
     sweep_drafts(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
     assert version > 1
+
+
+def test_a_directory_never_takes_a_broken_one_after_a_finite_one(tmp_path: Path) -> None:
+    for version in (1, 2):
+        keep(tmp_path, snapshot(version))
+    broken = snapshot(3)
+    broken.pieces["model/half"] = Piece("bfloat16", (2,), b"\x80\x3f\x80\x7f")  # 1, infinity
+    for _ in range(3):
+        with pytest.raises(CheckpointError, match="model/half is not finite"):
+            keep(tmp_path, broken)
+    assert [path.name[-13] for path in kept_in(tmp_path)] == ["2", "1"]
+    kept_in(tmp_path)[0].write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="model/half is not finite"):
+        keep(tmp_path, broken)  # the one before is finite, too
+    found, _ = newest_in(tmp_path)
+    assert found is not None
+    assert found.version == 1
+
+
+def test_what_was_never_finite_is_kept(tmp_path: Path) -> None:
+    for version in (1, 2):
+        masked = snapshot(version)
+        masked.pieces["model/half"] = Piece("bfloat16", (2,), b"\x80\x3f\x80\x7f")
+        keep(tmp_path, masked)
+    assert len(kept_in(tmp_path)) == 2

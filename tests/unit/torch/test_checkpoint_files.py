@@ -304,3 +304,27 @@ def test_random_numbers_go_on_where_they_were() -> None:
     first = [draw() for _ in range(3)]
     Generators.of(state).restore()
     assert [draw() for _ in range(3)] == first
+
+
+def checkpoint_of(**tensors: torch.Tensor) -> Checkpoint:
+    return Checkpoint(tensors, {"format": FORMAT})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "complex128"])
+def test_a_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path, dtype: str) -> None:
+    weights = torch.ones(3, dtype=getattr(torch, dtype))
+    mask = torch.full((2,), -torch.inf)  # meant so
+    checkpoint_of(w=weights, mask=mask).write(tmp_path / "file")
+    checkpoint_of(w=2 * weights, mask=mask).write(tmp_path / "file")
+    weights[1] = torch.nan
+    broken = checkpoint_of(w=weights, mask=mask)
+    with pytest.raises(
+        CheckpointError, match="w is not finite, and it is in the one that is there"
+    ):
+        broken.write(tmp_path / "file")
+    assert Checkpoint.read(tmp_path / "file").tensors["w"].real.tolist() == [2, 2, 2]
+    broken.write(tmp_path / "other")
+    broken.write(tmp_path / "other")
+    (tmp_path / "file").write_text("damaged")
+    broken.write(tmp_path / "file")
+    assert not Checkpoint.read(tmp_path / "file").tensors["w"].isfinite().all()

@@ -10,6 +10,7 @@ from slipstream.errors import RuntimeFault
 from slipstream.strategy import Plan
 from slipstream.systems import allreduce
 from slipstream.torch.collective_exchange import CollectiveExchange
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.types import Cluster, Spec
 
 SHAPES = {"a": (30, 40), "b": (7,), "c": (500,)}
@@ -44,7 +45,7 @@ class Table:
 class Crew:
     """Workers with their parameters; every worker's gradients are set by the test."""
 
-    def __init__(self, workers: int, **options: Any) -> None:
+    def __init__(self, workers: int, finite: Any = "pass", **options: Any) -> None:
         strategy = allreduce(bucket_bytes=4096, **options)
         self.plan: Plan = strategy.plan(SPECS, Cluster(workers))
         self.table = Table(workers)
@@ -53,7 +54,11 @@ class Crew:
         ]
         self.exchanges = [
             CollectiveExchange(
-                self.plan, parameters, self.table.place(rank), SimpleNamespace(round=0)
+                self.plan,
+                parameters,
+                self.table.place(rank),
+                SimpleNamespace(round=0),
+                FiniteGradients(finite, rank),
             )
             for rank, parameters in enumerate(self.parameters)
         ]
@@ -186,3 +191,21 @@ def test_waiting_without_a_round_returns_and_bytes_follow_the_ring() -> None:
     model = sum(spec.nbytes for spec in SPECS)
     sent = crew.exchanges[0].sent["dense/collective"]
     assert 2 * 3 / 4 * model <= sent <= 1.03 * 2 * 3 / 4 * model
+
+
+def test_a_refused_gradient_counts_zero_and_is_nobodys_if_all_are() -> None:
+    crew = Crew(2, finite="refuse", wire="float16")
+    fill(crew.parameters[0][0], torch.nan)
+    fill(crew.parameters[1][0], 6.0)
+    fill(crew.parameters[0][1], torch.inf)
+    fill(crew.parameters[1][1], 7e4)
+    with pytest.warns(UserWarning, match="the gradient of") as said:
+        crew.exchange()
+    assert sorted(str(one.message).partition(" and ")[0] for one in said) == [
+        "rank 0: the gradient of 'b' is not finite at step 0",
+        "rank 1: the gradient of 'b' became infinite in the cast to float16 at step 0",
+    ]
+    for parameters in crew.parameters:
+        assert parameters[0].grad is not None
+        assert set(parameters[0].grad.flatten().tolist()) == {3.0}
+        assert parameters[1].grad is None

@@ -14,6 +14,7 @@ from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.systems import poseidon
 from slipstream.torch.compact_exchange import CompactExchange
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.replica import compact_layers
 from slipstream.transports.wire import Compact, Early, Message, Rows
@@ -45,7 +46,7 @@ class Post:
 
 
 class Worker:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, nonfinite: Any = "pass") -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
         inventory = Inventory.of(self.model)
@@ -64,6 +65,7 @@ class Worker:
             [self],  # type: ignore[list-item]
             self.post,  # type: ignore[arg-type]
             limit_s=1,
+            finite=FiniteGradients(nonfinite, rank),
         )
         ports = Ports(
             self.exchange.entered, self.exchange.takes, self.exchange.captured, self._settled
@@ -363,3 +365,31 @@ def test_early_inputs_that_are_refused_change_nothing(workers: list[Worker]) -> 
     with pytest.raises(FrameRefused, match="twice"):
         workers[1].post.take(good)
     workers[1].post.take(contributions(workers[0])[body.layer])
+
+
+@pytest.mark.parametrize("scale", [torch.nan, 1e38])
+def test_refused_factors_count_as_a_layer_that_was_not_used(scale: float) -> None:
+    """Also where only their product is infinite, and where X has left in the forward pass."""
+    workers = [Worker(rank, "refuse") for rank in (0, 1)]
+    step(workers, 0)
+    layer = workers[1].model[2]
+    weight = layer.weight.detach().clone()
+    for worker in workers:
+        worker.exchange.step = 1
+        worker.model.zero_grad()
+    workers[0].backward()
+    workers[0].exchange.flush()
+    deliver(workers)
+    data = torch.arange(8.0).view(1, 8)
+    out = workers[1].model[2](10 * torch.tanh(workers[1].model[0](data)).detach())
+    loss = (out * scale).sum()
+    with pytest.warns(UserWarning, match="rank 1: the gradient of '2.weight' is not finite"):
+        loss.backward()
+    workers[1].exchange.flush()
+    deliver(workers)
+    for worker in workers:
+        worker.exchange.wait()
+    first, second = (worker.gradients for worker in workers)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(gradient.isfinite().all() for gradient in first)
+    assert torch.equal(weight, layer.weight)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
 from slipstream.torch.slot_updates import Slot, SlotUpdates, slots_of
@@ -40,7 +41,9 @@ class Reader(nn.Module):
 
 
 class Bench:
-    def __init__(self, model: nn.Module, **settings: float) -> None:
+    def __init__(
+        self, model: nn.Module, finite: FiniteGradients | None = None, **settings: float
+    ) -> None:
         self.twin = copy.deepcopy(model)
         self.model = model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **settings)  # type: ignore[arg-type]
@@ -63,6 +66,7 @@ class Bench:
             deliver=lambda slot: self.delivered.append((slot, slot.front[0])),
             version=lambda: self.rings.version,
             share_buffers=self.weights.copy_out_buffers,
+            finite=finite,
         )
         self.optimizer = LoopOptimizer(optimizer)
         self.optimizer.synchronizer = self.updates
@@ -379,3 +383,26 @@ def test_numbers_of_rows_fit_what_the_server_reads(bench: Bench) -> None:
     both(bench, lambda model: backward(model, 0))
     bench.optimizer.step()
     bench.assert_gradients(bench.twin)
+
+
+def test_refused_gradients_are_absent_and_leave_clean_slots() -> None:
+    torch.manual_seed(0)
+    bench = Bench(Reader(), finite=FiniteGradients("refuse", rank=1))
+    for step in range(6):
+        backward(bench.model, step)
+        backward(bench.twin, step)
+        bad = step in (2, 3)  # in each of two slots
+        if bad:
+            with torch.no_grad():  # written without torch's knowledge: still rows, one infinite
+                bench.model.words.weight.grad.numpy()[batch(step)[0][0, 0]] = np.inf
+            bench.model.wide.weight.grad[7, 7] = torch.nan
+            bench.twin.words.weight.grad = bench.twin.wide.weight.grad = None
+        if step == 2:
+            with pytest.warns(UserWarning, match="rank 1: .* is not finite at step 2"):
+                bench.optimizer.step()
+        else:
+            bench.optimizer.step()
+        assert (bench.forms()["words.weight"] == ABSENT) == bad
+        assert (bench.forms()["wide.weight"] == ABSENT) == bad
+        bench.assert_gradients(bench.twin)
+        bench.twin.zero_grad()

@@ -5,8 +5,10 @@ import pytest
 import torch
 from samples import make_plan, vector
 
+from slipstream.codecs import Codec, Dense
 from slipstream.errors import RuntimeFault
 from slipstream.strategy import Update
+from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.staging import Staging
@@ -14,7 +16,11 @@ from slipstream.types import Values
 
 
 def slots(
-    *tensors: torch.Tensor, update: Update = "worker", buffers: tuple[int, ...] = ()
+    *tensors: torch.Tensor,
+    update: Update = "worker",
+    buffers: tuple[int, ...] = (),
+    codec: Codec | None = None,
+    finite: FiniteGradients | None = None,
 ) -> LiveTensors:
     specs = [
         vector(f"t{i}", t.numel(), order=i, role="buffer" if i in buffers else "parameter")
@@ -25,7 +31,7 @@ def slots(
         owner.register_buffer(f"t{i}", tensors[i])
     places = tuple((owner, f"t{i}") if i in buffers else None for i in range(len(tensors)))
     inventory = Inventory(tuple(specs), tensors, places)
-    return LiveTensors(make_plan(specs, update=update), inventory, Staging())
+    return LiveTensors(make_plan(specs, update=update, codec=codec), inventory, Staging(), finite)
 
 
 def numbers(values: Values | None) -> list[float]:
@@ -171,3 +177,40 @@ def test_a_buffer_that_the_module_replaced_is_the_one_exchanged() -> None:
     model.ema = torch.zeros(3)
     with pytest.raises(RuntimeFault, match=r"'ema' was \(2,\) .* and is \(3,\)"):
         live.fetch(0)
+
+
+# ---- gradients that are not finite
+
+
+def refusing(
+    *tensors: torch.Tensor, buffers: tuple[int, ...] = (), codec: Codec | None = None
+) -> LiveTensors:
+    return slots(*tensors, buffers=buffers, codec=codec, finite=FiniteGradients("refuse"))
+
+
+def test_a_refused_gradient_is_no_contribution_of_this_round_alone() -> None:
+    parameter = with_gradient(1, torch.nan)
+    live = refusing(parameter)
+    with pytest.warns(UserWarning, match="'t0' is not finite"):
+        assert live.source(0) is None
+    assert live.source(0) is None  # of its next segment
+    assert parameter.grad is None
+    live.forget()
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert numbers(live.source(0)) == [3, 4]
+
+
+def test_a_gradient_too_large_for_its_wire_is_refused() -> None:
+    live = refusing(with_gradient(1, -7e4), codec=Dense("float16"))
+    with pytest.warns(UserWarning, match="'t0' became infinite in the cast to float16"):
+        assert live.source(0) is None
+
+
+def test_a_buffer_that_becomes_infinite_goes_back_to_what_it_was() -> None:
+    statistics, bound = torch.tensor([1.0]), torch.tensor([torch.inf, 0.0])
+    live = refusing(statistics, bound, buffers=(0, 1))
+    statistics.fill_(torch.nan)
+    bound[1] = 5.0
+    assert live.source(0) is None
+    assert statistics.tolist() == [1]
+    assert numbers(live.source(1)) == [torch.inf, 5]  # never was finite: meant so
