@@ -12,13 +12,14 @@ import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
 
-GROUND = {"types", "errors", "units", "_native"}
+GROUND = {"types", "errors", "units", "printable", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "planning"}
 DECISIONS = GROUND | AXES | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "units": {"errors"},
+    "printable": set(),
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "strategy": GROUND | AXES,
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "runtime": DECISIONS | {"transports"},
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
-    "lab": {"errors", "units"},
+    "lab": {"errors", "units", "printable"},
     "bench": GROUND | {"lab", "systems", "runtime", "entrance", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "learner_job": DECISIONS | {"job", "runtime", "torch", "transports"},
@@ -48,7 +49,6 @@ TORCH_OUTSIDE = {
     "learner_job.py",
     "cli/digits.py",
     "runtime/rendezvous.py",  # its TCPStore
-    "runtime/telemetry.py",  # TensorBoard, when asked
     "transports/collective.py",
 }
 MODULES = sorted(SOURCE.rglob("*.py"))

@@ -87,6 +87,11 @@ class Environment:
         )
 
     @property
+    def started_again(self) -> bool:
+        """Whether training had begun before this process did."""
+        return bool(self.life or self.attempt)
+
+    @property
     def one_host(self) -> bool:
         """Whether all workers are known to run on this host."""
         return self.local_world_size == self.world_size or is_loopback(self.master_addr)
