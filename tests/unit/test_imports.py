@@ -18,23 +18,24 @@ DECISIONS = GROUND | AXES | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
-    "units": {"errors"},
+    "units": {"errors", "printable"},
     "printable": set(),
+    "input_files": {"units"},
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "strategy": GROUND | AXES,
-    "systems": DECISIONS,
+    "systems": DECISIONS | {"input_files"},
     "transports": GROUND,
-    "runtime": DECISIONS | {"transports"},
+    "runtime": DECISIONS | {"transports", "input_files"},
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
     "lab": {"errors", "units", "printable"},
-    "bench": GROUND | {"lab", "systems", "runtime", "entrance", ""},
+    "bench": GROUND | {"input_files", "lab", "systems", "runtime", "entrance", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "learner_job": DECISIONS | {"job", "runtime", "torch", "transports"},
     "entrance": {"job", "learner_job", "runtime"},
     "cli": GROUND
-    | {"systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
+    | {"input_files", "systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
     | {""},  # the public face, as users see it
     "__init__": {"entrance", "errors", "job", "planning", "strategy", "systems", "torch"},
 }

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import LaunchError, SecretError
+from slipstream.input_files import read_limited
 
+MOST_SECRET_BYTES = 64 * 1024
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
 
@@ -145,7 +147,7 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
     if file and not text:
         try:
-            text = Path(file).read_text().strip()
+            text = read_limited(Path(file), MOST_SECRET_BYTES).decode().strip()
         except OSError as error:
             raise SecretError(f"cannot read the secret file {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slipstream.errors import LaunchError, LeftBehind, PeerFailed, PeerLost, SlipstreamError
+from slipstream.printable import printable_lines
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -30,7 +31,8 @@ def speak_for(
             before(kind, error, trace)
             return
         if rank == speaker(error, rank) or (is_local and not joined()):
-            print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
+            message = printable_lines(f"slipstream: {error}{place(trace)}")
+            print(message, file=sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)
 

@@ -42,7 +42,7 @@ class RecordFile:
         self._file.close()
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """For people to read. Raises OSError, and leaves no half of it."""
+def write_json(path: Path, content: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """Raises OSError, and leaves no half of it."""
     with contextlib.closing(RecordFile(path)) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        file.write((json.dumps(content, indent=indent) + "\n").encode())
