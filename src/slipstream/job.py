@@ -27,8 +27,16 @@ from slipstream.runtime.environment import Environment
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.joining import Membership
 from slipstream.runtime.presence import Presence
+from slipstream.runtime.record_file import write_json
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
-from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watcher
+from slipstream.runtime.telemetry import (
+    Prometheus,
+    RunLog,
+    TensorBoard,
+    Watchers,
+    reason_of,
+    warn,
+)
 from slipstream.strategy import Plan, Strategy
 from slipstream.systems import parse
 from slipstream.torch.averages import Averages, lent
@@ -78,7 +86,7 @@ class Job:
         self._label = ""
         self._plan: Plan | None = None
         self._replica: Replica | None = None
-        self._watchers: list[Watcher] = []
+        self._watchers = Watchers()
         self._steps_alone = 0
         self._begun = time.monotonic()
         self._samples = 0
@@ -535,8 +543,7 @@ class Job:
                 "received_bytes": traffic.received,
                 "wait_s": self._wait_s(),
             }
-            for watcher in self._watchers:
-                watcher.note(self.step, now)
+            self._watchers.note(self.step, now)
 
     def stats(self) -> dict[str, Any]:
         """This worker's figures so far; the summary at the end holds all workers'."""
@@ -606,13 +613,15 @@ class Job:
     def _watch(self) -> None:
         if self.rank != 0:
             return
-        if self._env.log is not None:
+        log, board, port = self._env.log, self._env.tensorboard, self._env.prometheus
+        again = self._env.started_again
+        if log is not None:
             header = {"strategy": self._named(), "workers": self.world_size}
-            self._watchers.append(RunLog(self._env.log, header, self._env.life))
-        if self._env.tensorboard is not None:
-            self._watchers.append(TensorBoard(self._env.tensorboard))
-        if self._env.prometheus is not None:
-            self._watchers.append(Prometheus(self._env.prometheus))
+            self._watchers.add(lambda: RunLog(log, header, self._env.life), training=again)
+        if board is not None:
+            self._watchers.add(lambda: TensorBoard(board), training=again)
+        if port is not None:
+            self._watchers.add(lambda: Prometheus(port), training=again)
 
     # ---- the end
 
@@ -655,15 +664,21 @@ class Job:
                 return None
             summary = combine([own, *(WorkerFigures.decode(content) for content in others)])
             summary |= accounts
-            for watcher in self._watchers:
-                for event in ("rounds", "staleness"):
-                    if event in accounts:
-                        watcher.tell(event, accounts[event])
+            for event in ("rounds", "staleness"):
+                if event in accounts:
+                    self._watchers.tell(event, accounts[event])
         return self._publish_summary(summary)
 
     def _publish_summary(self, summary: dict[str, Any]) -> dict[str, Any]:
         if self._env.json is not None:
-            write_json(self._env.json, summary)
+            try:
+                write_json(self._env.json, summary)
+            except OSError as error:
+                # The model is trained: what is left to do is not to lose the figures.
+                warn(
+                    f"the figures cannot be written to {self._env.json} ({reason_of(error)}); "
+                    f"here they are:\n{json.dumps(summary)}"
+                )
         return summary
 
     def _warn_of_dropped(self, accounts: Mapping[str, Any]) -> None:
@@ -702,8 +717,7 @@ class Job:
                 copy_state(replica.chain, model)
 
     def _close(self, error: BaseException | None) -> None:
-        for watcher in self._watchers:
-            watcher.close()
+        self._watchers.close()
         if self._membership is not None:
             if error is not None:
                 # Rank 0 says what slipstream has to say, see ``last_words``.
@@ -728,11 +742,3 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"{type(error).__name__}: {error}".strip()[:2000]
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -167,8 +167,7 @@ class LearnerJob(Job):
         return self._publish_summary(summary)
 
     def _close(self, error: BaseException | None) -> None:
-        for watcher in self._watchers:
-            watcher.close()
+        self._watchers.close()
         if self._learner is not None:
             self._learner.close()
         self._line.close()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 
 from slipstream.errors import ConfigError
+from slipstream.printable import shown
+
+# Beyond these no link is, and figures made of it would overflow.
+LEAST_BITS_S, MOST_BITS_S = 1e-3, 1e15
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -14,10 +18,15 @@ def bits_per_second(rate: str | float) -> float:
     if isinstance(rate, str):
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?bit)", rate.strip().lower())
         if match is None:
-            raise ConfigError(f"a rate of {rate!r} is not understood; write 200mbit or 1gbit")
+            raise ConfigError(f"a rate of {shown(rate)} is not understood; write 200mbit or 1gbit")
         rate = float(match[1]) * _UNITS[match[2]]
     if not rate > 0:
-        raise ConfigError(f"a rate of {rate!r} moves nothing; give one above 0")
+        raise ConfigError(f"a rate of {shown(rate)} moves nothing; give one above 0")
+    if not LEAST_BITS_S <= rate <= MOST_BITS_S:
+        raise ConfigError(
+            f"a rate of {shown(rate)} bit/s is no link's; give one from {LEAST_BITS_S:g} to "
+            f"{MOST_BITS_S:g}"
+        )
     return float(rate)
 
 

@@ -12,28 +12,30 @@ import slipstream
 
 SOURCE = Path(slipstream.__file__).parent
 
-GROUND = {"types", "errors", "units", "_native"}
+GROUND = {"types", "errors", "units", "printable", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "planning"}
 DECISIONS = GROUND | AXES | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
-    "units": {"errors"},
+    "units": {"errors", "printable"},
+    "printable": set(),
+    "input_files": {"units"},
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "strategy": GROUND | AXES,
-    "systems": DECISIONS,
+    "systems": DECISIONS | {"input_files"},
     "transports": GROUND,
-    "runtime": DECISIONS | {"transports"},
+    "runtime": DECISIONS | {"transports", "input_files"},
     "torch": DECISIONS | {"transports", "runtime"},
     "testing": DECISIONS | {"transports", "runtime"},
-    "lab": {"errors", "units"},
-    "bench": GROUND | {"lab", "systems", "runtime", "transports", "entrance", ""},
+    "lab": {"errors", "units", "printable"},
+    "bench": GROUND | {"input_files", "lab", "systems", "runtime", "transports", "entrance", ""},
     "job": DECISIONS | {"systems", "runtime", "torch"},
     "learner_job": DECISIONS | {"job", "runtime", "torch", "transports"},
     "entrance": {"job", "learner_job", "runtime", "transports"},
     "cli": GROUND
-    | {"systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
+    | {"input_files", "systems", "strategy", "planning", "runtime", "torch", "lab", "bench"}
     | {""},  # the public face, as users see it
     "__init__": {"entrance", "errors", "job", "planning", "strategy", "systems", "torch"},
 }
@@ -48,7 +50,6 @@ TORCH_OUTSIDE = {
     "learner_job.py",
     "cli/digits.py",
     "runtime/rendezvous.py",  # its TCPStore
-    "runtime/telemetry.py",  # TensorBoard, when asked
     "transports/collective.py",
 }
 MODULES = sorted(SOURCE.rglob("*.py"))

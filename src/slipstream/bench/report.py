@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.bench.comparison import Bounds, Comparison, Outcome
 from slipstream.bench.workloads import Goal, Workload
+from slipstream.printable import printable
 
 
 def heading(comparison: Comparison, workload: Workload, bounds: Bounds) -> list[str]:
@@ -66,7 +68,7 @@ def table(
             cells.append(number(outcome.metric, digits=4))
         if goal is not None and target is not None:
             cells.append(_time_to(outcome, goal, target))
-        shown.add_row(_name(outcome), *cells)
+        shown.add_row(Text(printable(_name(outcome))), *cells)
     return shown
 
 

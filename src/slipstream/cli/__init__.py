@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slipstream.cli import bench, lab, plan, plan_backups, plan_tree, probe, run, train
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.printable import printable_lines
 
 app = typer.Typer(
     name="slipstream",
@@ -35,7 +36,7 @@ def main() -> None:
     try:
         app(prog_name="slipstream")
     except SlipstreamError as error:
-        message = f"slipstream: {error}"
+        message = printable_lines(f"slipstream: {error}")
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             message, style="red", markup=False
         )

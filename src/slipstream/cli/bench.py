@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import shlex
 import sys
 from importlib.util import find_spec
@@ -12,8 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.cli.options import prepare_file
+from slipstream.cli.options import prepare_file, write_report, writing
 from slipstream.errors import LaunchError
+from slipstream.printable import printable_lines
 
 LEARNING_STEPS = 1500
 SNAPSHOTS = 50
@@ -110,21 +110,24 @@ def bench(
     machine = machine_facts()
     console = Console(highlight=False, soft_wrap=True)
     outcomes, bounds = run(
-        comparison, loaded, lambda line: console.print(line, style="dim", markup=False)
+        comparison,
+        loaded,
+        lambda line: console.print(printable_lines(line), style="dim", markup=False),
     )
     title = heading(comparison, loaded, bounds)
-    console.print("\n".join(title), markup=False)
+    console.print(printable_lines("\n".join(title)), markup=False)
     # A figure that is cut off is of no use: on a narrow terminal lines wrap instead.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table(outcomes, bounds, loaded.goal, target))
     if json is not None:
         command = shlex.join(["slipstream", *sys.argv[1:]])
         report = as_json(comparison, loaded, outcomes, bounds, machine, command)
-        json.write_text(jsonlib.dumps(report, indent=2) + "\n")
+        write_report(json, report)
     if plot is not None and any(outcome.runs for outcome in outcomes):
         from slipstream.bench.plot import draw
 
-        draw(plot, title, outcomes, bounds, loaded.goal, target)
+        with writing("--plot", plot):
+            draw(plot, title, outcomes, bounds, loaded.goal, target)
     raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)
 
 

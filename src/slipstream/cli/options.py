@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from slipstream.errors import LaunchError
+from slipstream.errors import LaunchError, RuntimeFault
 from slipstream.runtime.environment import read_secret
 from slipstream.runtime.launch import Settings
+from slipstream.runtime.record_file import write_json
 
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
 WorkersOrHosts = Annotated[
@@ -133,6 +137,22 @@ def prepare_file(option: str, file: Path) -> None:
         raise LaunchError(f"{option} {file}: no such folder can be made: {error}") from error
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise LaunchError(f"{option} {file} cannot be written; choose another place")
+
+
+def write_report(file: Path, report: Mapping[str, Any], *, indent: int | None = 2) -> None:
+    """What ``--json`` asked for. It is printed if it cannot be written: measuring takes long."""
+    with writing("--json", file, instead=lambda: f"; here it is:\n{jsonlib.dumps(report)}"):
+        write_json(file, report, indent=indent)
+
+
+@contextmanager
+def writing(option: str, file: Path, instead: Callable[[], str] = str) -> Iterator[None]:
+    """Within, a file that was asked for is written; that it cannot be is no bug of ours."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise RuntimeFault(f"{option} {file} cannot be written ({reason}){instead()}") from error
 
 
 def _secret(file: Path | None) -> str | None:

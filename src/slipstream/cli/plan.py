@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json as jsonlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,16 @@ from typing import Annotated
 import typer
 
 from slipstream.bench.tables import TABLES, table
-from slipstream.cli.options import prepare_file
+from slipstream.cli.options import prepare_file, write_report
 from slipstream.errors import ConfigError
 from slipstream.planning.costs import Form, Speeds
 from slipstream.planning.table import as_text, total
+from slipstream.printable import printable
 from slipstream.systems import parse
 from slipstream.types import Cluster, Spec
 from slipstream.units import bits_per_second
+
+MOST_MEMBERS, MOST_ROWS = 100_000, 10**9
 
 
 def plan(
@@ -30,14 +32,22 @@ def plan(
             "or a .csv or .json file), or module:factory, which gives an nn.Module.",
         ),
     ],
-    workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 16,
+    workers: Annotated[int, typer.Option(min=1, max=MOST_MEMBERS, help="Workers.")] = 16,
     servers: Annotated[
-        int, typer.Option(min=0, help="Dedicated servers; 0: none, or one beside each worker.")
+        int,
+        typer.Option(
+            min=0, max=MOST_MEMBERS, help="Dedicated servers; 0: none, or one beside each worker."
+        ),
     ] = 0,
     rate: Annotated[str, typer.Option(help="Of every link, such as 10gbit.")] = "10gbit",
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step and worker.")] = 32,
+    batch: Annotated[
+        int, typer.Option(min=1, max=MOST_ROWS, help="Samples a step and worker.")
+    ] = 32,
     rows: Annotated[
-        int, typer.Option(min=1, help="Rows a sample gives a linear layer (tokens, say).")
+        int,
+        typer.Option(
+            min=1, max=MOST_ROWS, help="Rows a sample gives a linear layer (tokens, say)."
+        ),
     ] = 1,
     strategy: Annotated[str, typer.Option(help="The system, as in Python.")] = "poseidon",
     gemm_gflops: Annotated[
@@ -58,7 +68,8 @@ def plan(
     speeds = Speeds(bits_per_second(rate), gemm_gflops * 1e9, server_gbytes * 1e9)
     table_rows = planned.rows(planned.verdicts(batch * rows, speeds, forms), speeds, forms)
     sums = total(table_rows)
-    print(f"{model}: {chosen.name} on {workers} workers, batch {batch} each, links of {rate}\n")
+    title = f"{model}: {chosen.name} on {workers} workers, batch {batch} each, links of {rate}"
+    print(f"{printable(title)}\n")
     print(as_text(table_rows))
     if json is not None:
         report = {
@@ -71,7 +82,7 @@ def plan(
             "rows": [asdict(row) for row in table_rows],
             "totals": asdict(sums) | {"speedup": sums.speedup},
         }
-        json.write_text(jsonlib.dumps(report, indent=2) + "\n")
+        write_report(json, report)
 
 
 def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
@@ -86,9 +97,15 @@ def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
         return list(table(text).specs), {}
     sys.path.insert(0, "")  # as `python -m` would find it
     try:
-        made = getattr(importlib.import_module(module), factory)()
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
+    try:
+        made = make() if callable(make) else make
+    except (ImportError, AttributeError) as error:  # others are the model's own: with a traceback
+        raise ConfigError(f"cannot make the model {text!r}: {error}") from error
+    if not hasattr(made, "named_parameters"):
+        raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")
     from slipstream.torch.compact_layers import named_forms
     from slipstream.torch.inventory import Inventory
 

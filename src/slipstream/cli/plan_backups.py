@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json as jsonlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -13,9 +14,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.cli.options import prepare_file
+from slipstream.cli.options import prepare_file, write_report
 from slipstream.errors import ConfigError
-from slipstream.planning.backups import LEAST_STEPS, Split, best_split, compare_splits
+from slipstream.input_files import lines_limited
+from slipstream.planning.backups import (
+    LEAST_STEPS,
+    ROUNDS,
+    Split,
+    affordable_rounds,
+    best_split,
+    compare_splits,
+)
+from slipstream.printable import printable, shown
+
+MOST_BYTES, MOST_LINE_BYTES = 256 << 20, 32 << 20
+MOST_WORKERS = 1024
+LEAST_STEP_S, MOST_STEP_S = 1e-9, 1e9
+ABOUT_ROUNDS = b'"rounds"'
 
 
 def plan_backups(
@@ -31,7 +46,14 @@ def plan_backups(
             "4:1200,8:700; by default a shape like the paper's is assumed.",
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to replay for every split.")] = 4000,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=f"{ROUNDS}, fewer for very many workers",
+            help="Rounds to replay for every split.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the splits here.")] = None,
 ) -> None:
@@ -39,7 +61,9 @@ def plan_backups(
     if json is not None:
         prepare_file("--json", json)
     points = None if iterations is None else read_points(iterations)
-    splits = compare_splits(read_durations(runlog), points, rounds=rounds, seed=seed)
+    durations = read_durations(runlog)
+    rounds = replayed_rounds(rounds, len(durations))
+    splits = compare_splits(durations, points, rounds=rounds, seed=seed)
     best = best_split(splits)
     Console().print(_table(splits, best))
     print(_in_words(best))
@@ -52,7 +76,17 @@ def plan_backups(
             "splits": [asdict(split) for split in splits],
             "best": asdict(best),
         }
-        json.write_text(jsonlib.dumps(report, indent=2) + "\n")
+        write_report(json, report)
+
+
+def replayed_rounds(asked: int | None, workers: int) -> int:
+    most = affordable_rounds(workers)
+    if asked is not None and asked > most:
+        raise ConfigError(
+            f"--rounds {shown(asked)}: for {workers} workers {most} can be replayed at most; give "
+            "fewer, or leave it out"
+        )
+    return min(ROUNDS, most) if asked is None else asked
 
 
 def read_durations(runlog: Path) -> dict[int, list[float]]:
@@ -62,31 +96,51 @@ def read_durations(runlog: Path) -> dict[int, list[float]]:
         if line.get("event") == "rounds":
             found = line.get("durations_s")
     if found is None:
-        raise ConfigError(
-            f"{runlog} has no arrival times: was it a run with backup_workers? only those record "
-            "arrival times"
+        raise _refused(
+            runlog,
+            " has no arrival times: was it a run with backup_workers? only those record "
+            "arrival times",
         )
     try:
         durations = {
             int(worker): [float(seconds) for seconds in steps] for worker, steps in found.items()
         }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{runlog}: durations_s of its last line about rounds cannot be read ({error}); it "
-            'should be {"0": [seconds, ...], "1": ...}'
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise _refused(
+            runlog,
+            f": durations_s of its last line about rounds cannot be read ({shown(str(error))}); it "
+            'should be {"0": [seconds, ...], "1": ...}',
         ) from error
+    _check(runlog, durations)
+    return durations
+
+
+def _check(runlog: Path, durations: dict[int, list[float]]) -> None:
+    workers = f"{len(durations)} worker{'s' * (len(durations) != 1)}"
     if len(durations) < 2:
-        raise ConfigError(
-            f"{runlog} has arrival times of {len(durations)} "
-            f"worker{'s' * (len(durations) != 1)}: there is nothing to split below two"
-        )
+        problem = f" has arrival times of {workers}: there is nothing to split below two"
+        raise _refused(runlog, problem)
+    if len(durations) > MOST_WORKERS:
+        problem = f" has arrival times of {workers}: splits of {MOST_WORKERS} at most are compared"
+        raise _refused(runlog, f"{problem}; remove some from durations_s")
     for worker, steps in sorted(durations.items()):
         if len(steps) < LEAST_STEPS:
-            raise ConfigError(
-                f"{runlog} has {len(steps)} step{'s' * (len(steps) != 1)} of worker {worker}: "
-                f"too few to tell, {LEAST_STEPS} of every worker are needed; log a longer run"
+            raise _refused(
+                runlog,
+                f" has {len(steps)} step{'s' * (len(steps) != 1)} of worker {worker}: too few to "
+                f"tell, {LEAST_STEPS} of every worker are needed; log a longer run",
             )
-    return durations
+        for step, seconds in enumerate(steps):
+            if not LEAST_STEP_S <= seconds <= MOST_STEP_S:
+                raise _refused(
+                    runlog,
+                    f": worker {worker}, step {step}: a duration of {seconds} s cannot be; "
+                    f"durations are from {LEAST_STEP_S:g} to {MOST_STEP_S:g} s",
+                )
+
+
+def _refused(runlog: Path, problem: str) -> ConfigError:
+    return ConfigError(printable(f"{runlog}{problem}"))
 
 
 def read_points(text: str) -> list[tuple[int, float]]:
@@ -98,7 +152,7 @@ def read_points(text: str) -> list[tuple[int, float]]:
             points.append((int(first), float(needed)))
         except ValueError:
             raise ConfigError(
-                f"--iterations: cannot read {part.strip()!r}; write N:ITERATIONS, joined by "
+                f"--iterations: cannot read {shown(part.strip())}; write N:ITERATIONS, joined by "
                 "commas, such as 4:1200,8:700"
             ) from None
     return points
@@ -106,26 +160,37 @@ def read_points(text: str) -> list[tuple[int, float]]:
 
 def _lines(runlog: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = runlog.read_text(encoding="utf-8")
+        for number, line in enumerate(lines_limited(runlog, MOST_BYTES, MOST_LINE_BYTES), start=1):
+            if line.strip():
+                yield _object(runlog, number, line.strip())
     except FileNotFoundError:
-        raise ConfigError(f"there is no run log {runlog}: name the file that --log wrote") from None
+        way_out = "name the file that --log wrote"
+        raise ConfigError(printable(f"there is no run log {runlog}: {way_out}")) from None
     except OSError as error:
-        raise ConfigError(f"cannot read the run log {runlog}: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{runlog} is not text: name the file that --log wrote") from None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
+        problem = f"cannot read the run log {runlog}: {error.strerror}"
+        if error.errno == errno.EFBIG:
+            problem += '; copy its lines with "rounds" to a file of their own, no others are needed'
+        raise ConfigError(printable(problem)) from error
+
+
+def _object(runlog: Path, number: int, line: bytes) -> dict[str, Any]:
+    """What a line says; of one that is not about rounds only that it is an object."""
+    content = None
+    try:
+        if ABOUT_ROUNDS in line:
             content = jsonlib.loads(line)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise ConfigError(
-                f"{runlog}, line {number}: not a JSON object; a run log has one a line. Name the "
-                "file that --log wrote"
-            )
-        yield content
+        elif line[:1] + line[-1:] == b"{}":  # most of a long log: no time is spent on it
+            content = {}
+        else:
+            line.decode()
+    except UnicodeDecodeError:
+        raise _refused(runlog, " is not text: name the file that --log wrote") from None
+    except (ValueError, RecursionError):
+        pass
+    if not isinstance(content, dict):
+        problem = f", line {number}: not a JSON object; a run log has one a line"
+        raise _refused(runlog, f"{problem}. Name the file that --log wrote")
+    return content
 
 
 def _table(splits: Sequence[Split], best: Split) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from dataclasses import asdict, astuple
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree as Branch
 
 from slipstream.cli.bench import PLOT_SUFFIXES
-from slipstream.cli.options import prepare_file
+from slipstream.cli.options import prepare_file, write_report, writing
 from slipstream.errors import ConfigError, LaunchError
+from slipstream.input_files import read_limited
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.planning.overlays import (
     Candidate,
@@ -29,6 +29,7 @@ from slipstream.planning.overlays import (
     read_topology,
 )
 from slipstream.planning.overlays.drawing import Spot, spots
+from slipstream.planning.overlays.topology_file import MOST_BYTES
 from slipstream.units import bits_per_second, human_bytes
 
 MIB = 1024 * 1024
@@ -102,12 +103,13 @@ def plan_tree(
     console.print(_in_words(choice, drawn, len(network.servers)), highlight=False)
     if json is not None:
         report = _report(network, choice, drawn, model_mib * MIB, block_mib * MIB)
-        json.write_text(jsonlib.dumps(report) + "\n")
+        write_report(json, report, indent=None)
     if plot is not None:
         # Here, because matplotlib takes a moment to import, and may not be there.
         from slipstream.cli.tree_plot import draw
 
-        draw(plot, network, choice, drawn, server)
+        with writing("--plot", plot):
+            draw(plot, network, choice, drawn, server)
 
 
 def read_network(topology: Path | None, given: dict[str, Any]) -> Network:
@@ -164,7 +166,7 @@ def _rate(option: str, text: str) -> float:
 
 def _text(topology: Path) -> str:
     try:
-        return topology.read_text(encoding="utf-8")
+        return read_limited(topology, MOST_BYTES).decode()
     except FileNotFoundError:
         raise ConfigError(f"there is no topology file {topology}; docs/trees.md has one") from None
     except OSError as error:
@@ -181,15 +183,15 @@ def _drawing(network: Network, drawn: Candidate, server: int) -> Branch:
     placed = spots(network, server, drawn.children[server])
     branches: list[Branch] = []
     for spot in placed:
-        label = escape(_label(network, server, spot))
+        label = Text(_label(network, server, spot))
         if not branches:
             branches.append(Branch(label))
             continue
         above = placed[spot.above]
         if network.hosts[above.host].rack != network.hosts[spot.host].rack:
-            label += "  [yellow]← across the core[/]"
+            label.append("  ← across the core", style="yellow")
         elif above.host == spot.host:
-            label += "  [dim]on the same host[/]"
+            label.append("  on the same host", style="dim")
         branches.append(branches[spot.above].add(label))
     return branches[0]
 
@@ -213,7 +215,7 @@ def _times(choice: Choice, drawn: Candidate) -> Table:
             *([f"{limit:g}" for limit in limits] or [""] * 3),
             f"{one.prediction.seconds:.4g}",
             f"{_against_star(one, choice):.2f}",
-            escape(one.prediction.busiest.link),
+            Text(one.prediction.busiest.link),
             _mark(one, choice, drawn),
         )
     return shown
@@ -241,8 +243,8 @@ def _egress(network: Network, drawn: Candidate) -> Table:
     for index in sorted(busiest[:HOSTS_SHOWN]):
         host, nbytes = network.hosts[index], drawn.prediction.egress_bytes[index]
         shown.add_row(
-            escape(host.name),
-            escape(network.racks[host.rack].name),
+            Text(host.name),
+            Text(network.racks[host.rack].name),
             human_bytes(nbytes),
             f"{8 * nbytes / host.link_bits_s:.4g}",
             f"{relays[index]} of {len(drawn.children)}",

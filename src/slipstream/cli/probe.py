@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import re
 import threading
@@ -12,13 +11,15 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import prepare_file
+from slipstream.cli.options import prepare_file, write_report
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.planning.bandwidth import Available
+from slipstream.printable import printable_lines, shown
 from slipstream.runtime.environment import read_secret
 from slipstream.runtime.probing import LOOPBACK, PORT, Counts, Listener, measure
 from slipstream.units import bits_per_second, human_bytes
 
+MOST_AMOUNT = 1e15
 _AMOUNTS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -69,26 +70,36 @@ def probe(
         at_most_nbytes=read_amount(at_most),
         limit_s=seconds,
     )
-    print("\n".join(in_words(host, found, threshold_bytes_s)))
+    print(printable_lines("\n".join(in_words(host, found, threshold_bytes_s))))
     if json is not None:
-        json.write_text(jsonlib.dumps(_report(host, found, threshold_bytes_s), indent=2) + "\n")
+        write_report(json, _report(host, found, threshold_bytes_s))
 
 
 def read_place(text: str) -> tuple[str, int]:
     """``10.0.0.7``, ``node3:7998``, ``[fe80::1]:7998`` or ``::1`` as host and port."""
     match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?|([^\[\]]*:[^\[\]]*:.*)", text)
     if match is None:
-        raise LaunchError(f"{text!r} is no place: write HOST or HOST:PORT, such as 10.0.0.7:{PORT}")
+        raise LaunchError(
+            f"{shown(text)} is no place: write HOST or HOST:PORT, such as 10.0.0.7:{PORT}"
+        )
     bracketed, its_port, name, port, bare = match.groups()
-    return bracketed or name or bare, int(its_port or port or PORT)
+    said = its_port or port or str(PORT)
+    if len(said) > 5:
+        raise LaunchError(f"{shown(said)} is no port: write one from 1 to 65535")
+    return bracketed or name or bare, int(said)
 
 
 def read_amount(text: str) -> int:
     """``50mb`` is 50,000,000 bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]i?b)", text.strip().lower())
     if match is None:
-        raise ConfigError(f"an amount of {text!r} is not understood; write 50mb or 1gb")
-    return round(float(match[1]) * _AMOUNTS[match[2]])
+        raise ConfigError(f"an amount of {shown(text)} is not understood; write 50mb or 1gb")
+    nbytes = float(match[1]) * _AMOUNTS[match[2]]
+    if nbytes > MOST_AMOUNT:
+        raise ConfigError(
+            f"an amount of {shown(text)} is more than {MOST_AMOUNT:g} bytes; give less"
+        )
+    return round(nbytes)
 
 
 def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> list[str]:

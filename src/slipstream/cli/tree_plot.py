@@ -40,6 +40,11 @@ def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server:
     plt.close(figure)
 
 
+def plain(name: str) -> str:
+    """Without formulas, which matplotlib would see between dollars."""
+    return name.replace("$", r"\$")
+
+
 def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
     placed = spots(network, server, drawn.children[server])
     for spot in placed[1:]:
@@ -60,7 +65,7 @@ def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
         axis.text(
             spot.x,
             -spot.depth,
-            f"{name}\n{network.hosts[spot.host].name}",
+            f"{name}\n{plain(network.hosts[spot.host].name)}",
             ha="center",
             va="center",
             fontsize=7,
@@ -76,7 +81,7 @@ def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
 
 def _legend(axis: Any, network: Network) -> None:
     for index, rack in enumerate(network.racks):
-        axis.plot([], [], "s", color=RACKS[index % len(RACKS)], label=f"rack {rack.name}")
+        axis.plot([], [], "s", color=RACKS[index % len(RACKS)], label=f"rack {plain(rack.name)}")
     axis.plot([], [], color=CORE, linewidth=2.2, label="across the core")
     axis.plot([], [], color=INK, linewidth=1.0, label="within a rack")
     axis.plot([], [], color=INK, linewidth=1.0, linestyle=":", label="within a host")
@@ -104,7 +109,7 @@ def _times(axis: Any, choice: Choice, drawn: Candidate) -> None:
 
 
 def _egress(axis: Any, network: Network, drawn: Candidate) -> None:
-    names = [host.name for host in network.hosts]
+    names = [plain(host.name) for host in network.hosts]
     sent = [nbytes / MIB for nbytes in drawn.prediction.egress_bytes]
     colors = [RACKS[host.rack % len(RACKS)] for host in network.hosts]
     axis.bar(names, sent, color=colors, edgecolor=INK, linewidth=0.5)

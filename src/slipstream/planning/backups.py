@@ -25,12 +25,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError
+from slipstream.printable import shown
 
 Durations = Mapping[int, Sequence[float]]  # by worker: from its weights to its whole gradient's end
 Iterations = Callable[[int], float]  # to converge, when so many workers make a round
 Floats = NDArray[np.float64]
 
 LEAST_STEPS = 8  # with fewer of a worker's, one odd step decides
+ROUNDS = 4000  # replayed, unless there are very many workers
+MOST_ROUNDS = 50_000
+MOST_REPLAYED = 100_000_000  # rounds times workers²: some three seconds
+LEAST_ITERATIONS, MOST_ITERATIONS = 1e-9, 1e15
 BLOCK = 50  # steps that stay together when a recording is resampled
 STRETCH = 500  # rounds replayed in one go
 FIG_5_RATIO = 4.0  # Nc / n
@@ -52,7 +57,7 @@ def compare_splits(
     durations: Durations,
     iterations: Iterations | Sequence[tuple[int, float]] | None = None,
     *,
-    rounds: int = 4000,
+    rounds: int = ROUNDS,
     seed: int = 0,
 ) -> list[Split]:
     """Every split of the recorded workers, from one that makes a round to all of them.
@@ -77,6 +82,11 @@ def compare_splits(
         )
         for first in range(1, workers + 1)
     ]
+
+
+def affordable_rounds(workers: int) -> int:
+    """How many rounds of so many workers can be replayed while somebody waits."""
+    return max(1, min(MOST_ROUNDS, MOST_REPLAYED // workers**2))
 
 
 plan_backups = compare_splits  # by this name among the public ones, where "splits" says too little
@@ -137,9 +147,10 @@ def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
     More workers never need more iterations, nor do twice as many need less than half.
     """
     for first, needed in points:
-        if first < 1 or not 0 < needed < math.inf:
+        if first < 1 or not LEAST_ITERATIONS <= needed <= MOST_ITERATIONS:
             raise ConfigError(
-                f"iterations {first}:{needed:g}: N is 1 or more, and iterations are more than 0"
+                f"iterations {shown(first)}:{needed:g}: N is 1 or more, and iterations are more "
+                f"than 0, up to {MOST_ITERATIONS:g}"
             )
     if len({first for first, _ in points}) < 2:
         raise ConfigError(

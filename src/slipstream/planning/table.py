@@ -12,6 +12,7 @@ from slipstream.planning.costs import (
     Speeds,
     dense_seconds,
 )
+from slipstream.printable import printable
 from slipstream.types import ITEM_BYTES, Spec
 from slipstream.units import human_bytes
 
@@ -52,8 +53,11 @@ def shapes_of(
 ) -> dict[str, LayerShape]:
     """The layers that the specs name, each from its matrix and its bias."""
     shapes: dict[str, LayerShape] = {}
-    for layer in dict.fromkeys(spec.layer for spec in specs if spec.layer):
-        parts = [spec for spec in specs if spec.layer == layer]
+    by_layer: dict[str, list[Spec]] = {}
+    for spec in specs:
+        if spec.layer:
+            by_layer.setdefault(spec.layer, []).append(spec)
+    for layer, parts in by_layer.items():
         matrix = next(spec for spec in parts if len(spec.shape) == 2)
         outputs, inputs = matrix.shape
         form = (forms or {}).get(layer, "factors")
@@ -138,9 +142,9 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    shape = " x ".join(str(size) for size in row.shape)
+    shape, name = " x ".join(str(size) for size in row.shape), printable(row.name)
     moved = human_bytes(row.link_bytes)
-    return (row.name, shape, row.scheme, moved, _ms(row.seconds), row.why)
+    return (name, shape, row.scheme, moved, _ms(row.seconds), row.why)
 
 
 def _sums(sums: Totals) -> str:

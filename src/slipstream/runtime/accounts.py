@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.consistency.agreement import Agreement
+from slipstream.printable import printable
 from slipstream.runtime.holder import Holder
 
 
@@ -76,7 +77,7 @@ def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
     head = ("tensor", "min", "mean", "median", "max", "std", "count")
     rows = [
         (
-            name,
+            printable(name),
             *(f"{told[key]:.4g}" for key in head[1:-1]),
             str(int(told["count"])),
         )

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Protocol
 
 from slipstream.errors import WaitLimit
+from slipstream.printable import printable_lines
 from slipstream.runtime import guardian
 from slipstream.runtime.presence import place_of
 from slipstream.runtime.processes import (
@@ -291,7 +292,7 @@ class Crew:
 def say(line: str) -> None:
     """A word of the launcher's own, beside what the workers print."""
     with contextlib.suppress(OSError):  # the terminal has gone, which is often why we are here
-        sys.stderr.write(f"slipstream: {line}\n")
+        sys.stderr.write(printable_lines(f"slipstream: {line}\n"))
         sys.stderr.flush()
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from slipstream.errors import ConfigError, LaunchError, SecretError
+from slipstream.input_files import read_limited
 
 Nonfinite = Literal["pass", "refuse", "stop"]
 
+MOST_SECRET_BYTES = 64 * 1024
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
 
@@ -92,6 +94,11 @@ class Environment:
             nonfinite=nonfinite_in(env.get("SLIPSTREAM_NONFINITE") or "pass"),
             life=whole(env, "SLIPSTREAM_LIFE", 0),
         )
+
+    @property
+    def started_again(self) -> bool:
+        """Whether training had begun before this process did."""
+        return bool(self.life or self.attempt)
 
     @property
     def one_host(self) -> bool:
@@ -180,7 +187,7 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
     if file and not text:
         try:
-            text = Path(file).read_text().strip()
+            text = read_limited(Path(file), MOST_SECRET_BYTES).decode().strip()
         except OSError as error:
             raise SecretError(f"cannot read the secret file {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:

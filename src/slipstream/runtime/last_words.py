@@ -18,6 +18,7 @@ from slipstream.errors import (
     SlipstreamError,
     WaitLimit,
 )
+from slipstream.printable import printable_lines
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -45,7 +46,8 @@ def speak_for(
             return
         own = is_learner and isinstance(error, NonFiniteGradient | WaitLimit)
         if own or rank == speaker(error, rank) or (is_local and not joined()):
-            print(f"slipstream: {error}{place(trace)}", file=sys.stderr, flush=True)
+            message = printable_lines(f"slipstream: {error}{place(trace)}")
+            print(message, file=sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)
 

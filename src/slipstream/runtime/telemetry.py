@@ -1,20 +1,32 @@
-"""Where a run can be watched: a JSONL log, TensorBoard, Prometheus; each only when asked for."""
+"""Where a run can be watched: a JSONL log, TensorBoard, Prometheus; each only when asked for.
+
+What a watcher cannot write ends neither training nor the other watchers: ``Watchers`` warns of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import LaunchError
+from slipstream.printable import printable, printable_lines
+from slipstream.runtime.record_file import RecordFile
 
 Figures = Mapping[str, float]
 
 
 class Watcher(Protocol):
     """Takes the figures of a step."""
+
+    name: str  # what warnings call it
 
     def note(self, step: int, figures: Figures) -> None: ...
 
@@ -25,22 +37,91 @@ class Watcher(Protocol):
     def close(self) -> None: ...
 
 
+class Watchers:
+    """Everybody who watches a run. One that fails is warned of once, and is tried again."""
+
+    def __init__(self) -> None:
+        self._open: list[Watcher] = []
+        self._warned: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def add(self, make: Callable[[], Watcher], *, training: bool = False) -> None:
+        """One more. Before training has begun, one that cannot start is an error."""
+        try:
+            self._open.append(make())
+        except LaunchError as error:
+            if not training:
+                raise
+            warn(f"{error}. Training goes on without it")
+
+    def note(self, step: int, figures: Figures) -> None:
+        for watcher in self._open:
+            with self._spared(watcher):
+                watcher.note(step, figures)
+
+    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+        for watcher in self._open:
+            with self._spared(watcher):
+                watcher.tell(event, content)
+
+    def close(self) -> None:
+        for watcher in self._open:
+            with self._spared(watcher):
+                watcher.close()
+        self._open.clear()
+
+    @contextmanager
+    def _spared(self, watcher: Watcher) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if watcher.name not in self._warned:
+                self._warned.add(watcher.name)
+                warn(
+                    f"{watcher.name} cannot be written ({reason_of(error)}). Training goes on; "
+                    "what cannot be written is missing there, and later figures are tried again"
+                )
+
+
+def warn(message: str) -> None:
+    """By ``logging``, since a filter may turn what goes by ``warnings`` into errors."""
+    logging.getLogger(__name__).warning("slipstream: %s", printable_lines(message))
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return printable(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile]:
+    """A new file, and its first record, which is written within; an error if that fails."""
+    try:
+        with contextlib.ExitStack() as on_error:
+            file = RecordFile(path, append=append)
+            on_error.callback(file.close)
+            yield file
+            on_error.pop_all()
+    except OSError as error:
+        raise LaunchError(f"cannot write {name}: {reason_of(error)}") from error
+
+
 class RunLog:
     """One JSON object a line."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], life: int = 0) -> None:
         """One that was started again goes on with the log of its life before."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a" if life else "w", buffering=1)
-        except OSError as error:
-            raise LaunchError(f"cannot write the run log {path}: {error.strerror}") from error
+        self.name = f"the run log {path}"
         self._begun = time.monotonic()
-        self._write({"event": "start", **header})
+        with begun(self.name, path, append=bool(life)) as self._file:
+            self._write({"event": "start", **header})
 
     def _write(self, content: Mapping[str, Any]) -> None:
         elapsed = round(time.monotonic() - self._begun, 6)
-        self._file.write(json.dumps({"elapsed_s": elapsed, **content}) + "\n")
+        self._file.write((json.dumps({"elapsed_s": elapsed, **content}) + "\n").encode())
 
     def note(self, step: int, figures: Figures) -> None:
         self._write({"event": "step", "step": step, **figures})
@@ -49,26 +130,45 @@ class RunLog:
         self._write({"event": event, **content})
 
     def close(self) -> None:
-        self._write({"event": "end"})
-        self._file.close()
+        with contextlib.closing(self._file):
+            self._write({"event": "end"})
 
 
 class TensorBoard:
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard.
+
+    Records are written here: the thread of torch's ``SummaryWriter`` ends at the first full disk.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise LaunchError(
                 "TensorBoard was asked for but is not installed: pip install "
                 "'slipstream[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(str(directory))
+        self.name = f"TensorBoard's events in {directory}"
+        self._event: Any = Event
+        self._summary: Any = Summary
+        now_ns, host = time.time_ns(), socket.gethostname()
+        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{host}.{os.getpid()}.{now_ns}"
+        with begun(self.name, directory / name) as file:
+            self._writer: Any = RecordWriter(file)
+            self._write(file_version="brain.Event:2")
+
+    def _write(self, **content: Any) -> None:
+        event = self._event(wall_time=time.time(), **content)
+        self._writer.write(event.SerializeToString())
 
     def note(self, step: int, figures: Figures) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(f"slipstream/{name}", value, step)
+        values = [
+            self._summary.Value(tag=f"slipstream/{name}", simple_value=value)
+            for name, value in figures.items()
+        ]
+        self._write(step=step, summary=self._summary(value=values))
 
     def tell(self, event: str, content: Mapping[str, Any]) -> None:
         pass
@@ -88,6 +188,7 @@ class Prometheus:
                 "Prometheus was asked for but its client is not installed: pip install "
                 "'slipstream[prometheus]'"
             ) from error
+        self.name = f"Prometheus' metrics at port {port}"
         self._registry = prometheus_client.CollectorRegistry()
         self._gauge = prometheus_client.Gauge
         self._gauges: dict[str, Any] = {}

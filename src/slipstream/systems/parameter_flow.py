@@ -34,8 +34,11 @@ from slipstream.codecs import Bounded, Dense, Drop
 from slipstream.codecs.bounded import Decay, Precision, Squeeze
 from slipstream.consistency import BoundedStaleness, Consistency, Rounds
 from slipstream.errors import ConfigError
+from slipstream.input_files import read_limited
 from slipstream.planning.learning_rates import stale_rate
 from slipstream.planning.overlays import choose_overlay, read_topology
+from slipstream.planning.overlays.topology_file import MOST_BYTES
+from slipstream.printable import shown
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Route, Strategy, Travels
 from slipstream.topologies import Sharded, Topology, Tree
@@ -119,11 +122,13 @@ def topology_of(tree: str | Tree, block_bytes: int) -> Topology:
     if tree == "star":
         return Sharded()
     try:
-        network = read_topology(Path(tree).read_text(), tree)
-    except OSError as error:
+        text = read_limited(Path(tree), MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
-            f"tree={tree!r}: give 'star' or a topology file; {error.strerror or error}"
+            f"tree={shown(tree)}: give 'star' or a topology file; {reason}"
         ) from error
+    network = read_topology(text, tree)
     model_bytes = TYPICAL_BLOCKS * block_bytes * len(network.servers)
     best = choose_overlay(network, model_bytes, block_bytes).best
     return Sharded() if best.name == "star" else Tree(best.children)

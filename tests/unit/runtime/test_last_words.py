@@ -12,6 +12,7 @@ from slipstream.errors import (
     UnknownStrategy,
     WaitLimit,
 )
+from slipstream.runtime.crew import say
 from slipstream.runtime.last_words import place, speak_for, speaker
 from slipstream.runtime.supervision import EXIT_PEER_FAILED
 
@@ -56,6 +57,15 @@ def test_an_error_is_one_line_and_its_place(capsys: pytest.CaptureFixture[str]) 
     assert said.startswith("slipstream: no such thing\n  at ")
     assert "raise error" in said
     assert "Traceback" not in said
+
+
+def test_what_a_peer_said_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        last_words(0, PeerFailed("rank 1", "first\nsecond\x1b[2J\rslipstream: all is well"))
+    said = capsys.readouterr().err
+    assert "rank 1 failed: first\nsecond\\x1b[2J\\rslipstream: all is well\n" in said
+    say("\x1b[2J")
+    assert capsys.readouterr().err == "slipstream: \\x1b[2J\n"
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

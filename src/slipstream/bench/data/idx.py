@@ -51,6 +51,8 @@ def _pair(folder: Path, part: str) -> TensorExamples:
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.dim() != 3:
         raise refused(images_path, None, f"has {images.dim()} dimensions, not 3", _WAY_OUT)
+    if len(images) and not images.numel():
+        raise refused(images_path, None, "its images have no pixels", _WAY_OUT)
     if labels.dim() != 1 or len(labels) != len(images) or not len(labels):
         raise refused(
             labels_path,

@@ -7,13 +7,13 @@ anything else                  a file a class, a sentence a line                
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.reading import lines_of, read_text, refused
+from slipstream.bench.reading import lines_of, parse_json, read_text, refused
 from slipstream.errors import ConfigError
+from slipstream.printable import shown
 
 Sentence = tuple[str, str]  # text, label
 _WAY_OUT = "give a folder with one .json, with *.label files, or with one text file a class"
@@ -101,10 +101,7 @@ def _holds_sentences(path: Path) -> bool:
 
 
 def _parsed(path: Path) -> Any:
-    try:
-        return json.loads(read_text(path, _WAY_OUT))
-    except json.JSONDecodeError as error:
-        raise refused(path, error.lineno, f"not JSON ({error.msg})", "mend it there") from error
+    return parse_json(path, read_text(path, _WAY_OUT))
 
 
 def _pairs(path: Path, part: str, entries: Any) -> tuple[Sentence, ...]:
@@ -114,7 +111,7 @@ def _pairs(path: Path, part: str, entries: Any) -> tuple[Sentence, ...]:
         if not (
             isinstance(entry, list) and len(entry) == 2 and all(isinstance(e, str) for e in entry)
         ):
-            problem = f"entry {index + 1} of {part!r} is {str(entry)[:40]}"
+            problem = f"entry {index + 1} of {part!r} is {shown(entry)}"
             raise refused(path, None, problem, 'write ["text", "label"]')
     return tuple((text, label) for text, label in entries)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,11 @@ import torch
 from slipstream.bench.data.examples import SparseExamples, Split, split_off
 from slipstream.bench.reading import lines_of, read_text, refused
 from slipstream.errors import ConfigError
+from slipstream.printable import shown
 
 TEST_SHARE = 0.2
+MOST_FEATURES = 1 << 26  # a model has a weight for each
+MOST_VALUE = 1e30  # its square is still a float32's
 _FORMAT = "write LABEL INDEX:VALUE INDEX:VALUE …"
 
 
@@ -77,9 +79,9 @@ def _target(said: str) -> float:
     try:
         label = float(said)
     except ValueError:
-        raise ConfigError(f"label {said!r} is not a number") from None
+        raise ConfigError(f"label {shown(said)} is not a number") from None
     if label not in (-1.0, 0.0, 1.0):
-        raise ConfigError(f"label {said!r}: only two classes, -1 (or 0) and 1, are taken")
+        raise ConfigError(f"label {shown(said)}: only two classes, -1 (or 0) and 1, are taken")
     return max(0.0, label)
 
 
@@ -92,9 +94,12 @@ def _add_entries(
         try:
             index, value = int(before), float(after)
         except ValueError:
-            raise ConfigError(f"{field!r} is not INDEX:VALUE") from None
-        if not colon or not math.isfinite(value):
-            raise ConfigError(f"{field!r} is not INDEX:VALUE")
+            raise ConfigError(f"{shown(field)} is not INDEX:VALUE") from None
+        if not colon or not abs(value) <= MOST_VALUE:
+            problem = f"{shown(field)} is not INDEX:VALUE"
+            raise ConfigError(f"{problem}, with a value up to {MOST_VALUE:g}")
+        if index > MOST_FEATURES:
+            raise ConfigError(f"index {shown(index)}: indices up to {MOST_FEATURES} are read")
         if features is not None and index > features:
             raise ConfigError(f"index {index} with {features} features: give {index} or more")
         if index <= last:

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.bench.data.examples import Split, TensorExamples, split_off
-from slipstream.bench.reading import lines_of, read_text, refused
+from slipstream.bench.reading import columns_of, lines_of, read_text, refused, rows_of
+from slipstream.printable import shown
 
 COLUMNS = ("userId", "movieId", "rating")
 TEST_SHARE = 0.1
+MOST_RATING = 1e6
 _WAY_OUT = "give the ratings.csv of a MovieLens set, or the folder it is in"
 
 
@@ -41,13 +43,13 @@ def read_ratings(path: Path) -> Ratings:
     """All ratings; users and films are numbered in the order in which they appear."""
     path = path / "ratings.csv" if path.is_dir() else path
     rows = csv.DictReader(lines_of(read_text(path, _WAY_OUT)))
-    missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
+    missing = [column for column in COLUMNS if column not in columns_of(path, rows)]
     if missing:
         raise refused(path, 1, f"no column {', '.join(missing)}", _WAY_OUT)
     users: dict[str, int] = {}
     items: dict[str, int] = {}
     pairs, values = [], []
-    for row in rows:
+    for row in rows_of(path, rows):
         user, item, said = (row[column] for column in COLUMNS)
         value = _rating(path, rows.line_num, said)
         if not user or not item:
@@ -66,6 +68,7 @@ def _rating(path: Path, line: int, said: str | None) -> float:
         value = float(said or "")
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise refused(path, line, f"rating {said!r} is not a number", "mend or remove the line")
+    if not abs(value) <= MOST_RATING:
+        problem = f"rating {shown(said)} is not a number"
+        raise refused(path, line, problem, "mend or remove the line")
     return value

@@ -11,7 +11,7 @@ from slipstream.planning.overlays import counts
 from slipstream.planning.overlays.network import Network
 from slipstream.planning.overlays.prediction import Prediction, predict
 from slipstream.planning.overlays.rotation import RankTree, rotate, star
-from slipstream.planning.overlays.shape import Limits, Shape, chain, least_degree, least_depth
+from slipstream.planning.overlays.shape import Limits, chain, least_degree, least_depth
 
 DEGREES = (2, 3, 4, 8)
 # 0 leaves the number of leaves open, 0.1 keeps it small where that costs no link across the core.
@@ -21,6 +21,11 @@ DEPTHS_TRIED = 2  # how many depths are tried, from the least on
 # will do: what decides is the predicted time.
 EXACT_RACKS = 4
 GAP = 0.1
+# One program is solved for all servers that see the racks alike. Where hosts' own costs are
+# measured, each server sees them differently: beyond so many, those of a rack share one.
+MOST_OWN_PROBLEMS = 32
+MOST_EFFORT = 1 << 14  # programs times racks³
+MOST_BYTES = 1e18  # of a model
 WORTH_WHILE = 0.95  # relays have costs that no link shows: a star is left only for 5 % or more
 
 
@@ -64,8 +69,10 @@ def choose_overlay(
 ) -> Choice:
     """The soonest of star, chain and trees within these limits; a star unless 5 % are gained."""
     for name, size in (("model_bytes", model_bytes), ("block_bytes", block_bytes)):
-        if not 0 < size < float("inf"):
-            raise ConfigError(f"{name}={size}: give a number of bytes above 0")
+        if not 0 < size <= MOST_BYTES:
+            raise ConfigError(
+                f"{name}={size}: give a number of bytes above 0, up to {MOST_BYTES:g}"
+            )
 
     def candidate(
         name: str, children: tuple[RankTree, ...], limits: Limits | None = None
@@ -94,6 +101,8 @@ def possible_limits(
     alpha: float | None = None,
 ) -> Iterator[Limits]:
     """Limits worth a try for so many hosts; what is given is kept to."""
+    if depth is not None:
+        depth = min(depth, max(1, hosts))  # no tree is deeper
     if degree is not None and depth is not None:
         Limits(degree, depth).check(hosts)
     degrees = {t for t in DEGREES if t < hosts} or {1} if degree is None else {degree}
@@ -110,14 +119,29 @@ def possible_limits(
 def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
     """The cheapest tree for every server, rotated."""
     gap = 0.0 if len(network.racks) <= EXACT_RACKS else GAP
-    racks = range(len(network.racks))
-    between = [[network.costs.between_racks(network, r, s) for s in racks] for r in racks]
-    solved: dict[counts.Problem, Shape] = {}
-    shapes = []
+    posed = _problems(network, limits)
+    distinct = dict.fromkeys(problem for problem, _ in posed)
+    if len(distinct) * len(network.racks) ** 3 > MOST_EFFORT:
+        raise ConfigError(
+            f"{len(distinct)} servers see the {len(network.racks)} racks differently: to work out "
+            "their trees would take too long; describe several racks as one, or give racks as many "
+            "hosts and the same costs"
+        )
+    solved = {problem: counts.build(counts.solve(problem, gap=gap)) for problem in distinct}
+    return rotate(network, [solved[problem].among(order) for problem, order in posed])
+
+
+def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, list[int]]]:
+    """Every server's, and the racks in the order in which the problem has them."""
+    racks, costs = range(len(network.racks)), network.costs
+    between = [[costs.between_racks(network, r, s) for s in racks] for r in racks]
+    posed = []
     for server, home in enumerate(network.servers):
-        from_root = [network.costs.from_host(network, home, rack) for rack in racks]
-        # Outwards from the server: servers whose racks are alike then have the same problem.
         home_rack = network.hosts[home].rack
+        from_root = between[home_rack]
+        if len(network.servers) <= MOST_OWN_PROBLEMS:
+            from_root = [costs.from_host(network, home, rack) for rack in racks]
+        # Outwards from the server: servers whose racks are alike then have the same problem.
         nearness = [(from_root[r], (r - home_rack) % len(racks)) for r in racks]
         order = sorted(racks, key=nearness.__getitem__)
         there = _targets_by_rack(network, server)
@@ -127,10 +151,8 @@ def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
             root_costs=tuple(from_root[rack] for rack in order),
             limits=limits,
         )
-        if problem not in solved:
-            solved[problem] = counts.build(counts.solve(problem, gap=gap))
-        shapes.append(solved[problem].among(order))
-    return rotate(network, shapes)
+        posed.append((problem, order))
+    return posed
 
 
 def rotated_chains(network: Network) -> tuple[RankTree, ...]:

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from slipstream.errors import ConfigError
+from slipstream.units import LEAST_BITS_S, MOST_BITS_S
+
+# Trees are worked out for every server, over all hosts: time and memory grow faster than either.
+MOST_HOSTS, MOST_RACKS, MOST_WORKERS, MOST_SERVERS = 256, 20, 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Network:
     costs: PositionCosts | MeasuredCosts = PositionCosts()
 
     def __post_init__(self) -> None:
+        self._check_size()
         self._check_places()
         for host in self.hosts:
             if not 0 <= host.rack < len(self.racks):
@@ -127,6 +132,19 @@ class Network:
                 raise ConfigError(
                     f"bandwidths of {measured} hosts for {len(self.hosts)}; give a row and a "
                     "column for every host"
+                )
+
+    def _check_size(self) -> None:
+        for kind, there, most in (
+            ("hosts", self.hosts, MOST_HOSTS),
+            ("racks", self.racks, MOST_RACKS),
+            ("workers", self.workers, MOST_WORKERS),
+            ("servers", self.servers, MOST_SERVERS),
+        ):
+            if len(there) > most:
+                raise ConfigError(
+                    f"a network of {len(there)} {kind}: trees are worked out for {most} at most; "
+                    "describe a part of it, or let servers send to every worker (tree='star')"
                 )
 
     def _check_places(self) -> None:
@@ -169,6 +187,8 @@ def even_network(
     Dedicated servers have hosts of their own, one in each rack in turn; with none, there is one
     beside each worker.
     """
+    if max(hosts, servers) > MOST_HOSTS:
+        raise ConfigError(f"{max(hosts, servers)} hosts: trees are worked out for {MOST_HOSTS}")
     if not 1 <= racks <= hosts:
         raise ConfigError(f"{hosts} hosts in {racks} racks: give every rack a host at least")
     places = [Host(f"h{i}", i * racks // hosts, link_bits_s) for i in range(hosts)]
@@ -183,5 +203,7 @@ def even_network(
 
 
 def _check_rate(what: str, bits_s: float) -> None:
-    if not 0 < bits_s < math.inf:
-        raise ConfigError(f"{what} has a rate of {bits_s} bit/s; give one above 0")
+    if not LEAST_BITS_S <= bits_s <= MOST_BITS_S:
+        raise ConfigError(
+            f"{what} has a rate of {bits_s} bit/s; give one above 0, up to {MOST_BITS_S:g}"
+        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
 
+MOST_ALPHA = 1e6
 ROOT = -1  # the parent of whoever the server sends to
 
 
@@ -24,8 +25,8 @@ class Limits:
         for name in ("degree", "depth"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a tree's {name} of {getattr(self, name)}: give 1 or more")
-        if not 0 <= self.alpha < float("inf"):
-            raise ConfigError(f"alpha={self.alpha}: a leaf costs 0 or more")
+        if not 0 <= self.alpha <= MOST_ALPHA:
+            raise ConfigError(f"alpha={self.alpha}: a leaf costs 0 or more, up to {MOST_ALPHA:g}")
 
     @property
     def capacity(self) -> int:

@@ -11,6 +11,10 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 
+# For a program that is far harder than others of its size. One that hits it is refused: a tree that
+# depends on how fast a machine is would differ between the ranks of a job.
+SOLVE_LIMIT_S = 120.0
+
 Term = tuple[int, float]  # a variable and its coefficient
 
 
@@ -54,8 +58,13 @@ class Program:
             integrality=np.ones(len(self.costs)),
             bounds=Bounds(0.0, np.array(self.bounds)),
             constraints=LinearConstraint(self._matrix(), *self._limits()),
-            options={"mip_rel_gap": gap},
+            options={"mip_rel_gap": gap, "time_limit": SOLVE_LIMIT_S},
         )
+        if result.status == 1:
+            raise ConfigError(
+                f"HiGHS found no best tree in {SOLVE_LIMIT_S:.0f} s; describe fewer racks, or pin "
+                "degree and depth"
+            )
         if result.x is None:
             raise ConfigError(f"HiGHS found no tree within these limits: {result.message}")
         values = np.rint(result.x).astype(int)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +14,14 @@ from slipstream.planning.overlays.network import (
     Rack,
 )
 from slipstream.planning.overlays.toml_table import TomlTable
+from slipstream.printable import printable, shown
+
+MOST_BYTES = 1 << 20  # of a topology file
 
 
 def read_topology(text: str, source: str) -> Network:
     """``source`` is what messages call the file."""
-    try:
-        file = TomlTable(tomllib.loads(text), source)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from error
+    file = TomlTable.parse(text, source)
     tables = file.tables("hosts")
     if not tables:
         raise file.refusal("hosts", "there is none; write [[hosts]] for every host")
@@ -39,7 +38,7 @@ def read_topology(text: str, source: str) -> Network:
     try:
         return Network(tuple(racks.values()), hosts, workers, servers, costs)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(printable(f"{source}: {error}")) from error
 
 
 def _racks(file: TomlTable, tables: Sequence[TomlTable]) -> dict[str, Rack]:
@@ -77,10 +76,10 @@ def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int
     for host, table in enumerate(tables):
         for number in table.list(key):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise table.refusal(key, f"{number!r} is no number of one; count from 0")
+                raise table.refusal(key, f"{shown(number)} is no number of one; count from 0")
             if number in places:
                 there = f"hosts[{places[number]}]"
-                raise table.refusal(key, f"{number} is in {there} already; list it once")
+                raise table.refusal(key, f"{shown(number)} is in {there} already; list it once")
             places[number] = host
     for number in range(len(places)):
         if number not in places:
