@@ -21,7 +21,7 @@ SECRET = "a secret long enough"
 def test_alone_when_nothing_is_set() -> None:
     alone = Environment.read({})
     assert alone == Environment()
-    assert (alone.rank, alone.world_size, alone.one_host, alone.encrypt) == (0, 1, True, True)
+    assert (alone.rank, alone.world_size, alone.one_host, alone.encrypt) == (0, 1, True, None)
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,10 @@ def test_random_numbers_go_on_where_they_were() -> None:
 
 
 def checkpoint_of(**tensors: torch.Tensor) -> Checkpoint:
-    return Checkpoint(tensors, {"format": FORMAT})
+    optimizer = {"kind": "SGD", "state": {}, "groups": [{}]}
+    facts = {"step": 0, "strategy": "push_pull", "workers": 1, "random": [], "optimizer": optimizer}
+    named = {f"model/{name}": tensor for name, tensor in tensors.items()}
+    return Checkpoint(named, {"format": FORMAT, **facts})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "complex128"])
@@ -322,9 +325,9 @@ def test_a_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path, dtype: s
         CheckpointError, match="w is not finite, and it is in the one that is there"
     ):
         broken.write(tmp_path / "file")
-    assert Checkpoint.read(tmp_path / "file").tensors["w"].real.tolist() == [2, 2, 2]
+    assert Checkpoint.read(tmp_path / "file").tensors["model/w"].real.tolist() == [2, 2, 2]
     broken.write(tmp_path / "other")
     broken.write(tmp_path / "other")
     (tmp_path / "file").write_text("damaged")
     broken.write(tmp_path / "file")
-    assert not Checkpoint.read(tmp_path / "file").tensors["w"].isfinite().all()
+    assert not Checkpoint.read(tmp_path / "file").tensors["model/w"].isfinite().all()
