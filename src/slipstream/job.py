@@ -729,6 +729,7 @@ class Job:
                 told = isinstance(error, SlipstreamError)
                 self._membership.member.abandon(describe_error(error), told=told)
             self._membership.member.stop()
+            self._membership.close_store()
             if self._replica is not None:
                 self._replica.close()
 

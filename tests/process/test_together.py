@@ -36,6 +36,13 @@ def test_rank_0s_word_is_shared(nursery: Nursery) -> None:
     assert [(run.folder / f"steps.{rank}").read_text() for rank in range(3)] == ["4"] * 3
 
 
+def test_one_job_after_the_other_in_the_same_processes(nursery: Nursery) -> None:
+    run = nursery.run(WORKER, "again", "0", ranks=2)
+    assert run.wait() == [0, 0], run.told()
+    assert run.own_lines() == []
+    assert run.remains.left() == []
+
+
 def test_forgetting_to_distribute_is_noticed(nursery: Nursery) -> None:
     run = nursery.run(WORKER, "no distribute", "0", ranks=2)
     assert run.wait() == [0, 0], run.told()

@@ -9,6 +9,19 @@ import slipstream
 
 what, culprit = sys.argv[1], int(sys.argv[2])
 
+if what.startswith("again"):  # one job after the other, in the same processes
+    for strategy in ("", "ako", "push_pull", "allreduce"):
+        with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
+            model = torch.nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if strategy:
+                model, optimizer = job.distribute(model, optimizer, strategy)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(3, 4)).sum().backward()
+                optimizer.step()
+    sys.exit()
+
 with slipstream.init() as job:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -284,3 +284,16 @@ def test_who_finds_that_the_others_have_finished_is_lost(clock: Clock) -> None:
     watch.started("rank 2")
     watch.take(Ended("rank 2", EXIT_PEER_FAILED))
     assert not watch.ending
+
+
+def test_the_last_one_is_never_spared(clock: Clock) -> None:
+    """However many may be lost: nobody would be left to finish the job."""
+    watch = Supervision(Limits(), clock, may_lose=5, leader=None)
+    for rank in range(2):
+        watch.started(f"rank {rank}")
+    watch.started("the server")
+    watch.take(Ended("rank 1", -9))
+    assert watch.verdict() == Verdict(0)
+    watch.take(Ended("rank 0", -9))
+    watch.take(Ended("the server", 0))
+    assert watch.verdict().code == 128 + 9

@@ -63,6 +63,7 @@ FULL = {short: full for full, short in SHORT.items()} | {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 ITEM_NBYTES = {
     short: next((n for n in (64, 32, 16) if short.endswith(str(n))), 8) // 8 for short in FULL
@@ -207,6 +208,8 @@ def check_places(entries: Mapping[str, Entry], room: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
+        if math.prod(max(1, size) for size in entry.shape) > MOST_STEPS:  # an empty one may be huge
+            raise ValueError(f"{name!r} has an impossible shape")
         if begin != end or stop - begin != entry.nbytes:
             raise ValueError(f"{name!r} does not lie where its size would have it")
         if stop > room:

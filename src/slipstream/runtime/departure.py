@@ -42,6 +42,7 @@ def depart(membership: Membership, summary: bytes) -> list[bytes]:
             f"{', '.join(ahead())} still trains, but rank 0 has finished: every worker must run "
             "the same number of steps"
         )
+    membership.close_store()  # before anybody can begin another job
     for name in [*others, *member.roster.heard]:
         member.send(name, Leave())
     return [member.summaries[name] for name in others if name in member.summaries]

@@ -100,21 +100,26 @@ class DirectoryLocks:
                 "there would delete each other's"
             )
             return
-        with contextlib.suppress(OSError):  # a disk that is full
+        with contextlib.suppress(OSError):  # a disk that is full, a file of somebody else
+            if os.fstat(file).st_nlink > 1:
+                return  # it is another file as well, whose content is not ours to change
             os.ftruncate(file, 0)
             os.pwrite(file, msgspec.json.encode(Owner(os.getpid(), socket.gethostname())), 0)
 
 
 def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        file = os.open(path, flags, 0o666)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except PermissionError:
+            file = os.open(path, os.O_RDONLY | flags)  # another user's, which can be locked too
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise NotALock(path) from error
         raise
     found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    if not stat.S_ISREG(found.st_mode):
         os.close(file)
         raise NotALock(path)
     return file

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from slipstream.errors import ConfigError, FrameRefused, WaitLimit
+from slipstream.errors import ConfigError, FrameRefused, RuntimeFault, WaitLimit
 from slipstream.runtime.exchange import rank_of
 from slipstream.runtime.member import HUB, Member
 from slipstream.transports.wire import Contribute, Gathered, Message, Rejoin
@@ -217,7 +217,11 @@ class Gathering:
         deadline, pause_s = time.monotonic() + self.limit_s, SHORTEST_PAUSE_S
         while key not in self._results:
             missing = self._member.told_awaited.get(key, ())
-            self._watch(missing)
+            try:
+                self._watch(missing)
+            except RuntimeFault:
+                if key not in self._results:  # else it came meanwhile, and the others go on
+                    raise
             if time.monotonic() > deadline:
                 raise WaitLimit(waiting_for(key), self.limit_s, missing or [HUB])
             with self._member.changed:

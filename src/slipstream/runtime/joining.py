@@ -38,6 +38,11 @@ class Membership:
     gathering: Gathering
     addresses: tuple[str, ...]  # by rank
 
+    def close_store(self) -> None:
+        """Nobody needs the store any more: another job may meet at its port."""
+        self.transport.guard.store_port = None
+        self.rendezvous.close()
+
     @property
     def first_on_each_host(self) -> tuple[int, ...]:
         """The lowest rank on each host, in rank order."""
@@ -71,14 +76,15 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
         _link(env, member, run, addresses)
         if env.launcher is not None:
             member.on_tick(lambda: end_with(env.launcher))
-        if env.rank == 0 and not env.agent_store:
-            transport.guard.store_port = env.master_port
         member.on_tick(transport.guard.look)
         member.start()
         # Nobody goes on before everybody listens: a message to come must find its reader.
         gathering.gather("joined", True, bool)
+        if env.rank == 0 and not env.agent_store:
+            transport.guard.store_port = env.master_port
     except BaseException:
         member.stop()
+        rendezvous.close()
         raise
     return Membership(env, limits, host, rendezvous, run, transport, member, gathering, addresses)
 
@@ -86,7 +92,9 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
 def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) -> None:
     """Know every rank's address and process, and whom to expect a heartbeat of."""
     everybody = [f"rank {rank}" for rank in range(env.world_size)]
-    member.bind(dict(zip(everybody, run.processes, strict=True)))
+    # One that was started again does not know who else was; rank 0 never is.
+    known = everybody[:1] if env.life else everybody
+    member.bind(dict(zip(known, run.processes, strict=False)))
     member.bind({member.name: member.transport.process})
     for name, address in zip(everybody, addresses, strict=True):
         if name != member.name:

@@ -64,8 +64,9 @@ def launch_learners(
             crew.house = house
             for rank in range(learners):
                 house.start(rank, life=0)
-            verdict = house.judge(crew.wait())
+            verdict = crew.wait()
             house.keep_what_there_is()
+            verdict = house.judge(verdict)
     report(verdict)
     return verdict.code
 
@@ -221,7 +222,10 @@ class LearnersHouse:
             with contextlib.suppress(queue.Empty):
                 if isinstance(self._crew.events.get(timeout=LOOK_S), Signalled):
                     return  # somebody is impatient
+        if self._server.poll():
+            self._workshop.lacks_checkpoint = True
         if self._server.poll() is None:
+            self._workshop.lacks_checkpoint = True
             say(f"the server has not written its last checkpoint within {KEEP_S:.0f} s")
 
     def judge(self, verdict: Verdict) -> Verdict:

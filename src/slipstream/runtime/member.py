@@ -121,7 +121,7 @@ class Member:
         self.last_refusal = ""
         self._clock = clock
         self._ticks: list[Callable[[], object]] = []
-        self._processes: dict[str, int] = {}  # by name; empty: not known, and not checked
+        self._processes: dict[str, int] = {}  # by name, of those that are known
         self._lives: dict[str, int] = {}  # by name of a worker that was started again: how often
         self._rejoining: set[str] = set()  # of these, who is not let in yet
         self._own: deque[Message] = deque()
@@ -152,7 +152,7 @@ class Member:
         self._ticks.append(call)
 
     def bind(self, processes: Mapping[str, int]) -> None:
-        """Which process each name belongs to; from now on, messages of others are refused."""
+        """Which process a name belongs to; from now on, messages of others under it are refused."""
         self._processes |= processes
 
     def expect(self, *names: str) -> None:
@@ -292,9 +292,8 @@ class Member:
 
     def _require_bound(self, message: Message) -> None:
         """A name belongs to one process; a worker that was started again says so first."""
-        if not self._processes or isinstance(message.body, Rejoin):
-            return
-        if self._processes.get(message.sender) != message.process:
+        known = self._processes.get(message.sender)
+        if known not in (None, message.process) and not isinstance(message.body, Rejoin):
             raise FrameRefused(f"{message.sender} is another process")
 
     def _comes_back(self, message: Message) -> bool:
@@ -365,8 +364,7 @@ class Member:
         """A worker that was lost is back, somewhere else."""
         self.transport.connect(name, address)
         self._rejoining.discard(name)
-        if self._processes:
-            self._processes[name] = process
+        self._processes[name] = process
         if name in self.lost:
             self._welcome_back(name)
 

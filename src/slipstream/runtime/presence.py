@@ -13,6 +13,7 @@ import stat
 from slipstream.runtime.supervision import Place
 
 JOINED, LEFT = b"j", b"l"
+MOST_SIGNS = 65536  # what a pipe holds
 
 
 class Presence:
@@ -49,9 +50,9 @@ def place_of(reader: int) -> Place:
     """Where a worker was when it ended. Its children may have the other end, so nobody waits."""
     os.set_blocking(reader, False)
     try:
-        signs = os.read(reader, 64)
+        signs = os.read(reader, MOST_SIGNS)
     except BlockingIOError:
         signs = b""
-    if LEFT in signs:
-        return "left"
-    return "inside" if JOINED in signs else "outside"
+    if not signs:
+        return "outside"
+    return "left" if signs.endswith(LEFT) else "inside"  # there may be several jobs in a process

@@ -25,6 +25,10 @@ class Limits:
     server_start_s: float = 60.0
 
 
+def is_worker(member: str) -> bool:
+    return member.startswith("rank")
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A member ended; a negative code is the signal that killed it.
@@ -60,7 +64,7 @@ class Ended:
 
     @property
     def is_worker(self) -> bool:
-        return self.member.startswith("rank")
+        return is_worker(self.member)
 
     def __str__(self) -> str:
         if self.member == JOB:
@@ -182,9 +186,14 @@ class Supervision:
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
             and event.member != self.leader
-            and (len(self.lost) < self.may_lose or self._restartable(event))
+            and (self._expendable() or self._restartable(event))
             and not self.ending
         )
+
+    def _expendable(self) -> bool:
+        """Whether the job goes on without one more: somebody has to be left to finish it."""
+        left = self.leader is not None or any(is_worker(name) for name in self.running)
+        return left and len(self.lost) < self.may_lose
 
     def _restartable(self, event: Ended) -> bool:
         """Also where one that was started again finds that the others have finished."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
+import socket
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,9 @@ from typing import BinaryIO
 from slipstream.errors import CheckpointError
 
 Parts = Iterable[bytes | bytearray | memoryview]
-DRAFT = re.compile(r"\.slipstream-[0-9a-f]{16}\.draft")
+# Locks of another host may not be seen here, so that each host sweeps its own drafts only.
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+DRAFT = re.compile(rf"\.slipstream-{HOST}-[0-9a-f]{{16}}\.draft")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 LOOK = os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -84,7 +88,7 @@ def replace_file(path: Path, parts: Parts) -> None:
 def create_draft(directory: Path) -> tuple[Path, BinaryIO]:
     """A new file of a name that nobody can foresee, locked by this process."""
     for _ in range(TRIES):
-        draft = directory / f".slipstream-{secrets.token_hex(8)}.draft"
+        draft = directory / f".slipstream-{HOST}-{secrets.token_hex(8)}.draft"
         with contextlib.suppress(FileExistsError):
             file = os.fdopen(os.open(draft, CREATE, PLAIN_MODE), "wb")
             if lock(file) and os.path.lexists(draft):
@@ -131,11 +135,16 @@ def is_own_file(found: os.stat_result) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+    """Where that can be done: the file is in its place either way."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 # ---- reading

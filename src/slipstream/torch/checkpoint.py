@@ -6,7 +6,7 @@ Written whole or not at all, and independent of how many workers and servers wro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ class Checkpoint:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    buffers: Collection[str] = ()  # names of tensors that may become infinite on purpose
 
     def write(self, path: Path) -> None:
         """Whole or not at all."""
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
-        refuse_to_lose(path, pieces_of(plain), lambda: pieces_at(path))
+        judged = {name: tensor for name, tensor in plain.items() if name not in self.buffers}
+        refuse_to_lose(path, pieces_of(judged), lambda: pieces_at(path))
         facts = json.dumps(self.facts)
         about = {"slipstream": facts, "pairs": json.dumps(pairs), "crc": str(crc(facts, plain))}
         content = save(plain, about)

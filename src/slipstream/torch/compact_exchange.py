@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from slipstream.codecs import CompactWire
-from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
+from slipstream.errors import ContributionRefused, FrameRefused, RuntimeFault, contribution_of
 from slipstream.planning.choosing import Verdict
 from slipstream.planning.costs import Speeds
 from slipstream.planning.hybrid import Hybrid
@@ -364,9 +364,9 @@ class CompactExchange:
         self._examine(rank, body, message.frames)
         if rank in self._arrived[body.layer].get(body.round, {}):
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
-        frames = [*self._early_frames(rank, body), *message.frames]
         shape = self._layers[body.layer].shape
         with contribution_of(f"layer {shape.name!r}"):
+            frames = [*self._early_frames(rank, body), *message.frames]
             self._wire.examine(shape, body.present, body.rows, body.dtypes, frames)
         self.received[self._scheme(self._layers[body.layer])] += message.nbytes
         self._park(rank, body, message.frames)
@@ -403,7 +403,7 @@ class CompactExchange:
         if not open_round <= body.round <= open_round + 1:
             raise FrameRefused(f"round {body.round} while round {open_round} is open")
         if checksum(frames) != body.crc:
-            raise FrameRefused(f"checksum of layer {body.layer} does not match its bytes")
+            raise ContributionRefused(f"checksum of layer {body.layer} does not match its bytes")
 
     def _park(self, rank: int, body: Compact, frames: Sequence[Buffer]) -> None:
         whole = (*self._early_frames(rank, body), *frames)

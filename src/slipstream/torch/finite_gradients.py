@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream._native import largest
 from slipstream.errors import NonFiniteGradient
 from slipstream.runtime.environment import Nonfinite
+from slipstream.runtime.telemetry import warn
 from slipstream.torch.inventory import dtype_name
 from slipstream.torch.staging import as_real
 
@@ -63,7 +64,7 @@ class FiniteGradients:
         if not self._has_warned:
             self._has_warned = True
             if self._is_first():
-                warnings.warn(f"{error.finding}{ADVICE[self._policy]}", stacklevel=2)
+                say_once(f"{error.finding}{ADVICE[self._policy]}")
         return self._policy == "pass"
 
     def clear_refused(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -73,6 +74,14 @@ class FiniteGradients:
         for (name, parameter, _), magnitude in zip(trained, found, strict=True):
             if not self.admits(name, magnitude):
                 parameter.grad = None
+
+
+def say_once(text: str) -> None:
+    """Also where a filter turns warnings into errors: what passes must not end the job."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        warn(text)
 
 
 ADVICE = {

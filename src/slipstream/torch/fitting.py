@@ -216,9 +216,7 @@ def check_other_state(
             what, kept = f"{key!r} of {name!r}", here.get(key)
             if key == "step" and is_number(value):
                 check_counter(what, value)
-            elif isinstance(kept, torch.Tensor):
-                if not isinstance(value, torch.Tensor):
-                    raise ValueError(f"{what} is {value!r:.80}, not a tensor")
+            elif isinstance(kept, torch.Tensor) and isinstance(value, torch.Tensor):
                 check_layout(what, value, kept.shape, kept.dtype)
 
 

@@ -352,7 +352,7 @@ def _wire(
     membership.gathering.gather("distributed", True, bool)
     membership.gathering.limit_s = limits.wait_s
     if plan.slices is None and (collectives is None or collectives.device.type != "cuda"):
-        membership.rendezvous.close()  # else workers that come back meet there, or NCCL uses it
+        membership.close_store()  # else workers that come back meet there, or NCCL uses it
     return Replica(
         plan,
         synchronizer,

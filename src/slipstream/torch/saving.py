@@ -45,6 +45,7 @@ def save_job(
             state = optimizer_state(model, optimizer, replica)
             write(
                 path,
+                model,
                 {**model_tensors(model), **owed},
                 state,
                 averages,
@@ -77,7 +78,8 @@ def save_servers(
     state = described(optimizer, fetched)
     if replica.plan.consistency.agreed:
         facts = {**facts, "step": facts["step"] + replica.server_state.round}
-    write(path, tensors, state, averages, {**facts, "random": [random_state()]})
+    facts = {**facts, "random": [random_state()]}
+    write(path, model, tensors, state, averages, facts)
 
 
 def take_weights(model: nn.Module, replica: Replica) -> None:
@@ -90,12 +92,14 @@ def take_weights(model: nn.Module, replica: Replica) -> None:
 
 def write(
     path: Path,
+    model: nn.Module,
     tensors: dict[str, torch.Tensor],
     optimizer: dict[str, Any],
     averages: Mapping[str, torch.Tensor],
     facts: Mapping[str, Any],
 ) -> None:
     checkpoint = Checkpoint({**tensors, **{f"averaged/{n}": t for n, t in averages.items()}})
+    checkpoint.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
     packed = pack(optimizer, "optimizer", checkpoint.tensors)
     checkpoint.facts = {"format": FORMAT, **facts, "optimizer": packed}
     checkpoint.write(path)

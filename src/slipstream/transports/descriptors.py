@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import socket
+import stat
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -52,8 +53,8 @@ class ConnectionGuard:
 
     ZeroMQ and torch's store take any number of connections; ZeroMQ ends those that do not
     authenticate after some seconds, the store never ends one. When descriptors run short, this ends
-    connections to the store, which ranks need only until they have met, and idle ones to
-    ``link_port`` over which no member has spoken (``spoken``: descriptors of those that have).
+    idle connections: to the store, which ranks need only until they have met, and to ``link_port``,
+    unless a member has spoken over them (``spoken``: the descriptors of those).
     """
 
     def __init__(self, link_port: int, spoken: Collection[int]) -> None:
@@ -85,8 +86,9 @@ class ConnectionGuard:
             if connection is None:
                 return False
             port = came_in_at(connection)
-            idle = port == self._link_port and fd not in self._spoken and is_idle(connection)
-            if not idle and (port is None or port != self.store_port):
+            known = port == self._link_port and fd in self._spoken
+            ours = port is not None and port in (self._link_port, self.store_port)
+            if known or not ours or not is_idle(connection):
                 return False
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -97,17 +99,16 @@ class ConnectionGuard:
 def borrowed(fd: int) -> Iterator[socket.socket | None]:
     """A copy of a socket that other code owns and may close at any time; None if it is none."""
     try:
-        copy = os.dup(fd)
+        # Of a file, closing a copy would release the locks that this process has on it.
+        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
     except OSError:
+        copy = None
+    if copy is None:
         yield None
         return
-    try:
-        connection = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with connection:
+    blocking = os.get_blocking(copy)
+    with socket.socket(fileno=copy) as connection:
+        os.set_blocking(copy, blocking)  # socket's default timeout would change the owner's, too
         yield connection
 
 

@@ -20,6 +20,7 @@ class Ending:
 
     def __init__(self) -> None:
         network = MemoryNetwork()
+        self.closed: list[str] = []  # whose store
         self.clock = VirtualClock()
         self.members = {n: Member(n, network.endpoint(n), clock=self.clock) for n in NAMES}
         for member in self.members.values():
@@ -33,6 +34,7 @@ class Ending:
             member=self.members[name],
             limits=SimpleNamespace(wait_s=0.0),
             env=SimpleNamespace(world_size=3),
+            close_store=lambda: self.closed.append(name),
         )
 
     def talk(self) -> None:
@@ -63,6 +65,7 @@ def test_rank_0_gathers_the_figures_by_rank_and_dismisses_everybody(ending: Endi
     assert all(ending.members[name].fault is None for name in NAMES)
     assert ending.members[HUB].refused == 0, "who waits for its dismissal still beats"
     assert depart(ending.membership("rank 1"), b"again") == []
+    assert ending.closed == [HUB]
 
 
 def test_who_does_not_come_is_named(ending: Ending) -> None:

@@ -78,7 +78,7 @@ def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
             locks.take(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "fifo", "directory"])
+@pytest.mark.parametrize("kind", ["symbolic link", "fifo", "directory"])
 def test_what_is_no_lock_is_left_alone(tmp_path: Path, locks: DirectoryLocks, kind: str) -> None:
     precious = tmp_path / "precious"
     precious.write_text("content")
@@ -86,14 +86,24 @@ def test_what_is_no_lock_is_left_alone(tmp_path: Path, locks: DirectoryLocks, ki
     kept.mkdir()
     if kind == "symbolic link":
         (kept / NAME).symlink_to(precious)
-    elif kind == "hard link":
-        (kept / NAME).hardlink_to(precious)
     elif kind == "fifo":
         os.mkfifo(kept / NAME)
     else:
         (kept / NAME).mkdir()
     with pytest.raises(LaunchError, match="is a link or not a file; remove it"):
         locks.take(kept)
+    assert precious.read_text() == "content"
+
+
+def test_a_lock_that_is_another_file_too_is_not_written_to(
+    tmp_path: Path, locks: DirectoryLocks
+) -> None:
+    """As in a directory that was copied with hard links."""
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / NAME).hardlink_to(precious)
+    locks.take(tmp_path / "kept")
     assert precious.read_text() == "content"
 
 

@@ -20,7 +20,12 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("calls", "place"),
-    [((), "outside"), (("join",), "inside"), (("join", "leave"), "left")],
+    [
+        ((), "outside"),
+        (("join",), "inside"),
+        (("join", "leave"), "left"),
+        (("join", "leave", "join"), "inside"),
+    ],
 )
 def test_the_launcher_knows_where_a_worker_was(
     pipe: tuple[int, int], calls: tuple[str, ...], place: str

@@ -17,6 +17,7 @@ import torch
 from slipstream.errors import CheckpointError
 from slipstream.runtime.shared_checkpoint import Snapshot
 from slipstream.runtime.whole_files import (
+    HOST,
     NotRegular,
     open_regular,
     read_own,
@@ -28,7 +29,7 @@ from slipstream.torch.checkpoint import Checkpoint
 from slipstream.torch.speed_cache import OwnSpeeds, cached, read
 
 FACTS = {"step": 3, "strategy": "alone", "workers": 1, "random": [], "optimizer": {}}
-DRAFT = ".slipstream-0123456789abcdef.draft"
+DRAFT = f".slipstream-{HOST}-0123456789abcdef.draft"
 OTHER_USER = 12345
 
 
@@ -178,13 +179,15 @@ def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
 def test_only_own_files_are_swept(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    names = [f".slipstream-{n:016x}.draft" for n in range(5)]
+    names = [f".slipstream-{HOST}-{n:016x}.draft" for n in range(5)]
     (tmp_path / names[0]).symlink_to(victim)
     os.mkfifo(tmp_path / names[1])
     (tmp_path / names[2]).mkdir()
     (tmp_path / names[3]).write_text("")
     (tmp_path / ".slipstream-notes.draft").write_text("of the user")
-    left = {"victim", *names[:3], ".slipstream-notes.draft"}
+    elsewhere = ".slipstream-01234567-0123456789abcdef.draft"
+    (tmp_path / elsewhere).write_text("of another host, whose locks may not be seen here")
+    left = {"victim", *names[:3], ".slipstream-notes.draft", elsewhere}
     if os.geteuid() == 0:
         (tmp_path / names[4]).write_text("")
         os.chown(tmp_path / names[4], OTHER_USER, OTHER_USER)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime import whole_files
-from slipstream.runtime.checkpoint_format import FORMAT, unpack
+from slipstream.runtime import checkpoint_format, whole_files
+from slipstream.runtime.checkpoint_format import FORMAT, Piece, unpack
 from slipstream.torch.checkpoint import Checkpoint, check_model, load_model, model_tensors, pack
 from slipstream.torch.random_state import Generators, random_state
 
@@ -331,3 +331,27 @@ def test_a_finite_checkpoint_is_not_replaced_by_another(tmp_path: Path, dtype: s
     (tmp_path / "file").write_text("damaged")
     broken.write(tmp_path / "file")
     assert not Checkpoint.read(tmp_path / "file").tensors["model/w"].isfinite().all()
+
+
+def test_a_buffer_may_become_infinite(tmp_path: Path) -> None:
+    """As an observer's least value does when it begins anew."""
+    checkpoint_of(least=torch.ones(1)).write(tmp_path / "file")
+    anew = checkpoint_of(least=torch.full((1,), torch.inf))
+    anew.buffers = {"model/least"}
+    anew.write(tmp_path / "file")
+    assert Checkpoint.read(tmp_path / "file").tensors["model/least"].isinf().all()
+
+
+def test_an_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path) -> None:
+    checkpoint_of(w=torch.empty(1, 1, 0)).write(tmp_path / "file")
+    good = (tmp_path / "file").read_bytes()
+    begin = 8 + int.from_bytes(good[:8], "little")
+    header = json.loads(good[8:begin])
+    header["model/w"]["shape"] = shape = [10**14, 10**14, 0]
+    pieces = {"model/w": Piece("float32", tuple(shape), b"")}
+    about = header["__metadata__"]
+    about["crc"] = str(checkpoint_format.crc(about["slipstream"], pieces))
+    text = json.dumps(header).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match="impossible shape"):
+        Checkpoint.read(tmp_path / "file")

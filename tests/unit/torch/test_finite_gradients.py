@@ -149,3 +149,11 @@ def test_a_policy_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch
     backward(model, bad=True)
     with job, pytest.warns(UserWarning, match="does not count"):
         optimizer.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_filter_that_makes_errors_of_warnings_does_not_end_the_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert FiniteGradients("pass", 1).admits("w", math.nan)
+    assert "rank 1: the gradient of 'w' is not finite" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -91,12 +92,27 @@ def test_nothing_else_is_touched(listener: socket.socket) -> None:
         left.send(b"x")
         assert right.recv(1) == b"x"
         file.write(b"x")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        blocking = socket.create_connection(listener.getsockname())
+        socket.setdefaulttimeout(5)
+        guard.look()
+        socket.setdefaulttimeout(None)
+        assert os.get_blocking(blocking.fileno()), "its owner wants it so"
+        assert os.get_blocking(left.fileno())
+        blocking.close()
+        name = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        probe = f"import fcntl; fcntl.lockf(open({name!r}, 'rb+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        held = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False)
+        assert b"BlockingIOError" in held.stderr, "the lock of this process is gone"
         with socket.create_connection(listener.getsockname()):
             listener.accept()[0].close()
     guard.close()
 
 
-def test_a_look_works_when_nothing_is_left(listener: socket.socket) -> None:
+def test_a_look_works_when_nothing_is_left(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptors, "IDLE_MS", 0)
     guard = ConnectionGuard(port_of(listener), ())
     guard.store_port = port_of(listener)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
