@@ -71,6 +71,10 @@ def train(forging: bool) -> tuple[Job, int]:
         model: nn.Module = nn.Sequential(embedding, nn.Tanh(), linear)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = job.distribute(model, optimizer, SYSTEMS["everything"])
+        if forging and job.rank == 0:
+            # Else its own gradients that do not fit would end the job.
+            assert job._membership is not None
+            del job._membership.member._processes["rank 1"]
         data = torch.Generator().manual_seed(job.rank)
         for step in range(STEPS):
             optimizer.zero_grad()

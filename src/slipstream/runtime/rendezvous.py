@@ -42,6 +42,10 @@ _jobs = itertools.count()  # a process may run several, one after the other
 _used_fds: set[int] = set()  # sockets of the launcher that a store has had, and closed
 
 
+class StoreClosed(PeerFailed):
+    """The store that rank 0 hosts has gone."""
+
+
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """What a rank posts first: a nonce of its process, and how many ranks it was told of."""
 
@@ -64,7 +68,7 @@ class Rendezvous:
         self._env, self._limit_s = env, limit_s
         self._prefix = f"slipstream/{env.attempt}/{next(_jobs)}"
         self.store: Any = distributed.PrefixStore(self._prefix, connect_store(env, limit_s))
-        self._master = stretch(env.secret) if env.secret else self._shared_token()
+        self._master = stretch(env.secret) if env.secret else b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     @property
@@ -87,8 +91,26 @@ class Rendezvous:
         return bytes(self._ask("get", "token"))
 
     def meet(self) -> Run:
-        """Take this rank's place and wait for the others; what they all have in common then."""
+        """Take this rank's place and wait for the others; what they all have in common then.
+
+        A store that closes meanwhile was that of the job before, in the same processes.
+        """
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            try:
+                return self._meet()
+            except StoreClosed:
+                if self._env.rank == 0 or time.monotonic() > deadline:
+                    raise
+            self.store = None
+            self.store = distributed.PrefixStore(
+                self._prefix, connect_store(self._env, deadline - time.monotonic())
+            )
+
+    def _meet(self) -> Run:
         env = self._env
+        if env.secret is None:
+            self._master = self._shared_token()
         credentials = Credentials.for_run(self._master, b"meeting", encrypt=False)
         if not env.life:
             self._take_place(credentials)
@@ -202,7 +224,7 @@ class Rendezvous:
         try:
             return getattr(self.store, call)(*arguments)
         except (distributed.DistError, RuntimeError) as error:
-            raise PeerFailed("rank 0", f"its store at {self._where} does not answer") from error
+            raise StoreClosed("rank 0", f"its store at {self._where} does not answer") from error
 
 
 def connect_store(env: Environment, limit_s: float) -> Any:
