@@ -13,6 +13,9 @@ import slipstream
 
 def train(strategy: str) -> dict[str, Any]:
     with slipstream.init() as job:
+        if "HOLD" in os.environ:
+            print("joined", flush=True)
+            sys.stdin.readline()
         torch.manual_seed(job.rank)
         model = nn.Sequential(
             nn.Linear(64, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 10)
@@ -20,9 +23,6 @@ def train(strategy: str) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = job.distribute(model, optimizer, strategy)
         for step in range(10):
-            if step == 2 and "HOLD" in os.environ:
-                print("training", flush=True)
-                sys.stdin.readline()
             generator = torch.Generator().manual_seed(1000 * step + job.rank)
             x = torch.randn(8, 64, generator=generator)
             y = torch.randint(10, (8,), generator=generator)

@@ -122,14 +122,14 @@ def test_a_system_that_fails_is_reported_and_the_others_go_on(
 ) -> None:
     bench = launch(
         *(SLIPSTREAM, "bench", "text", *SMALL, "--compare=push_pull,ddp", "--steps=2"),
-        env={"SLIPSTREAM_INTERFACE": "no-such-interface"},  # which only slipstream looks at
+        env={"SLIPSTREAM_NONFINITE": "no-such-policy"},  # which only slipstream looks at
     )
     assert bench.wait() == 1
     assert "push_pull (1 of 1 failed)" in bench.stdout
     failed, ddp = figures(bench)["results"]
     assert (failed["runs"], failed["median_s"]) == ([], None)
     (failure,) = failed["failures"]
-    assert "no-such-interface" in failure
+    assert "no-such-policy" in failure
     assert ddp["failures"] == []
     assert ddp["median_s"] > 0
     assert ddp["ratio_to_first"] is None

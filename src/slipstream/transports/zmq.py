@@ -39,6 +39,7 @@ RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
 REFUSALS = 3  # connections in a row that were not made, until the host is asked why
 ASKING_S = 0.2
+MAKE_ROOM_S = 3.0  # for a descriptor; a member may be silent for longer
 HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
 MOST_SOCKETS = 65535  # ZeroMQ's own limit is 1023; a peer takes six
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
@@ -201,6 +202,18 @@ class ZmqTransport:
         self.wake()
 
     def _open(self, lane: Lane) -> Outbound:
+        """A new link; where descriptors have run out, others' connections are ended first."""
+        deadline = time.monotonic() + MAKE_ROOM_S
+        while True:
+            try:
+                return self._try_open(lane)
+            except OutOfDescriptors:
+                if time.monotonic() > deadline:
+                    raise
+                self.guard.look()
+                time.sleep(MAKE_ROOM_S / 50)
+
+    def _try_open(self, lane: Lane) -> Outbound:
         try:
             link = self._context.socket(zmq.PUSH)
             try:
