@@ -42,8 +42,8 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy
-	@# Two at a time, a file each: most of them wait for other processes most of the time.
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@# Two at a time, a file each, in the order of tests/conftest.py.
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 verify:  ## check the model of the shared-memory rings (needs spin)
 	@verify/check.sh

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.comparison import PORT, Bounds, Ground, Run, machine_facts, measure
-from slipstream.bench.crew import Nursery
 from slipstream.bench.curves import time_to
+from slipstream.bench.process_group import ForkServer
 from slipstream.bench.trial import Trial
 from slipstream.lab import Lab
 
@@ -88,9 +88,9 @@ def trial_of(args: argparse.Namespace, system: str, **more: Any) -> Trial:
 
 
 @contextmanager
-def field(hosts: int, bytes_s: float) -> Iterator[tuple[Lab, Nursery]]:
-    with Lab(hosts, f"{bytes_s * 8:.0f}bit") as lab, Nursery() as nursery:
-        yield lab, nursery
+def field(hosts: int, bytes_s: float) -> Iterator[tuple[Lab, ForkServer]]:
+    with Lab(hosts, f"{bytes_s * 8:.0f}bit") as lab, ForkServer() as fork_server:
+        yield lab, fork_server
 
 
 def carried(run: Run) -> float:
@@ -105,11 +105,11 @@ def bandwidth(args: argparse.Namespace) -> list[dict[str, Any]]:
     device_ms = 1000 * nbytes * (HOSTS - 1) / (1.5 * bytes_s)
     rows = []
     ports = itertools.count(PORT)
-    with field(HOSTS, bytes_s) as (lab, nursery):
+    with field(HOSTS, bytes_s) as (lab, fork_server):
         for partitions in range(1, 9):
             system = f"ako(partitions={partitions}, rate='200mbit')"
             trial = trial_of(args, system, device=str(device_ms), steps=round(8000 / device_ms))
-            run = measure(trial, Ground(HOSTS, 0, lab, ports), nursery, Bounds(None, None))
+            run = measure(trial, Ground(HOSTS, 0, lab, ports), fork_server, Bounds(None, None))
             predicted = nbytes * (HOSTS - 1) / partitions / run.step_s
             rows.append(
                 {
@@ -129,9 +129,9 @@ def workers(args: argparse.Namespace) -> list[dict[str, Any]]:
     nbytes, rows = model_bytes(args), []
     bytes_s = nbytes / (3 * args.device_ms / 1000)
     for count in (4, 6, 8, 10, 12):
-        with field(count, bytes_s) as (lab, nursery):
+        with field(count, bytes_s) as (lab, fork_server):
             trial = trial_of(args, "ako()", steps=120, warmup=30)
-            run = measure(trial, Ground(count, 0, lab), nursery, Bounds(None, None))
+            run = measure(trial, Ground(count, 0, lab), fork_server, Bounds(None, None))
         slices = run.judgements[0].stats["slices"]
         rows.append({"workers": count, "used_bytes_s": carried(run), "of_link": bytes_s, **slices})
         print(f"{count} workers: {carried(run) / bytes_s:.2f} of the link", slices, flush=True)
@@ -162,7 +162,7 @@ def compared(
     bytes_s = model_bytes(args) / (load * args.device_ms / 1000)
     rows: list[dict[str, Any]] = []
     ports = itertools.count(PORT)
-    with field(HOSTS, bytes_s) as (lab, nursery):
+    with field(HOSTS, bytes_s) as (lab, fork_server):
         for contestant in contestants:
             where = Ground(HOSTS - contestant.servers, contestant.servers, lab, ports)
             for lr in args.lrs:
@@ -173,7 +173,7 @@ def compared(
                     lr=lr,
                     evaluate_every=max(1, args.steps // 26),
                 )
-                run = measure(trial, where, nursery, Bounds(None, None))
+                run = measure(trial, where, fork_server, Bounds(None, None))
                 rows.append(told(args, load, contestant, trial, run))
     return rows
 

@@ -18,14 +18,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.codecs import Bounded, Dense
-from slipstream.consistency import Rounds
+from slipstream.codecs import Above, Dense, Filter
 from slipstream.lab import Lab
 from slipstream.planning.overlays import Choice, choose_overlay, even_network
-from slipstream.runtime.launch import Settings, launch
-from slipstream.runtime.processes import Placement
+from slipstream.routes import Everywhere, Route
+from slipstream.runtime.launch.launch import Settings, launch
+from slipstream.runtime.launch.processes import Placement
 from slipstream.schedules import AfterBackward
-from slipstream.strategy import Route, Strategy, everywhere
+from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded, Topology, Tree
 from slipstream.units import bits_per_second
 
@@ -130,8 +130,7 @@ def work(asked: dict[str, Any]) -> None:
     topology = Sharded() if asked["children"] is None else Tree(asked["children"])
     strategy = Strategy(
         "broadcast",
-        route=everywhere(Route(topology, push=Bounded(0.0), publish=Dense())),
-        consistency=Rounds(),
+        Everywhere(Route(topology, up=Filter(Above(0.0)), down=Dense())),
         schedule=AfterBackward(),
         chunk_bytes=BLOCK_BYTES,
     )

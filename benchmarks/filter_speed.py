@@ -26,8 +26,8 @@ from rich.table import Table
 
 from slipstream import _native
 from slipstream.bench.comparison import machine_facts
-from slipstream.codecs import Bounded, Drop
-from slipstream.types import Hop, Values
+from slipstream.codecs import Above, Drop, Filter
+from slipstream.types import EncodeContext, Values
 
 NUMELS = (4 << 20, 512 << 10)
 DELTA = 1.2815515655446004  # four fifths of a normal distribution are within
@@ -114,15 +114,15 @@ def tensor_operations(
     yield Figure(numel, "add", "tensor operations", speed(adding))
 
 
-def codecs() -> Iterator[Bounded]:
-    yield Bounded(DELTA)
-    yield Bounded(Drop(0.8))
+def codecs() -> Iterator[Filter]:
+    yield Filter(Above(DELTA))
+    yield Filter(Above(Drop(0.8)))
     if find_spec("cramjam") is not None:
-        yield from (Bounded(DELTA, squeeze=method) for method in METHODS)
+        yield from (Filter(Above(DELTA), squeeze=method) for method in METHODS)
 
 
 def whole_codec(
-    codec: Bounded, numel: int, speed: Callable[[Callable[[], object]], float]
+    codec: Filter, numel: int, speed: Callable[[Callable[[], object]], float]
 ) -> Iterator[Figure]:
     """As training uses it, with the memory that a frame takes."""
     turns, memory = gradients(numel), codec.init(numel, "float32")
@@ -130,11 +130,11 @@ def whole_codec(
 
     def encoding() -> Any:
         values = Values(next(turns).view(np.uint8), "float32")
-        return codec.encode(values, memory, Hop(next(clocks)))
+        return codec.encode(values, memory, EncodeContext(next(clocks)))
 
     frames = encoding()
     smaller = 4 * numel / memoryview(frames[0]).nbytes
-    how = f"codec, {codec.name}" + (" (share)" if isinstance(codec.delta, Drop) else "")
+    how = f"codec, {codec.name}" + (" (share)" if isinstance(codec.select.delta, Drop) else "")
     yield Figure(numel, "filter", how, speed(encoding), smaller)
     out = Values.empty(numel, "float32")
     yield Figure(numel, "write", how, speed(lambda: codec.decode_into(frames, out)))
@@ -155,8 +155,9 @@ def zeros_squeezed(numel: int, speed: Callable[[Callable[[], object]], float]) -
         yield Figure(numel, "squeeze", f"zeros, {method}", rate, smaller)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def report(what: str, measure: Callable[[int, float], Iterator[Figure]]) -> None:
+    """Read the command line, measure, and print and write the figures."""
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--budget-s", type=float, default=1.0, help="for each figure")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -172,9 +173,9 @@ def main() -> None:
             table.add_row(f"{numel >> 10} Ki", figure.what, figure.how, speed, smaller)
     Console().print(table)
     if args.json:
-        report = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        found = {"machine": machine, "figures": [asdict(figure) for figure in figures]}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    report(__doc__.splitlines()[0], measure)

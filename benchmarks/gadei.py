@@ -40,7 +40,7 @@ from slipstream.bench.data.labelled_text import read_labelled_text
 from slipstream.bench.data.vocabulary import encode_text
 from slipstream.bench.models import TextNet
 from slipstream.planning.segment import DENSE, SegmentPlan, SharedTensor, settings_vector
-from slipstream.runtime.shared_optimizer import SharedOptimizer
+from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
 
 WORDS, LENGTH, CLASSES = 27_000, 20, 2  # 14 MB
 WARM_STEPS = 20
@@ -373,7 +373,9 @@ def trained_since(training: Training, moment: float) -> None:
 
 def strike(launcher: int, whom: str) -> None:
     children = psutil.Process(launcher).children()
-    servers = [c for c in children if "slipstream.runtime.update_server" in c.cmdline()]
+    servers = [
+        c for c in children if "slipstream.runtime.shared_memory.update_server" in c.cmdline()
+    ]
     learners = [c for c in children if "--accuracy" in c.cmdline()]
     for victim in {"server": servers, "all learners": learners}[whom]:
         victim.kill()

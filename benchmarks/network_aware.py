@@ -4,7 +4,7 @@
 
 Time to a target with emulated steps, over links whose rate goes down and up again every few
 seconds, as it does where others share them. By default matrix factorisation in a setting where
-either fixed bound costs something: the low one time on narrow links, the high one iterations.
+either fixed bound costs something: the low one time on congested links, the high one iterations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from slipstream.bench.comparison import Bounds, Ground, machine_facts, measure
-from slipstream.bench.crew import Nursery
+from slipstream.bench.process_group import ForkServer
 from slipstream.bench.trial import Trial
 from slipstream.lab import Lab, Traffic
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs=2, default=["400mbit", "4mbit"])
     parser.add_argument("--seconds", nargs=2, type=float, default=[8.0, 12.0], help="of each rate")
     parser.add_argument("--deltas", nargs=2, default=["50%", "99.5%"])
-    parser.add_argument("--narrow-below", default="50mbit", help="of one connection")
+    parser.add_argument("--congested-below", default="50mbit", help="of one connection")
     parser.add_argument("--also", nargs="*", default=[], help="other shares, always")
     parser.add_argument("--steps", type=int, help="at most")
     parser.add_argument("--repetitions", type=int, default=2)
@@ -70,16 +70,16 @@ def main() -> None:
         f"always {low}": f"parameter_flow(delta='{low}')",
         f"always {up}": f"parameter_flow(delta='{up}')",
         **{f"always {share}": f"parameter_flow(delta='{share}')" for share in args.also},
-        "by the network": f"parameter_flow(delta='{low}', narrow_delta='{up}', "
-        f"narrow_below='{args.narrow_below}')",
+        "by the network": f"parameter_flow(delta='{low}', congested_delta='{up}', "
+        f"congested_below='{args.congested_below}')",
     }
     rows: list[dict[str, Any]] = []
-    with Lab(args.workers, args.rates[0]) as lab, Nursery() as nursery:
+    with Lab(args.workers, args.rates[0]) as lab, ForkServer() as fork_server:
         where = Timed(args.workers, lab)
         for repetition, (label, system) in itertools.product(
             range(args.repetitions), systems.items()
         ):
-            rows.append({"label": label, **run(args, lab, where, nursery, system, repetition)})
+            rows.append({"label": label, **run(args, lab, where, fork_server, system, repetition)})
             print(rows[-1], flush=True)
     for label in systems:
         times = [row["seconds"] for row in rows if row["label"] == label]
@@ -92,7 +92,12 @@ def main() -> None:
 
 
 def run(
-    args: argparse.Namespace, lab: Lab, where: Timed, nursery: Nursery, system: str, seed: int
+    args: argparse.Namespace,
+    lab: Lab,
+    where: Timed,
+    fork_server: ForkServer,
+    system: str,
+    seed: int,
 ) -> dict[str, Any]:
     case = CASES[args.workload]
     trial = Trial(
@@ -107,7 +112,7 @@ def run(
     )
     with changing(lab, where, args.rates, args.seconds):
         found = measure(
-            msgspec.structs.replace(trial, system=system), where, nursery, Bounds(1.0, 1.0)
+            msgspec.structs.replace(trial, system=system), where, fork_server, Bounds(1.0, 1.0)
         )
     snapshots = found.judgements[0].snapshots
     reached = next((s for s in snapshots if case.reached(s.metric)), None)

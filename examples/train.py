@@ -28,5 +28,7 @@ with slipstream.init() as job:
             optimizer.step()
 
     if job.rank == 0:
-        correct = model(x[1500:]).argmax(dim=1) == y[1500:]
+        model.eval()
+        with torch.no_grad():
+            correct = model(x[1500:]).argmax(dim=1) == y[1500:]
         print(f"accuracy {correct.float().mean():.1%}")

@@ -16,6 +16,7 @@
 #include "largest.h"
 #include "mean.h"
 #include "one_bit.h"
+#include "quantize.h"
 #include "shared.h"
 
 namespace nb = nanobind;
@@ -231,6 +232,80 @@ void bounded_unpack(nb::handle out, nb::handle frame) {
     refuse_frame(source, count, reason);
 }
 
+struct Codes {
+    slipstream::CodeBits bits;
+    std::size_t block;
+
+    static Codes checked(int bits, std::size_t block) {
+        if (bits != 4 && bits != 8) refuse("bits must be 4 or 8, not " + std::to_string(bits));
+        if (block == 0 || block > slipstream::kQuantizedBlock ||
+            block % slipstream::kQuantizedUnit != 0)
+            refuse("block must be a multiple of " + std::to_string(slipstream::kQuantizedUnit) +
+                   ", at most " + std::to_string(slipstream::kQuantizedBlock) + ", not " +
+                   std::to_string(block));
+        return {slipstream::CodeBits{bits}, block};
+    }
+
+    void check(const Buffer& packed, const std::string& name, std::size_t count) const {
+        const std::size_t room = slipstream::quantized_nbytes(count, bits, block);
+        if (packed.nbytes() != room)
+            refuse(name + " has " + std::to_string(packed.nbytes()) + " bytes where " +
+                   std::to_string(count) + " values take " + std::to_string(room));
+    }
+};
+
+std::size_t quantized_nbytes(std::size_t count, int bits, std::size_t block) {
+    const Codes codes = Codes::checked(bits, block);
+    if (count > PTRDIFF_MAX / sizeof(float)) refuse(std::to_string(count) + " values are too many");
+    return slipstream::quantized_nbytes(count, codes.bits, codes.block);
+}
+
+template <auto Pack>
+void quantize_pack(nb::handle out, nb::handle gradient, nb::handle residual, int bits,
+                   std::size_t block, std::optional<std::uint32_t> seed) {
+    const Codes codes = Codes::checked(bits, block);
+    const Buffer target(out, "out", Buffer::Access::write);
+    const Buffer source(gradient, "gradient", Buffer::Access::read);
+    const std::size_t count = count_floats(source, "gradient");
+    codes.check(target, "out", count);
+    std::optional<Buffer> kept;
+    if (!residual.is_none()) {
+        kept.emplace(residual, "residual", Buffer::Access::write);
+        if (kept->nbytes() != source.nbytes())
+            refuse("residual has " + std::to_string(kept->nbytes()) + " bytes, gradient has " +
+                   std::to_string(source.nbytes()));
+    }
+    if (overlap(target, source) || (kept && (overlap(target, *kept) || overlap(source, *kept))))
+        refuse("out, gradient and residual must not overlap");
+
+    const nb::gil_scoped_release unlocked;
+    Pack(target.data(), source.data(), kept ? kept->data() : nullptr, count, codes.bits,
+         codes.block, seed);
+}
+
+template <auto Unpack>
+void quantize_unpack(nb::handle out, nb::sequence inputs, int bits, std::size_t block,
+                     double divisor) {
+    const Codes codes = Codes::checked(bits, block);
+    check_divisor(divisor, false);
+    const Buffer target(out, "out", Buffer::Access::write);
+    const std::size_t count = count_floats(target, "out");
+
+    std::deque<Buffer> held;
+    std::vector<const std::byte*> sources;
+    for (nb::handle input : inputs) {
+        const std::string name = "inputs[" + std::to_string(held.size()) + "]";
+        const Buffer& source = held.emplace_back(input, name, Buffer::Access::read);
+        codes.check(source, name, count);
+        if (overlap(target, source)) refuse(name + " overlaps out");
+        sources.push_back(source.data());
+    }
+    if (sources.empty()) refuse("inputs must not be empty");
+
+    const nb::gil_scoped_release unlocked;
+    Unpack(target.data(), sources, count, codes.bits, codes.block, divisor);
+}
+
 template <auto Checksum>
 std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
     const Buffer buffer(data, "data", Buffer::Access::read);
@@ -257,6 +332,20 @@ NB_MODULE(_native, m) {
           "Write the sum of the packed inputs, taken in order, divided by `divisor`.");
     m.def("one_bit_unpack_portable", &one_bit_unpack<slipstream::one_bit_unpack_portable>,
           "out"_a, "inputs"_a, "divisor"_a = 1.0,
+          "The same bytes, whatever the processor offers.");
+    m.def("quantized_nbytes", &quantized_nbytes, "count"_a, "bits"_a, "block"_a,
+          "The bytes that `count` values take.");
+    m.def("quantize_pack", &quantize_pack<slipstream::quantize_pack>, "out"_a, "gradient"_a,
+          "residual"_a.none(), "bits"_a, "block"_a, "seed"_a = nb::none(),
+          "Write scales and codes of `gradient` + `residual`; keep what they leave.");
+    m.def("quantize_pack_portable", &quantize_pack<slipstream::quantize_pack_portable>, "out"_a,
+          "gradient"_a, "residual"_a.none(), "bits"_a, "block"_a, "seed"_a = nb::none(),
+          "The same bytes, whatever the processor offers.");
+    m.def("quantize_unpack", &quantize_unpack<slipstream::quantize_unpack>, "out"_a, "inputs"_a,
+          "bits"_a, "block"_a, "divisor"_a = 1.0,
+          "Write the sum of the packed inputs, taken in order, divided by `divisor`.");
+    m.def("quantize_unpack_portable", &quantize_unpack<slipstream::quantize_unpack_portable>,
+          "out"_a, "inputs"_a, "bits"_a, "block"_a, "divisor"_a = 1.0,
           "The same bytes, whatever the processor offers.");
     m.def("bounded_nbytes", &bounded_nbytes, "count"_a, "values"_a,
           "The room that `bounded_pack` needs.");

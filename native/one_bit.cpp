@@ -4,7 +4,8 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+
+#include "floats.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -16,38 +17,14 @@ namespace {
 
 constexpr std::size_t kLanes = 8;
 
-float load(const std::byte* data, std::size_t index) noexcept {
-    float value;
-    std::memcpy(&value, data + index * sizeof(float), sizeof(float));
-    return value;
-}
-
-void store(std::byte* data, std::size_t index, float value) noexcept {
-    std::memcpy(data + index * sizeof(float), &value, sizeof(float));
-}
-
-float one_nan(float value) noexcept {
-    return value == value ? value : std::bit_cast<float>(0x7FC00000u);
-}
-
 struct Scales {
     float clear;
     float set;
 
-    static float read(const std::byte* data) noexcept {
-        std::uint32_t bits = 0;
-        for (int i = 0; i < 4; ++i) bits |= std::to_integer<std::uint32_t>(data[i]) << (8 * i);
-        return std::bit_cast<float>(bits);
-    }
-    static void write(std::byte* data, float value) noexcept {
-        const auto bits = std::bit_cast<std::uint32_t>(value);
-        for (int i = 0; i < 4; ++i) data[i] = static_cast<std::byte>((bits >> (8 * i)) & 0xFF);
-    }
-
-    static Scales of(const std::byte* packed) noexcept { return {read(packed), read(packed + 4)}; }
+    static Scales of(const std::byte* packed) noexcept { return {read_scale(packed), read_scale(packed + 4)}; }
     void into(std::byte* packed) const noexcept {
-        write(packed, clear);
-        write(packed + 4, set);
+        write_scale(packed, clear);
+        write_scale(packed + 4, set);
     }
 };
 
@@ -219,11 +196,6 @@ struct Avx2 {
         Portable::divide(out + whole * sizeof(float), count - whole, by);
     }
 };
-
-bool has_avx2() noexcept {
-    static const bool has = __builtin_cpu_supports("avx2");
-    return has;
-}
 
 #endif  // SLIPSTREAM_AVX2
 

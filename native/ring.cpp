@@ -254,7 +254,7 @@ void Segment::end_writing() const noexcept {
     wake(header_->writing);
 }
 
-void Segment::bury(std::uint64_t who) const noexcept {
+void Segment::release_dead(std::uint64_t who) const noexcept {
     if (who < shape().learners) {
         lane(who).reading.store(0, std::memory_order_seq_cst);
         wake(lane(who).reading);

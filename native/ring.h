@@ -97,7 +97,7 @@ class Segment {
     bool begin_writing(std::uint64_t who, double limit_s) const noexcept;
     void end_writing() const noexcept;
     // One that has died reads and writes no more.
-    void bury(std::uint64_t who) const noexcept;
+    void release_dead(std::uint64_t who) const noexcept;
 
     void ring() const noexcept;
 

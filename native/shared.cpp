@@ -126,7 +126,7 @@ class Rings {
         return segment_.begin_writing(who, limit_s);
     }
     void end_writing() const { segment_.end_writing(); }
-    void bury(std::uint64_t who) const { segment_.bury(who); }
+    void release_dead(std::uint64_t who) const { segment_.release_dead(who); }
 
   private:
     static std::byte* checked(const Buffer& buffer) {
@@ -265,7 +265,7 @@ void bind_shared(nb::module_& m) {
         .def("end_reading", &Rings::end_reading, "learner"_a)
         .def("begin_writing", &Rings::begin_writing, "who"_a, "limit_s"_a)
         .def("end_writing", &Rings::end_writing)
-        .def("bury", &Rings::bury, "who"_a, "One that has died reads and writes no more.");
+        .def("release_dead", &Rings::release_dead, "who"_a, "One that has died reads and writes no more.");
     nb::class_<Update>(m, "Update", "Updates of weights in place, from slots.")
         .def("__init__",
              [](Update* self, const std::string& rule, const std::vector<Told>& places,

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # No test may depend on how fast the machine is.
@@ -14,3 +16,32 @@ settings.load_profile("steady")
 # inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# The longest files come first and short ones last, so that pytest-xdist's workers end together.
+LONGEST_FIRST = (
+    "test_gadei.py",
+    "test_equivalence.py",
+    "test_probe_in_lab.py",
+    "test_backup_workers.py",
+    "test_hosts.py",
+    "test_pairs.py",
+)
+THEN = ("process", "net", "sim")  # the others take moments
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> tuple[int, int]:
+        return index_in(LONGEST_FIRST, item.path.name), index_in(THEN, item.path.parent.name)
+
+    items.sort(key=place)
+
+
+def index_in(names: tuple[str, ...], name: str) -> int:
+    return names.index(name) if name in names else len(names)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Of two, on cores that other tests use as well, each spins while it waits for the other."""
+    torch.set_num_threads(1)

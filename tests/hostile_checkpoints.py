@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.runtime.checkpoint_format import unpack
+from slipstream.runtime.files.checkpoint_format import unpack
 from slipstream.torch.checkpoint import Checkpoint, crc, pack
 
 Make = Callable[[Path, Path], None]  # from a good file, at a path

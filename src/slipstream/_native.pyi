@@ -63,6 +63,54 @@ def one_bit_unpack(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) 
 def one_bit_unpack_portable(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
     """What `one_bit_unpack` falls back to on a processor without AVX2: the same bytes."""
 
+def quantized_nbytes(count: int, bits: int, block: int) -> int:
+    """The bytes that `quantize_pack` writes for `count` values: scales, then codes."""
+
+def quantize_pack(
+    out: _Bytes,
+    gradient: _Bytes,
+    residual: _Bytes | None,
+    bits: int,
+    block: int,
+    seed: int | None = None,
+) -> None:
+    """Write `gradient + residual` (float32) in `bits` bits a value, and keep what that leaves.
+
+    With `acc = gradient + residual` and L = 127 (8 bits) or 7 (4 bits), a block's scale is its
+    largest `abs(acc) / L`, cut so that `code * scale` is exact, and a code `acc / scale`, rounded
+    to nearest even; with a `seed`, up or down by chance. `residual` becomes `acc - code * scale`,
+    exactly unless chance decided. Without a `residual` nothing is added, and what rounding leaves
+    is lost.
+
+    What is not finite arrives as it is and leaves `residual` alone; all that is finite in such a
+    block stays in `residual`. `native/quantize.h` has the layout. Equal input gives equal bytes on
+    any processor. No two of the buffers may overlap.
+    """
+
+def quantize_pack_portable(
+    out: _Bytes,
+    gradient: _Bytes,
+    residual: _Bytes | None,
+    bits: int,
+    block: int,
+    seed: int | None = None,
+) -> None:
+    """What `quantize_pack` falls back to on a processor without AVX2: the same bytes."""
+
+def quantize_unpack(
+    out: _Bytes, inputs: Sequence[_Bytes], bits: int, block: int, divisor: float = 1.0
+) -> None:
+    """Write the sum of the values packed in `inputs`, added strictly in order, over `divisor`.
+
+    The bytes are those that `mean_into` gives for the inputs unpacked. `out` is float32 and
+    overlaps no input.
+    """
+
+def quantize_unpack_portable(
+    out: _Bytes, inputs: Sequence[_Bytes], bits: int, block: int, divisor: float = 1.0
+) -> None:
+    """What `quantize_unpack` falls back to on a processor without AVX2: the same bytes."""
+
 def bounded_nbytes(count: int, values: Literal["float32", "bfloat16"] | str) -> int:
     """The room that `bounded_pack` needs for `count` values: no frame of them is larger."""
 
@@ -184,7 +232,7 @@ class Rings:
         """Until `end_writing` nobody else does, and nobody reads; False if that takes longer."""
 
     def end_writing(self) -> None: ...
-    def bury(self, who: int) -> None:
+    def release_dead(self, who: int) -> None:
         """One that has died reads and writes no more."""
 
 def add_rows(

@@ -3,6 +3,7 @@
 SlipstreamError
 ├── ConfigError                 before anything starts: the way out is in the message
 │   ├── UnknownStrategy         no system of that name, or arguments it does not take
+│   ├── IncompatibleParts       parts of a strategy that do not go together
 │   ├── IncompatibleRoute       a tensor cannot travel the road chosen for it
 │   ├── ModelMismatch           ranks brought different models or optimizers
 │   ├── ForeignParameters       the optimizer holds parameters the model does not
@@ -12,7 +13,7 @@ SlipstreamError
 │   └── CheckpointError         a file that cannot be loaded into this job
 └── RuntimeFault                while running
     ├── PeerLost                a member went silent
-    ├── PeerFailed              a member said that it failed
+    ├── PeerFailed              a member reported that it failed
     ├── LeftBehind              the others went on without this worker
     ├── WaitLimit               a wait ran into its limit; names who is missing
     ├── OutOfDescriptors        this process may open no more files or connections
@@ -39,6 +40,10 @@ class UnknownStrategy(ConfigError):
     """No system of that name, or arguments it does not take."""
 
 
+class IncompatibleParts(ConfigError):
+    """Parts of a strategy that do not go together; the message says why, and what to do instead."""
+
+
 class IncompatibleRoute(ConfigError):
     """A tensor cannot travel the road chosen for it."""
 
@@ -58,17 +63,19 @@ class TooManyServers(ConfigError):
 class LaunchError(ConfigError):
     """Environment, port, address or script is unusable."""
 
-    def __init__(self, message: str, *, missing: Sequence[str] = (), unheard: bool = False) -> None:
+    def __init__(
+        self, message: str, *, missing: Sequence[str] = (), only_here: bool = False
+    ) -> None:
         self.missing = tuple(missing)
-        self.unheard = unheard  # no other rank knows of it, so this one has to say it
+        self.only_here = only_here  # no other rank knows of it, so this one must report it
         super().__init__(message)
 
 
 class SecretError(ConfigError):
     """The job secret is missing, or a value is not signed with it."""
 
-    def __init__(self, message: str, *, unheard: bool = False) -> None:
-        self.unheard = unheard  # no other rank knows of it, so this one has to say it
+    def __init__(self, message: str, *, only_here: bool = False) -> None:
+        self.only_here = only_here  # no other rank knows of it, so this one must report it
         super().__init__(message)
 
 
@@ -99,10 +106,10 @@ class PeerLost(RuntimeFault):
 class PeerFailed(RuntimeFault):
     """A member left because of an error of its own."""
 
-    def __init__(self, peer: str, reason: str, *, told: bool = False) -> None:
+    def __init__(self, peer: str, reason: str, *, reported: bool = False) -> None:
         self.peer = peer
         self.reason = reason
-        self.told = told  # by the peer itself: need not be said again
+        self.reported = reported  # by the peer itself, so nobody else has to
         super().__init__(f"{peer} failed: {reason}")
 
 
@@ -145,7 +152,7 @@ class OutOfDescriptors(RuntimeFault):
 
 
 class NonFiniteGradient(RuntimeFault):
-    """A gradient has a NaN or an infinity in it, and the job was told to stop then.
+    """A gradient has a NaN or an infinity in it, and the job is to stop then.
 
     ``cast`` is the dtype that made a finite gradient infinite, where one did.
     """
@@ -163,6 +170,7 @@ class NonFiniteGradient(RuntimeFault):
 
     @property
     def finding(self) -> str:
+        """What was found, without the advice."""
         how = f"became infinite in the cast to {self.cast}" if self.cast else "is not finite"
         return f"rank {self.rank}: the gradient of {self.tensor!r} {how} at step {self.step}"
 

@@ -45,7 +45,8 @@ class Spec:
     did not use it counts zero); a buffer's mean runs over the workers on which it changed.
 
     ``layer`` names the layer that the tensor is a part of, where that layer's gradient has a
-    compact form that may travel instead; ``obstacle`` says why a layer's has none.
+    compact form, and ``form`` says which: a fully connected layer's factors, or the rows of a table
+    that were used. ``obstacle`` says why a layer's gradient has none.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Spec:
     role: Literal["parameter", "buffer"] = "parameter"
     layer: str = ""
     obstacle: str = ""
+    form: Literal["", "factors", "rows"] = ""
 
     @property
     def numel(self) -> int:
@@ -97,16 +99,58 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """What an encoder is told of the moment: the clock t, from 1; lrₜ / lr₀; and whether the link
-    lacks bandwidth."""
+class Layer:
+    """A layer whose gradient has a compact form: its matrix is ``outputs`` × ``inputs``.
+
+    ``weight`` and ``bias`` are tensors by index (``bias`` None if there is none); ``dtype`` is the
+    weight's.
+    """
+
+    name: str
+    form: Literal["factors", "rows"]
+    outputs: int
+    inputs: int
+    weight: int
+    bias: int | None
+    dtype: str
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one ledger counts: a chunk, or all tensors of a layer (weight and bias share dY).
+
+    ``route`` is the plan's number of its route. ``chunks`` are the layout's: results that come back
+    dense come chunk by chunk.
+    """
+
+    index: int
+    route: int
+    chunks: tuple[Chunk, ...]
+    layer: Layer | None = None
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        if self.layer is not None:
+            return self.layer.tensors
+        return tuple(dict.fromkeys(s.tensor for chunk in self.chunks for s in chunk.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeContext:
+    """What an encoder is told: the clock t, from 1; lrₜ / lr₀; whether the link lacks bandwidth;
+    and of how many workers the values are the mean."""
 
     clock: int = 1
     rate: float = 1.0
-    narrow: bool = False
+    congested: bool = False
+    workers: int = 1
 
 
-HERE = Hop()  # where codecs need not be told
+HERE = EncodeContext()  # where codecs need not be told
 
 Buffer = memoryview | bytes | bytearray | np.ndarray[Any, np.dtype[np.uint8]]
 

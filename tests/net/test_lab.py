@@ -34,7 +34,7 @@ ATTEMPTS = 5
 @dataclass(frozen=True)
 class Flow:
     nbytes: int
-    first_s: float
+    begun_s: float
     last_s: float
 
 
@@ -56,14 +56,14 @@ def transfer(lab: Lab, senders: Sequence[int], receiver: int, nbytes: int) -> Ca
         printed, _ = into.communicate(timeout=LIMIT_S)
         assert [process.wait(timeout=LIMIT_S) for process in out] == [0] * len(out)
         fields = [line.split() for line in printed.splitlines()]
-        return [Flow(int(n), float(first), float(last)) for n, first, last in fields]
+        return [Flow(int(n), float(begun), float(last)) for n, begun, last in fields]
 
     return finish
 
 
 def share(flows: Sequence[Flow], rate: str) -> float:
     """Of the rate, what these flows had together."""
-    seconds = max(flow.last_s for flow in flows) - min(flow.first_s for flow in flows)
+    seconds = max(flow.last_s for flow in flows) - min(flow.begun_s for flow in flows)
     return sum(flow.nbytes for flow in flows) * 8 / seconds / bits_per_second(rate)
 
 
@@ -124,7 +124,8 @@ def test_rates_differ_per_host_and_change_while_running() -> None:
         assert_full("400mbit", lambda: [transfer(lab, [1], 0, 24_000_000)])
         lab.set_rate(0, None)
         lab.set_rate(1, None)
-        assert share(transfer(lab, [1], 0, 50_000_000)(), "400mbit") > 2
+        unshaped = (share(transfer(lab, [1], 0, 50_000_000)(), "400mbit") for _ in range(ATTEMPTS))
+        assert any(found > 2 for found in unshaped)
 
 
 def test_racks_share_their_cable_to_the_core() -> None:
@@ -145,26 +146,35 @@ def test_racks_share_their_cable_to_the_core() -> None:
 
 def test_somebody_elses_traffic_takes_what_it_is_given() -> None:
     with Lab(hosts=3, rate="100mbit") as lab, lab.traffic(1, 0, "60mbit") as sender:
-        before = lab.bytes()
-        flows = transfer(lab, [2], 0, 4_000_000)()
-        moved = [b - a for a, b in zip(before, lab.bytes(), strict=True)]
-        assert share(flows, "100mbit") < 0.65  # alone it would get 0.95
-        assert moved[1].sent > 2_000_000
+
+        def left_for_another() -> float:
+            before = lab.bytes()
+            flows = transfer(lab, [2], 0, 4_000_000)()
+            moved = [b - a for a, b in zip(before, lab.bytes(), strict=True)]
+            # A busy machine may hold the traffic up, which then takes less than it is given.
+            return share(flows, "100mbit") if moved[1].sent > 2_000_000 else 1.0
+
+        found = (left_for_another() for _ in range(ATTEMPTS))
+        assert any(share_left < 0.65 for share_left in found)  # alone it would get 0.95
         assert sender.poll() is None
     assert sender.returncode == -signal.SIGTERM
 
 
 def test_a_pulled_cable_stops_a_transfer_and_plugged_in_it_goes_on() -> None:
     with Lab(hosts=2, rate="100mbit") as lab:
-        finish = transfer(lab, [0], 1, 6_000_000)
-        time.sleep(0.1)
+        nbytes = 60_000_000
+        finish = transfer(lab, [0], 1, nbytes)
+        wait_until(lambda: lab.bytes()[1].received > 100_000, "the transfer to begin")
         lab.set_link(1, up=False)
         assert lab.links_up() == (True, False)
         still = lab.bytes()[1].received
+        assert still < nbytes
         time.sleep(0.5)
         assert lab.bytes()[1].received == still
+        lab.set_rate(0, None)
+        lab.set_rate(1, None)
         lab.set_link(1, up=True)
-        assert sum(flow.nbytes for flow in finish()) == 6_000_000
+        assert sum(flow.nbytes for flow in finish()) == nbytes
 
 
 def test_a_frozen_host_does_nothing_until_it_thaws() -> None:
@@ -174,13 +184,25 @@ def test_a_frozen_host_does_nothing_until_it_thaws() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         lab.freeze(0)
-        state = Path(f"/proc/{process.pid}/stat")
-        assert state.read_text().rpartition(")")[2].split()[0] == "T"
+        # A busy kernel stops it a moment later.
+        wait_until(lambda: state_of(process.pid) == "T", "the process to be stopped")
         lab.thaw(0)
         for _ in range(200):
             process.stdout.readline()
         process.kill()
         process.stdout.close()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """One letter, as the kernel says it: T for stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def has_netem() -> bool:
@@ -300,11 +322,8 @@ def test_the_lab_goes_with_its_maker(number: signal.Signals) -> None:
     maker.send_signal(number)
     maker.wait(timeout=LIMIT_S)
     maker.stdout.close()
-    until = time.monotonic() + 10.0
-    while (name in existing() or Path("/proc", inside).exists()) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert name not in existing()
-    assert not Path("/proc", inside).exists()
+    wait_until(lambda: name not in existing(), "the lab to go")
+    wait_until(lambda: not Path("/proc", inside).exists(), "what ran in it to go")
 
 
 def test_leftovers_are_found_by_name() -> None:

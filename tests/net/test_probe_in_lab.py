@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 LIMIT_S = 100.0
-ATTEMPTS = 4
+ATTEMPTS = 6
 MBIT = 125_000.0
 SECRET = {"SLIPSTREAM_SECRET": "correct horse battery staple"}
 PROBE = [sys.executable, "-c", "from slipstream.cli import main; main()", "probe"]

@@ -25,6 +25,7 @@ pytestmark = [
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 WORKER = Path(__file__).with_name("lab_worker.py")
+LIGHT = str(Path(__file__).parents[1] / "light")  # so that workers start sooner; see there
 LIMIT_S = 90
 SLEEPER = """
 import os, subprocess, sys, time
@@ -42,7 +43,8 @@ def command(*arguments: object) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("SLIPSTREAM_")}
+    own = {k: v for k, v in os.environ.items() if not k.startswith("SLIPSTREAM_")}
+    return own | {"PYTHONPATH": LIGHT}
 
 
 def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -62,7 +64,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda told: told["rank"])
 
 
-def until(condition: Callable[[], object], what: str, limit_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -106,6 +108,20 @@ def test_a_failing_script_leaves_nothing(tmp_path: Path) -> None:
     address = done.stdout.split()[-1]
     assert re.fullmatch(r"10\.\d+\.\d+\.1", address)
     assert lab_of(address) is None
+
+
+def test_learners_on_hosts_of_their_own_are_told_the_way_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import slipstream, torch\n"
+        "with slipstream.init() as job:\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    job.distribute(model, optimizer, slipstream.gadei())\n"
+    )
+    done = run(tmp_path, "--lab=2xnone", script)
+    assert done.returncode != 0
+    assert done.stderr.count("leave out --lab and --servers") == 1, done.stderr
 
 
 def test_a_lab_that_is_up_is_used_and_stays(tmp_path: Path) -> None:

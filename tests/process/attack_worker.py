@@ -20,7 +20,7 @@ WIDTH = 300
 
 with slipstream.init() as job:
     if job.rank == 0:
-        run = job._membership.run  # what a member knows
+        run = job._session.membership.run  # what a member knows
         known = {"key": run.credentials.key.hex(), "processes": run.processes}
         Path("run.json").write_text(json.dumps(known))
         Path("port").write_text(os.environ["MASTER_PORT"])

@@ -73,7 +73,7 @@ class Forger:
 
     def damaged_header(self) -> Frames:
         """A header that cannot be read any more: cut, continued, or of wrong types."""
-        header = self.header("rank 1", Push(0, 0, 0, b"\1", 7))
+        header = self.header("rank 1", Push(0, 0, 0, [1], 7))
         cut = header[: self._random.randrange(len(header))]
         wrong_type = header.replace(b"push", b"pusc")
         return [self._random.choice([cut, header + b"\0", wrong_type]), self.bytes_(500)]
@@ -82,9 +82,9 @@ class Forger:
         """Chunks there are not, rounds long past or far ahead."""
         frame = self.bytes_(500)
         far = self._random.choice([10**6, 2**61])
-        body = Push(far, 0, 0, b"\1", checksum([frame]))
+        body = Push(far, 0, 0, [1], checksum([frame]))
         if self._random.random() < 0.5:
-            body = Push(self._random.randrange(3), far, 0, b"\1", checksum([frame]))
+            body = Push(self._random.randrange(3), far, 0, [1], checksum([frame]))
         return [encode_header("rank 1", body), frame]
 
     def push_in_a_name(self) -> Frames:
@@ -93,21 +93,21 @@ class Forger:
         chunk, round_ = self._random.randrange(6), self._random.randrange(200)
         size = self._random.choice([0, 1, 1000, 65535, 65536, 65540])
         frame = b"\x7f" * size
-        present = self._random.choice([b"", b"\1", b"\1\1", b"\0\1", b"\2", b"\1" * 100])
-        body = Push(chunk, round_, round_, present, checksum([frame]) ^ 1)
+        counts = self._random.choice([[], [1], [1, 1], [0, 1], [2], [1] * 100])
+        body = Push(chunk, round_, round_, counts, checksum([frame]) ^ 1)
         return [encode_header(rank, body), frame]
 
     def publish_in_a_name(self) -> Frames:
         frame = b"\x7f" * self._random.choice([0, 1000, 65536])
         chunk, round_ = self._random.randrange(6), self._random.randrange(200)
         sender = self._random.choice(["server 0", "rank 1", "server 9"])
-        body = Publish(chunk, round_, b"\1", checksum([frame]) ^ 1)
+        body = Publish(chunk, 0, round_, [1], checksum([frame]) ^ 1)
         return [self.header(sender, body), frame]
 
     def stranger(self) -> Frames:
         """Somebody who is in nobody's books, under an ever new name."""
         name = self._random.randbytes(32).hex()
-        bodies: Sequence[AnyBody] = (Beat({name: 5}), Beat({}), Ready(), Push(0, 0, 0, b"\1", 0))
+        bodies: Sequence[AnyBody] = (Beat({name: 5}), Beat({}), Ready(), Push(0, 0, 0, [1], 0))
         return [self.header(name, self._random.choice(bodies))]
 
     def out_of_turn(self) -> Frames:
@@ -172,7 +172,7 @@ def garbage(seed: int) -> Iterator[bytes]:
 
 
 class Crowd:
-    """Connections from strangers; some stay open and silent until ``close``."""
+    """Connections from untracked; some stay open and silent until ``close``."""
 
     def __init__(self) -> None:
         self._open: list[socket.socket] = []

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nursery import Nursery, Run
+from fork_server import ForkServer, Run
 
-from slipstream.runtime.holder import KEPT_ROUNDS
+from slipstream.runtime.exchange.aggregator import KEPT_ROUNDS
 
 WORKER = Path(__file__).with_name("backup_worker.py")
 LIMIT_S = 250.0
@@ -29,6 +29,7 @@ class Part:
     total: int = 30  # rounds, or epochs
     own: Sequence[int] = ()  # by rank: steps
     pause_s: Sequence[float] = ()  # by rank, before every step
+    behind: Sequence[int] = ()  # by rank: how many rounds the others make within its step
     jitter_s: float = 0.0  # at random on top
     silence_s: float = 10.0
     wait_s: float = 30.0
@@ -45,10 +46,10 @@ class Part:
 Told = dict[str, Any]
 
 
-def start(nursery: Nursery, folder: Path, workers: int, *parts: Part) -> Run:
+def start(fork_server: ForkServer, folder: Path, workers: int, *parts: Part) -> Run:
     plan = folder / f"{parts[0].name}.plan.json"
     plan.write_text(json.dumps([asdict(part) for part in parts]))
-    return nursery.start(WORKER, str(plan), ranks=workers)
+    return fork_server.start(WORKER, str(plan), ranks=workers)
 
 
 def outcome(run: Run, part: Part, rank: int) -> Told:

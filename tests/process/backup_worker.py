@@ -21,6 +21,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from cases import digest
+from forked_servers import start_servers_by_fork
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +32,7 @@ SAMPLES = 240  # of the data set that is leased
 LEASED = 4  # samples a batch
 TICK = 2.0**-10  # how far a counter moves in an update; exact in binary
 ELEMENTS = (300, 700, 1100)
-MARK_S = 20.0
+MARK_S = 60.0
 LATE_S = 2.5
 
 
@@ -109,13 +110,14 @@ class Rank:
 
     def note_accounts(self) -> None:
         """When all have ended, and nothing changes any more."""
-        service, accounts = self.job._replica.service, self.job._accounts
+        training = self.job._training
+        service, accounts = training.replica.service, training.accounts
 
         def noted() -> dict[str, Any]:
             self.told["accounts"] = [msgspec.to_builtins(a) for a in service.accounts()]
             return dict(accounts())
 
-        self.job._accounts = noted
+        training.accounts = noted
 
     def batch(self, round_: int) -> torch.Tensor:
         seed = 1000 * round_ + self.job.rank
@@ -129,13 +131,23 @@ class Rank:
             targets = self.teacher(inputs)
         return F.mse_loss(self.model(inputs), targets)
 
-    def pause(self) -> None:
-        pauses = self.asked["pause_s"]
+    def pause(self, round_: int) -> None:
+        pauses, behind = self.asked["pause_s"], self.asked["behind"]
         fixed = pauses[self.job.rank] if pauses else 0.0
         time.sleep(fixed + self.random.random() * self.asked["jitter_s"])
+        if behind and behind[self.job.rank]:
+            begun = min(round_ + behind[self.job.rank] + 1, self.asked["total"])
+            wait_until(lambda: max(self.board.read(self.job.world_size)) >= begun)
+
+    def let_go_first(self) -> None:
+        """A rank that the test names goes on first: into the round after the one it stood in."""
+        with suppress(FileNotFoundError):
+            whom, stood = map(int, Path("first_goes").read_text().split())
+            if whom != self.job.rank:
+                wait_until(lambda: self.board.read(self.job.world_size)[whom] > stood)
 
     def step(self, round_: int, inputs: torch.Tensor | None = None) -> None:
-        self.pause()
+        self.pause(round_)
         self.optimizer.zero_grad()
         loss = self.loss(self.batch(round_) if inputs is None else inputs)
         self.board.post(round_ + 1)
@@ -144,7 +156,7 @@ class Rank:
         self.told["rounds"].append(round_)
         self.told["losses"].append(float(loss.detach()))
 
-    def look(self) -> None:
+    def tick(self) -> None:
         if self.asked["look"]:
             self.job.wait()
             self.told["digests"][self.job.step] = digest(self.model)
@@ -165,7 +177,7 @@ class Rank:
 def by_steps(rank: Rank) -> None:
     for round_ in rank.job.steps(rank.asked["total"]):
         rank.step(round_)
-        rank.look()
+        rank.tick()
         rank.save()
 
 
@@ -173,7 +185,7 @@ def by_own_count(rank: Rank) -> None:
     """As a loop that knows nothing of rounds."""
     for number in range(rank.asked["own"][rank.job.rank]):
         rank.step(number)
-        rank.look()
+        rank.tick()
         rank.save()
 
 
@@ -185,6 +197,7 @@ def until_told(rank: Rank) -> None:
             more -= 1
         if more < 0:
             break
+        rank.let_go_first()
         if rank.asked["stops_within"] == [rank.job.rank, len(rank.told["rounds"])]:
             stop_within_backward(rank.model)
         rank.step(round_)
@@ -223,7 +236,7 @@ def by_averages(rank: Rank) -> None:
     mine = {n: v.clone() for n, v in rank.averaged().items()}
     while rank.job.step < rank.asked["own"][rank.job.rank]:
         rank.step(rank.job.step)
-        rank.look()
+        rank.tick()
         rank.job.wait()
         for name, average in mine.items():
             average.lerp_(trained[name].detach(), 1.0 - rank.asked["decay"])
@@ -255,7 +268,7 @@ def tried_within(rank: Rank) -> None:
         with rank.job.averaged_weights():
             lent = digest(rank.model)
             Path("lent").touch()
-            wait_until(lambda: rank.job._replica.round > 0)
+            wait_until(lambda: rank.job._training.replica.round > 0)
             with torch.no_grad():
                 rank.model.eval()(rank.batch(0))
             rank.model.train()
@@ -374,6 +387,7 @@ def fresh() -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    start_servers_by_fork()
     for asked in json.loads(Path(sys.argv[1]).read_text()):
         told = dict(fresh())
         with suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
@@ -79,6 +80,7 @@ def train(job: Any) -> None:
         optimizer.step()
 
 
+start_servers_by_fork()
 with slipstream.init(servers=SERVERS, start_limit_s=20, wait_limit_s=WAIT_S) as job:
     if WRONG == "save too early":
         job.save("nowhere")

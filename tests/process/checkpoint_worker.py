@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cases import OPTIMIZERS, digest, state_of
+from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
@@ -120,6 +121,7 @@ def fail_to_write(job: Any, path: str) -> str:
 
 def main() -> None:
     rank = os.environ["RANK"]
+    start_servers_by_fork()
     for asked in json.loads(Path(sys.argv[1]).read_text()):
         asked["save"] = {int(step): path for step, path in asked["save"].items()}
         try:

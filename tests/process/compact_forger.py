@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -12,55 +13,71 @@ from torch import nn
 
 import slipstream
 from slipstream.job import Job
-from slipstream.transports.wire import Compact, Early, Rows, checksum
+from slipstream.plan import Plan
+from slipstream.sessions.networked import NetworkedTraining
+from slipstream.transports.wire import Early, Push, Rows, checksum
 from slipstream.types import Buffer
 
 STEPS, FORGED_STEP, ROWS = 12, 5, 3
 WORDS, WIDTH, OUTPUTS = 20, 16, 4
-EMBEDDING, LINEAR = 0, 1
-FLOATS = ("float32", "float32")
-KINDS: list[tuple[int, int, tuple[str, str], list[Buffer]]] = [
-    (7, ROWS, FLOATS, []),
-    (LINEAR, ROWS, FLOATS, [bytes(ROWS * WIDTH * 4)]),
-    (LINEAR, ROWS, FLOATS, [bytes(ROWS * WIDTH * 4), bytes(ROWS * OUTPUTS * 4 + 4)]),
-    (LINEAR, 2**61, FLOATS, [bytes(ROWS * WIDTH * 4), bytes(ROWS * OUTPUTS * 4)]),
-    (LINEAR, ROWS, ("int64", "float32"), [bytes(ROWS * WIDTH * 8), bytes(ROWS * OUTPUTS * 4)]),
-    (EMBEDDING, ROWS, ("float32", "float32"), [bytes(ROWS * 4), bytes(ROWS * WIDTH * 4)]),
-    (EMBEDDING, 1, ("int64", "float32"), [np.array([WORDS]).tobytes(), bytes(WIDTH * 4)]),
-    (EMBEDDING, 1, ("int64", "float32"), [np.array([-1]).tobytes(), bytes(WIDTH * 4)]),
-]
+FLOAT, IDS = 1, 5  # how a matrix's header numbers its dtype
 
 
-def forge(member: Any) -> int:
+def matrix(rows: int, width: int, dtype: int = FLOAT, content: bytes | None = None) -> list[Buffer]:
+    """As one travels, with a header of its own."""
+    size = 8 if dtype == IDS else 4
+    header = struct.pack("<QB7x", rows, dtype)
+    return [header, bytes(rows * width * size) if content is None else content]
+
+
+def layers(plan: Plan) -> tuple[int, int]:
+    """The units of the embedding and of the linear layer."""
+    found = {unit.layer.form: unit.index for unit in plan.units if unit.layer is not None}
+    return found["rows"], found["factors"]
+
+
+def forge(member: Any, plan: Plan) -> int:
     """How many messages that fit nothing."""
-    for layer, rows, dtypes, frames in KINDS:
-        crc = checksum(frames)
-        body = Compact(layer, FORGED_STEP, FORGED_STEP, True, rows, dtypes, crc)
+    embedding, linear = layers(plan)
+    good = [*matrix(ROWS, WIDTH), *matrix(ROWS, OUTPUTS)]
+    huge = struct.pack("<QB7x", 2**61, FLOAT)
+    kinds: list[tuple[int, list[Buffer]]] = [
+        (999, []),
+        (linear, matrix(ROWS, WIDTH)),
+        (linear, [*matrix(ROWS, WIDTH), *matrix(ROWS, OUTPUTS, content=bytes(4))]),
+        (linear, [huge, good[1], huge, good[3]]),
+        (linear, [*matrix(ROWS, WIDTH, IDS), *matrix(ROWS, OUTPUTS)]),
+        (linear, [*matrix(ROWS, WIDTH), *matrix(ROWS + 1, OUTPUTS)]),
+        (linear, [b"", *good[1:]]),
+        (embedding, [*matrix(ROWS, 1), *matrix(ROWS, WIDTH)]),
+        (embedding, [*matrix(1, 1, IDS, np.array([WORDS]).tobytes()), *matrix(1, WIDTH)]),
+        (embedding, [*matrix(1, 1, IDS, np.array([-1]).tobytes()), *matrix(1, WIDTH)]),
+    ]
+    bodies: list[tuple[Any, list[Buffer]]] = [
+        (Push(unit, FORGED_STEP, FORGED_STEP, [len(frames)], checksum(frames)), frames)
+        for unit, frames in kinds
+    ]
+    crc, first = checksum(good), good[:2]
+    inputs = checksum(first)
+    bodies += [
+        (Push(linear, FORGED_STEP, 5, [4], crc ^ 1), good),
+        (Push(linear, FORGED_STEP + 9, 5, [4], crc), good),
+        (Push(linear, FORGED_STEP, 5, [3], crc), good),
+        (Push(embedding, FORGED_STEP, 5, [4], crc, early=True), good),
+        (Early(linear, FORGED_STEP + 9, inputs), first),
+        (Early(embedding, FORGED_STEP, inputs), first),
+        (Early(linear, FORGED_STEP, inputs ^ 1), first),
+        (Rows(FORGED_STEP, [1, 1]), []),
+    ]
+    for body, frames in bodies:
         member.send("rank 0", body, frames)
-    good: list[Buffer] = [bytes(ROWS * WIDTH * 4), bytes(ROWS * OUTPUTS * 4)]
-    crc = checksum(good)
-    member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, True, ROWS, FLOATS, crc ^ 1), good)
-    member.send("rank 0", Compact(LINEAR, FORGED_STEP + 9, 5, True, ROWS, FLOATS, crc), good)
-    member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, False, 0, ("", ""), crc), good)
-    far = FORGED_STEP + 9  # beyond what rank 1 itself is about to say
-    inputs = checksum(good[:1])
-    for early in (
-        Early(LINEAR, far, ROWS, "float32", inputs),
-        Early(LINEAR, FORGED_STEP, 2**61, "float32", inputs),
-        Early(EMBEDDING, FORGED_STEP, ROWS, "float32", inputs),
-        Early(LINEAR, FORGED_STEP, ROWS, "float32", inputs ^ 1),
-    ):
-        member.send("rank 0", early, good[:1])
-    counting = Compact(EMBEDDING, FORGED_STEP, 5, True, ROWS, FLOATS, crc, early=True)
-    member.send("rank 0", counting, good)
-    member.send("rank 0", Rows(FORGED_STEP, [1, 1]))
-    beat_at, member._beat_at = member._beat_at, float("inf")  # a beat would be rank 2's, too
-    member.name, own = "rank 2", member.name
+    # A heartbeat would be sent in rank 2's name, too.
+    tick_at, member.pump.tick_at = member.pump.tick_at, float("inf")
     member.transport.name = "rank 2"
-    member.send("rank 0", Compact(LINEAR, FORGED_STEP, 5, True, ROWS, FLOATS, crc), good)
-    member.transport.name = member.name = own
-    member._beat_at = beat_at
-    return len(KINDS) + 10
+    member.send("rank 0", Push(linear, FORGED_STEP, 5, [4], crc), good)
+    member.transport.name = member.name
+    member.pump.tick_at = tick_at
+    return len(bodies) + 1
 
 
 def train(forging: bool) -> tuple[Job, int]:
@@ -70,11 +87,11 @@ def train(forging: bool) -> tuple[Job, int]:
         embedding, linear = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, OUTPUTS)
         model: nn.Module = nn.Sequential(embedding, nn.Tanh(), linear)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = job.distribute(model, optimizer, SYSTEMS["everything"])
+        model, optimizer = job.distribute(model, optimizer, SYSTEMS["everything"]())
         if forging and job.rank == 0:
             # Else its own gradients that do not fit would end the job.
-            assert job._membership is not None
-            del job._membership.member._processes["rank 1"]
+            assert isinstance(job._training, NetworkedTraining)
+            del job._training.membership.member.coordination.processes["rank 1"]
         data = torch.Generator().manual_seed(job.rank)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -82,8 +99,8 @@ def train(forging: bool) -> tuple[Job, int]:
             F.mse_loss(model(words), torch.ones(ROWS, OUTPUTS)).backward()
             optimizer.step()
             if forging and step == FORGED_STEP - 1 and job.rank == 1:
-                assert job._membership is not None
-                forged = forge(job._membership.member)
+                assert isinstance(job._training, NetworkedTraining)
+                forged = forge(job._training.membership.member, job.plan)
     return job, forged
 
 

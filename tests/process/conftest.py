@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from launches import Launch
-from nursery import Nursery
 from stage import Stage
 
 
@@ -21,10 +21,10 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield nursery
-    nursery.close()
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(scope="module")

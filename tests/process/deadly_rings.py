@@ -7,6 +7,7 @@ No torch here: a learner is a fork, so that hundreds of them can die in seconds.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -18,8 +19,8 @@ import numpy as np
 
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.planning.segment import DENSE, ROWS, SegmentPlan, SharedTensor, settings_vector
-from slipstream.runtime.update_server import UpdateServer
-from slipstream.runtime.workshop_messages import Start
+from slipstream.runtime.shared_memory.messages import Start
+from slipstream.runtime.shared_memory.update_server import UpdateServer
 from slipstream.transports.shared_memory import SharedMemory
 
 ROWS_SHAPE, WIDTH = 40, 50
@@ -31,6 +32,8 @@ PLAN = SegmentPlan.of(
     groups=1,
 )
 SLOTS = 2
+LIMIT_S = 60.0
+PR_SET_PDEATHSIG = 1
 
 
 def value(learner: int, number: int) -> int:
@@ -72,6 +75,8 @@ def learn(memory: SharedMemory, learner: int) -> None:
 def fork(run, *args) -> int:  # type: ignore[no-untyped-def]
     pid = os.fork()
     if pid == 0:
+        # Whatever ends the script, its learners and its server end with it.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
             run(*args)
         finally:
@@ -88,6 +93,11 @@ def main() -> None:
     rings = Rings(memory.memory)
     server = fork(serve, memory)
     pids = [fork(learn, memory, learner) for learner in range(learners)]
+    begun = time.monotonic()
+    while not all(rings.pushed(learner) for learner in range(learners)):
+        time.sleep(0.001)  # nobody dies before it has lived
+        if time.monotonic() > begun + LIMIT_S:
+            sys.exit(f"a learner has pushed nothing for {LIMIT_S} s")
     stalled_s, moved, version = 0.0, time.monotonic(), rings.version
     for _ in range(kills):
         until = time.monotonic() + random.uniform(0.0, 0.01)

@@ -7,19 +7,24 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import CASES, STEPS, Loop, digest, state_of
+from forked_servers import start_servers_by_fork
 
 import slipstream
 from slipstream.strategy import Strategy
 
-SYSTEMS: dict[str, Strategy] = {}  # those that no text can say
+SYSTEMS: dict[str, Callable[[], Strategy]] = {}  # those that no text can say
+BEFORE_EACH: list[Callable[[], None]] = []  # case
 
 
 def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    for prepare in BEFORE_EACH:
+        prepare()
     case = CASES[asked["case"]]
     digests: list[str] = []
     with slipstream.init(
@@ -34,7 +39,8 @@ def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor
         schedulers: list[Any] = []
         if case.schedule_before_distribute:
             schedulers = case.schedulers(optimizer, asked["optimizer"])
-        strategy = SYSTEMS.get(asked["strategy"], asked["strategy"])
+        name = asked["strategy"]
+        strategy = SYSTEMS[name]() if name in SYSTEMS else name
         same, optimizer = job.distribute(model, optimizer, strategy)
         assert same is model
         if not case.schedule_before_distribute:
@@ -59,6 +65,7 @@ def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor
 def main() -> None:
     plan, folder, rank = Path(sys.argv[1]), Path(sys.argv[2]), os.environ.get("RANK", "0")
     warnings.simplefilter("error")
+    start_servers_by_fork()
     # torch's compiler looks at every attribute of what crosses a graph break.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     for number, asked in enumerate(json.loads(plan.read_text())):

@@ -18,12 +18,13 @@ from torch import nn
 
 import slipstream
 from slipstream._native import crc32c
-from slipstream.codecs import Bounded
+from slipstream.codecs import Filter
+from slipstream.sessions.networked import NetworkedTraining
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 from slipstream.topologies import Tree
 from slipstream.transports.wire import Push
-from slipstream.types import Hop, Values
+from slipstream.types import EncodeContext, Values
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 24, 96, 16, 16
 
@@ -62,13 +63,12 @@ def forge(job: slipstream.Job) -> None:
 
     From another process in this one's name: its own would end the job.
     """
-    assert job._replica is not None
-    assert job._membership is not None
-    transport = job._membership.transport
+    assert isinstance(job._training, NetworkedTraining)
+    transport = job._training.membership.transport
     own, transport.process = transport.process, 7
     plan = job.plan
-    chunk = next(c for c in plan.chunks if isinstance(plan.route(c).push, Bounded))
-    codec = plan.route(chunk).push
+    unit = next(unit for unit in plan.units if isinstance(plan.route(unit).up, Filter))
+    codec, (chunk,) = plan.route(unit).up, unit.chunks
     numel = chunk.segments[0].numel
     for frame in (
         packed(codec, np.ones(numel + 64)),  # more bits than elements
@@ -76,15 +76,15 @@ def forge(job: slipstream.Job) -> None:
         packed(codec, np.eye(1, 2 * numel, 2 * numel - 1)[0]),  # an index out of range
         b"",
     ):
-        body = Push(chunk.index, job.step, job.step, b"\1" * len(chunk.segments), crc32c(frame))
-        server = plan.cluster.name(plan.holders[chunk.index][0])
-        job._membership.member.send(server, body, [frame] * len(chunk.segments))
+        body = Push(unit.index, job.step, job.step, [1] * len(chunk.segments), crc32c(frame))
+        server = plan.cluster.name(plan.holders[unit.index][0])
+        job._training.membership.member.send(server, body, [frame] * len(chunk.segments))
     transport.process = own
 
 
-def packed(codec: Bounded, content: np.ndarray) -> bytes:
+def packed(codec: Filter, content: np.ndarray) -> bytes:
     values = Values(content.astype(np.float32).view(np.uint8), "float32")
-    (frame,) = codec.encode(values, codec.init(values.numel, "float32"), Hop())
+    (frame,) = codec.encode(values, codec.init(values.numel, "float32"), EncodeContext())
     return bytes(memoryview(frame))
 
 
@@ -143,7 +143,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
         told["refused"] = job.stats().get("refused_by_servers")
         told["slices"] = job.stats().get("slices")
     told["digest"] = digest(net)
-    told["sent"] = job._replica.bytes()[0].total()
+    told["sent"] = job._training.replica.bytes()[0].total()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,13 @@ import torch
 from torch import nn
 
 import slipstream
+from slipstream.systems import parse
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
-LIFE = os.environ.get("SLIPSTREAM_LIFE", "0")
+GONE_ON = 100  # steps since somebody was struck
+LIFE = os.environ.get("SLIPSTREAM_INCARNATION", "0")
+# Named in the script, if it is; else the command line's.
+STRATEGY = parse(os.environ["NAMED"]) if "NAMED" in os.environ else None
 
 
 class Counting(nn.Module):
@@ -48,14 +52,14 @@ def digest(model: nn.Module) -> str:
 
 def server() -> psutil.Process:
     for process in psutil.Process(os.getppid()).children():
-        if "slipstream.runtime.update_server" in process.cmdline():
+        if "slipstream.runtime.shared_memory.update_server" in process.cmdline():
             return process
     raise RuntimeError("there is no server")
 
 
 def counting(job: slipstream.Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Counting()
-    return job.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    return job.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), STRATEGY)
 
 
 def counted() -> None:
@@ -109,12 +113,18 @@ def learning() -> None:
     """Train to TOTAL updates; AT some of them, WHOM is killed, stopped or failed by rank 1."""
     total, whom, at = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     kind = sys.argv[6] if len(sys.argv) > 6 else "SGD"
-    begun, longest = 0, 0.0
+    begun, longest, since = 0, 0.0, 0
+    if whom == "learner" and LIFE != "0":
+        # Whoever waited for the one that was killed would wait for ever.
+        deadline = time.monotonic() + 60
+        while not (FOLDER / "gone on").exists():
+            assert time.monotonic() < deadline, "rank 0 waits for the one that was killed"
+            time.sleep(0.01)
     with slipstream.init() as job:
         model = net()
         rate = 0.1 if kind == "SGD" else 0.01
         optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=rate)
-        model, optimizer = job.distribute(model, optimizer)
+        model, optimizer = job.distribute(model, optimizer, STRATEGY)
         begun = job.step
         generator = torch.Generator().manual_seed(job.rank)
         done, struck = time.monotonic(), False
@@ -127,6 +137,9 @@ def learning() -> None:
             job.record(loss=loss.detach(), samples=16)
             longest, done = max(longest, time.monotonic() - done), time.monotonic()
             time.sleep(0.002)
+            since += (FOLDER / "struck").exists()
+            if since == GONE_ON:
+                (FOLDER / "gone on").touch()
             if job.rank == 1 and LIFE == "0" and step >= at and not struck:
                 struck = True
                 (FOLDER / "struck").touch()
@@ -198,7 +211,7 @@ def saved() -> None:
     with slipstream.init() as job:
         model = net()
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        model, optimizer = job.distribute(model, optimizer)
+        model, optimizer = job.distribute(model, optimizer, STRATEGY)
         if len(sys.argv) > 3:
             job.load(sys.argv[3])
         begun = job.step
@@ -222,7 +235,10 @@ def mistaken() -> None:
             model = model.to(torch.bfloat16)
         kind = torch.optim.Adagrad if what == "optimizer" else torch.optim.SGD
         optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
-        strategy = slipstream.push_pull() if what == "strategy" else None
+        other = what == "strategy" or (what == "one strategy" and job.rank == 1)
+        strategy = slipstream.push_pull() if other else STRATEGY
+        if what == "share first":
+            job.share(job.rank)
         if what == "exception" and job.rank == 1:
             raise ZeroDivisionError("on purpose")
         model, optimizer = job.distribute(model, optimizer, strategy)
@@ -232,7 +248,14 @@ def mistaken() -> None:
             optimizer.step()
 
 
+def again() -> None:
+    """Another job in the same processes, when the first has ended."""
+    counted()
+    counted()
+
+
 CASES = {
+    "again": again,
     "absent": absent,
     "counted": counted,
     "learning": learning,

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from cases import digest
+from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
@@ -53,4 +54,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    start_servers_by_fork()
     main()

@@ -10,17 +10,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cases import digest
+from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
+from slipstream.sessions.networked import NetworkedTraining
 
 HALF, BATCH, INPUTS, HIDDEN, OUTPUTS = 12, 16, 24, 96, 16
 
 
 def owed(job: slipstream.Job) -> dict[str, float]:
     """What this worker still owes, weighed and summed by tensor: its plain sum is always near 0."""
-    assert job._replica is not None
-    (exchange,) = job._replica.link_exchanges
+    assert isinstance(job._training, NetworkedTraining)
+    (exchange,) = job._training.replica.link_exchanges
     sums: dict[str, float] = {}
     for chunk in job.plan.chunks:
         for segment, memory in zip(chunk.segments, exchange.memories(chunk), strict=True):
@@ -59,4 +61,5 @@ def main(checkpoint: str, doing: str) -> None:
 
 
 if __name__ == "__main__":
+    start_servers_by_fork()
     main(*sys.argv[1:])

@@ -1,8 +1,9 @@
-"""Learns with slices; one rank is killed in its first life, and is here again in its second."""
+"""Trains with partial exchange; one rank is killed once and is started again."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,11 +17,12 @@ from torch import nn
 
 import slipstream
 
-LIFE = int(os.environ.get("SLIPSTREAM_LIFE", "0"))
+LIFE = int(os.environ.get("SLIPSTREAM_INCARNATION", "0"))
 
 
 def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)
     told: dict[str, object] = {"steps": [], "losses": []}
     steps, losses = [], []
     back = Path(folder, "back")
@@ -46,8 +48,10 @@ def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
             schedule.step()
             if LIFE:
                 back.touch()
-            # Slowly while somebody is away: a new process takes seconds to start.
-            time.sleep(0.01 if step < int(killed_at) or back.exists() else 0.06)
+            # Slowly while somebody is away: a new process takes seconds to start, and many of them
+            # on a busy machine.
+            away = step >= int(killed_at) and not back.exists()
+            time.sleep((0.06 if step < 200 else 0.3) if away else 0.01)
             steps.append(step)
             losses.append(loss.item())
             if step % 100 == 99:

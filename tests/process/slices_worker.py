@@ -51,12 +51,12 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             optimizer.step()
             time.sleep(pauses.choice([0.0, 0.0, 0.002, 0.01]))
             if step in asked.get("flushes", []):
-                assert job._replica.partial is not None
-                job._replica.partial.drain()  # all there is in a flush, but for the copy
+                assert job._training.replica.partial is not None
+                job._training.replica.partial.drain()  # all there is in a flush, but for the copy
                 told.setdefault("drained", []).append(counted(model))
                 job.share(None)
-        assert job._replica.partial is not None
-        job._replica.partial.drain()
+        assert job._training.replica.partial is not None
+        job._training.replica.partial.drain()
         told["counted"] = counted(model)
         told["slices"] = job.stats()["slices"]
 

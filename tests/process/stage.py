@@ -16,14 +16,14 @@ import psutil
 import pytest
 from remains import Remains
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 DRIVER = """
 import json, sys
 from slipstream.errors import SlipstreamError
-from slipstream.runtime.launch import launch
-from slipstream.runtime.processes import Placement
-from slipstream.runtime.supervision import Limits
+from slipstream.runtime.launch.launch import launch
+from slipstream.runtime.launch.processes import Placement
+from slipstream.runtime.launch.supervision import Limits
 
 asked = json.loads(sys.argv[1])
 try:

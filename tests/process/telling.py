@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_servers import start_servers_by_fork
 
 Told = dict[str, Any]
 
@@ -17,6 +18,7 @@ Told = dict[str, Any]
 def tell_of_each(train: Callable[[Told, Told], None], cases: str) -> None:
     """``train`` is given what is asked and where to tell."""
     torch.set_num_threads(1)
+    start_servers_by_fork()
     for asked in json.loads(Path(cases).read_text()):
         told: Told = {}
         try:

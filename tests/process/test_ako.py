@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer
 from slices_worker import factor
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 LEARNER = Path(__file__).with_name("flow_worker.py")
 COUNTER = Path(__file__).with_name("slices_worker.py")
@@ -18,10 +18,10 @@ RANKS, STEPS = 4, 40
 Told = dict[str, Any]
 
 
-def run(nursery: Nursery, folder: Path, worker: Path, *cases: Told, ranks: int) -> list[int]:
+def run(fork_server: ForkServer, folder: Path, worker: Path, *cases: Told, ranks: int) -> list[int]:
     file = folder / "cases.json"
     file.write_text(json.dumps([{"steps": STEPS, **case} for case in cases]))
-    run = nursery.run(worker, str(file), ranks=ranks, env={}, limit_s=200)
+    run = fork_server.run(worker, str(file), ranks=ranks, env={}, limit_s=200)
     assert run.remains.left() == []
     return [run.codes[rank] for rank in range(ranks)]
 
@@ -46,9 +46,9 @@ COUNTED = [
 
 
 @pytest.fixture(scope="module")
-def counted(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def counted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counted")
-    assert run(nursery, folder, COUNTER, *COUNTED, ranks=RANKS) == [0] * RANKS
+    assert run(fork_server, folder, COUNTER, *COUNTED, ranks=RANKS) == [0] * RANKS
     return folder
 
 
@@ -87,9 +87,9 @@ LEARNT = [
 
 
 @pytest.fixture(scope="module")
-def learnt(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learnt(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learnt")
-    assert run(nursery, folder, LEARNER, *LEARNT, ranks=3) == [0] * 3
+    assert run(fork_server, folder, LEARNER, *LEARNT, ranks=3) == [0] * 3
     return folder
 
 
@@ -110,24 +110,26 @@ def test_workers_are_apart_until_they_flush(learnt: Path) -> None:
     assert len({each["flushed"] for each in said}) == 1
 
 
-def test_training_goes_on_from_a_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_checkpoint(fork_server: ForkServer, tmp_path: Path) -> None:
     through = {**LEARNT[1], "name": "through", "save_at": 20, "save": str(tmp_path / "saved")}
     again = {**LEARNT[1], "name": "again", "load": through["save"]}
-    assert run(nursery, tmp_path, LEARNER, through, again, ranks=3) == [0] * 3
+    assert run(fork_server, tmp_path, LEARNER, through, again, ranks=3) == [0] * 3
     (saved,) = {each["saved"] for each in told(tmp_path, through, [0, 1, 2])}
     said = told(tmp_path, again, [0, 1, 2])
     assert {each["loaded"] for each in said} == {saved}
     assert {len(each["losses"]) for each in said} == {STEPS - 20}
 
 
-def test_workers_may_end_after_different_numbers_of_steps(nursery: Nursery, tmp_path: Path) -> None:
+def test_workers_may_end_after_different_numbers_of_steps(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """Far more than they may be apart while all train."""
     case = {
         "name": "uneven",
         "strategy": "ako(partitions=2, staleness=3)",
         "more_steps": [0, 60, 5],
     }
-    assert run(nursery, tmp_path, LEARNER, case, ranks=3) == [0] * 3
+    assert run(fork_server, tmp_path, LEARNER, case, ranks=3) == [0] * 3
     said = told(tmp_path, case, [0, 1, 2])
     assert [each["step"] for each in said] == [STEPS, STEPS + 60, STEPS + 5]
     assert len({each["digest"] for each in said}) == 1
@@ -137,10 +139,12 @@ def test_workers_may_end_after_different_numbers_of_steps(nursery: Nursery, tmp_
 
 
 @pytest.mark.parametrize("schedule", ["rotate", "same"])
-def test_the_rest_go_on_when_one_dies(nursery: Nursery, tmp_path: Path, schedule: str) -> None:
+def test_the_rest_go_on_when_one_dies(
+    fork_server: ForkServer, tmp_path: Path, schedule: str
+) -> None:
     strategy = f"ako(partitions=2, staleness=2, schedule='{schedule}')"
     case = {"name": "died", "strategy": strategy, "killed": [1, 9], "mean_at": 30}
-    assert run(nursery, tmp_path, LEARNER, case, ranks=3) == [0, -9, 0]
+    assert run(fork_server, tmp_path, LEARNER, case, ranks=3) == [0, -9, 0]
     said = told(tmp_path, case, [0, 2])
     assert {each["step"] for each in said} == {STEPS}
     assert {each["together"] for each in said} == {0.0}  # whatever each has got of the dead one's

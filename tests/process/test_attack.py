@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 from attacker import MEGABYTE, Crowd, Forger, send_as_member, send_oversized
+from fork_server import ForkServer, Run
 from launches import until
-from nursery import Nursery, Run
 from remains import listening_ports
 
 from slipstream.transports.credentials import Credentials
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("attack_worker.py")
 WORKERS = 2
@@ -58,11 +58,11 @@ class Memory:
 
 
 @pytest.fixture(scope="module")
-def outcome(nursery: Nursery) -> Outcome:
-    undisturbed = nursery.run(WORKER, ranks=WORKERS)
+def outcome(fork_server: ForkServer) -> Outcome:
+    undisturbed = fork_server.run(WORKER, ranks=WORKERS)
     assert set(undisturbed.codes.values()) == {0}, undisturbed.told()
     env = {"SLIPSTREAM_SECRET": SECRET}
-    run = nursery.start(WORKER, "hold", ranks=WORKERS, env=env)
+    run = fork_server.start(WORKER, "hold", ranks=WORKERS, env=env)
     until(lambda: run.marked("training"), "training")
     growth = attack(run)
     (run.folder / "go").touch()
@@ -71,7 +71,9 @@ def outcome(nursery: Nursery) -> Outcome:
 
 
 def attack(run: Run) -> dict[str, int]:
-    servers = [p for p in run.remains.processes() if "slipstream.runtime.server" in p.cmdline()]
+    servers = [
+        p for p in run.remains.processes() if "slipstream.runtime.servers.server" in p.cmdline()
+    ]
     members = {
         "server 0": servers[0],
         **{f"rank {rank}": psutil.Process(pid) for rank, pid in enumerate(run.pids)},

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer, Run
 from launches import SLIPSTREAM
-from nursery import Nursery, Run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("bad_input_worker.py")
 AT_A_TIME = 5
@@ -72,7 +72,7 @@ MISTAKES = [
         Mistake("converted", ("rank 1", "float64", "float32", "before"), strategy)
         for strategy in ("push_pull", SERVER, "allreduce", "all_to_all", "poseidon", "ako")
     ),
-    Mistake("distribute twice", ("called twice",)),
+    Mistake("distribute twice", ("the same optimizer twice",)),
     Mistake("save too early", ("after job.distribute",)),
     Mistake(
         "nothing",
@@ -92,14 +92,14 @@ MISTAKES = [
 
 
 @pytest.fixture(scope="module")
-def mistakes(nursery: Nursery) -> list[Mistake]:
+def mistakes(fork_server: ForkServer) -> list[Mistake]:
     for first in range(0, len(MISTAKES), AT_A_TIME):
         together = MISTAKES[first : first + AT_A_TIME]
         for mistake in together:
             arguments = (mistake.wrong, mistake.strategy)
             # On one host, so that what keeps all of them from joining is said once.
             ranks = [{"LOCAL_RANK": str(i)} | env for i, env in enumerate(mistake.ranks)]
-            mistake.run = nursery.start(WORKER, *arguments, ranks=ranks)
+            mistake.run = fork_server.start(WORKER, *arguments, ranks=ranks)
         for mistake in together:
             mistake.run.wait()
     return MISTAKES
@@ -121,19 +121,19 @@ def assert_one_clear_message(run: Run, says: tuple[str, ...]) -> None:
     assert run.remains.left() == []
 
 
-def test_port_taken(nursery: Nursery) -> None:
+def test_port_taken(fork_server: ForkServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         only = {"MASTER_PORT": port, "WORLD_SIZE": "2"}
-        run = nursery.run(WORKER, "nothing", "push_pull", ranks=[only])
+        run = fork_server.run(WORKER, "nothing", "push_pull", ranks=[only])
     assert_one_clear_message(run, (f"127.0.0.1:{port}", "in use", "choose a free MASTER_PORT"))
 
 
-def test_prometheus_port_taken(nursery: Nursery) -> None:
+def test_prometheus_port_taken(fork_server: ForkServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         env = {"SLIPSTREAM_PROMETHEUS": port}
-        run = nursery.run(WORKER, "nothing", "push_pull", ranks=2, env=env)
+        run = fork_server.run(WORKER, "nothing", "push_pull", ranks=2, env=env)
     assert_one_clear_message(run, ("Prometheus", port, "in use"))
 
 

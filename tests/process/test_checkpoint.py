@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases import distance
-from nursery import Nursery
+from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 
 import hostile_checkpoints
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 HALF, END = 8, 16
@@ -43,9 +43,9 @@ class Part:
 class Parts:
     """Runs parts and remembers what became of them."""
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
         self.folder = folder
-        self._nursery = nursery
+        self._nursery = fork_server
         self._told: dict[str, list[dict[str, Any]]] = {}
 
     def path(self, name: str) -> str:
@@ -102,8 +102,8 @@ def continued(kind: str, writer: str, strategy: str, workers: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def parts(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    parts = Parts(nursery, tmp_path_factory.mktemp("checkpoints"))
+def parts(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    parts = Parts(fork_server, tmp_path_factory.mktemp("checkpoints"))
 
     def writer(kind: str, who: str, mode: str, model: str = "plain") -> Part:
         name = named(kind, who)

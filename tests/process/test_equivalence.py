@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES, STEPS, Loop, distance, state_of, train_alone
-from nursery import Nursery
+from fork_server import ForkServer
 from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 HUGE_WORKER = Path(__file__).with_name("huge_worker.py")
@@ -104,7 +104,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def outcome(
-    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Asked], Outcome]:
     """All jobs of a number of workers run one after the other in the same processes."""
 
@@ -114,7 +114,7 @@ def outcome(
         plan = folder / "plan.json"
         jobs = [asked for asked in ALL if asked.workers == workers]
         plan.write_text(json.dumps([asdict(asked) for asked in jobs]))
-        run = nursery.run(WORKER, str(plan), str(folder), ranks=workers, limit_s=LIMIT_S)
+        run = fork_server.run(WORKER, str(plan), str(folder), ranks=workers, limit_s=LIMIT_S)
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
         return folder
@@ -192,8 +192,8 @@ def test_gradient_is_none_exactly_where_no_worker_used_the_parameter(
 
 
 @pytest.mark.slow
-def test_parameter_larger_than_2_gib(nursery: Nursery) -> None:
-    run = nursery.run(HUGE_WORKER, ranks=2, limit_s=200)
+def test_parameter_larger_than_2_gib(fork_server: ForkServer) -> None:
+    run = fork_server.run(HUGE_WORKER, ranks=2, limit_s=200)
     assert list(run.codes.values()) == [0, 0], run.told()
     said = [json.loads(run.stdout(rank)) for rank in range(2)]
     for one in said:

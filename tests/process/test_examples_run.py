@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from fork_server import ForkServer
 from launches import SLIPSTREAM, Launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN = (SLIPSTREAM, "run", "--workers=2", "--strategy=parameter_flow(delta='90%')")
@@ -26,14 +26,14 @@ class Epoch(NamedTuple):
     metric: float
 
 
-def epochs(run: Launch) -> list[Epoch]:
-    found = EPOCH.findall(run.stdout)
+def epochs(stdout: str) -> list[Epoch]:
+    found = EPOCH.findall(stdout)
     return [Epoch(int(number), float(loss), float(metric)) for number, loss, metric in found]
 
 
-def ending(run: Launch) -> tuple[str, int, float]:
+def ending(stdout: str) -> tuple[str, int, float]:
     """The last line: what was trained, for how many steps, and megabytes sent."""
-    ((what, steps, sent_mb),) = END.findall(run.stdout)
+    ((what, steps, sent_mb),) = END.findall(stdout)
     return what, int(steps), float(sent_mb)
 
 
@@ -58,7 +58,7 @@ def trained(launch: Callable[..., Launch]) -> dict[str, Launch]:
 def test_accuracy_rises_from_epoch_to_epoch(
     trained: dict[str, Launch], name: str, least: float
 ) -> None:
-    told = epochs(trained[name])
+    told = epochs(trained[name].stdout)
     assert [epoch.number for epoch in told] == [1, 2, 3, 4]
     assert told[-1].loss < told[0].loss
     assert told[-1].metric > told[0].metric
@@ -66,7 +66,7 @@ def test_accuracy_rises_from_epoch_to_epoch(
 
 
 def test_error_falls_from_epoch_to_epoch(trained: dict[str, Launch]) -> None:
-    told = epochs(trained["matrix_factorisation"])
+    told = epochs(trained["matrix_factorisation"].stdout)
     assert [epoch.number for epoch in told] == [1, 2, 3]
     assert told[-1].loss < told[0].loss
     assert told[-1].metric < 0.8 * told[0].metric
@@ -84,13 +84,13 @@ def test_error_falls_from_epoch_to_epoch(trained: dict[str, Launch]) -> None:
 def test_bytes_sent_are_those_of_a_filter(
     trained: dict[str, Launch], name: str, size: str, parameters: int
 ) -> None:
-    what, steps, sent_mb = ending(trained[name])
+    what, steps, sent_mb = ending(trained[name].stdout)
     assert what == size
     assert 0 < sent_mb < 0.2 * 4e-6 * parameters * steps
 
 
 def test_a_share_of_alexnets_parameters_sends_a_tenth_of_them(trained: dict[str, Launch]) -> None:
-    what, steps, sent_mb = ending(trained["alexnet"])
+    what, steps, sent_mb = ending(trained["alexnet"].stdout)
     parameters = int(what.removesuffix(" parameters"))
     assert parameters == pytest.approx(0.004 * 61.1e6, rel=0.05)
     assert 0 < sent_mb < 0.2 * 4e-6 * parameters * steps
@@ -98,7 +98,7 @@ def test_a_share_of_alexnets_parameters_sends_a_tenth_of_them(trained: dict[str,
 
 def test_nothing_is_said_but_figures_and_nothing_is_left(trained: dict[str, Launch]) -> None:
     for name, run in trained.items():
-        assert len(run.stdout.splitlines()) == len(epochs(run)) + 1, name
+        assert len(run.stdout.splitlines()) == len(epochs(run.stdout)) + 1, name
         assert run.stderr == "", name
         assert run.remains.left() == [], name
 
@@ -137,7 +137,7 @@ def write_images(folder: Path) -> None:
     ],
 )
 def test_given_files_are_learnt_from_alone(
-    launch: Callable[..., Launch],
+    fork_server: ForkServer,
     tmp_path: Path,
     name: str,
     write: Callable[[Path], None],
@@ -145,12 +145,13 @@ def test_given_files_are_learnt_from_alone(
     what: str,
 ) -> None:
     write(tmp_path)
-    script = str(EXAMPLES / f"{name}.py")
-    run = launch(sys.executable, script, f"--data={tmp_path}", "--epochs=3", *options)
-    assert run.wait() == 0, run.stdout + run.stderr
-    told = epochs(run)
+    unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
+    asked = (f"--data={tmp_path}", "--epochs=3", *options)
+    run = fork_server.run(EXAMPLES / f"{name}.py", *asked, ranks=[unset])
+    assert run.codes == {0: 0}, run.told()
+    told = epochs(run.stdout(0))
     assert told[-1].loss < told[0].loss
-    said, steps, sent_mb = ending(run)
+    said, steps, sent_mb = ending(run.stdout(0))
     assert re.fullmatch(what, said)
     assert steps > 0
     assert sent_mb == 0

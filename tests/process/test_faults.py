@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fork_server import ForkServer, Run
 from launches import SLIPSTREAM, Launch, until
-from nursery import Nursery, Run
 from remains import listening_ports
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("fault_worker.py")
 END_S = 10.0  # from the fault to the end of all survivors
@@ -51,14 +51,14 @@ class Scene:
     def survivors(self) -> list[int]:
         return [rank for rank in range(len(self.run.pids)) if rank != self.culprit]
 
-    def start(self, nursery: Nursery) -> None:
+    def start(self, fork_server: ForkServer) -> None:
         present = [rank for rank in range(WORKERS) if rank not in self.absent]
         ranks: Sequence[dict[str, str]] = [
             {"RANK": str(rank), "WORLD_SIZE": str(WORKERS)} for rank in present
         ]
         arguments = (self.strategy, self.argument, str(self.culprit))
         self.moment = time.monotonic()
-        self.run = nursery.start(WORKER, *arguments, ranks=ranks)
+        self.run = fork_server.start(WORKER, *arguments, ranks=ranks)
 
     def strike(self) -> None:
         """Wait for the marks, then do what is to be done; or a rank does it by itself."""
@@ -92,7 +92,9 @@ def kill_server(run: Run) -> None:
 
 
 def servers(run: Run) -> list[psutil.Process]:
-    return [p for p in run.remains.processes() if "slipstream.runtime.server" in p.cmdline()]
+    return [
+        p for p in run.remains.processes() if "slipstream.runtime.servers.server" in p.cmdline()
+    ]
 
 
 def worker_killed(strategy: str, rank: int) -> Scene:
@@ -163,9 +165,9 @@ SCENES = [
 @pytest.fixture(scope="module")
 def launched(launch: Callable[..., Launch]) -> dict[str, Launch]:
     """Jobs under ``slipstream run``, to each of which something is done once it trains."""
-    beside = (SLIPSTREAM, "run", "--workers=2", str(WORKER), "push_pull", "none")
-    dedicated = (*beside[:3], "--servers=1", *beside[3:])
-    jobs = {name: launch(*beside) for name in ("worker stopped", "interrupted")}
+    colocated = (SLIPSTREAM, "run", "--workers=2", str(WORKER), "push_pull", "none")
+    dedicated = (*colocated[:3], "--servers=1", *colocated[3:])
+    jobs = {name: launch(*colocated) for name in ("worker stopped", "interrupted")}
     jobs["server killed"] = launch(*dedicated)
     for job in jobs.values():
         files = [job.folder / f"training.{rank}" for rank in range(2)]
@@ -174,19 +176,19 @@ def launched(launch: Callable[..., Launch]) -> dict[str, Launch]:
     os.kill(int((jobs["worker stopped"].folder / "training.1").read_text()), signal.SIGSTOP)
     jobs["interrupted"].send(signal.SIGINT)
     processes = jobs["server killed"].remains.processes()
-    next(p for p in processes if "slipstream.runtime.server" in p.cmdline()).kill()
+    next(p for p in processes if "slipstream.runtime.servers.server" in p.cmdline()).kill()
     for job in jobs.values():
         job.note_moment()
     return jobs
 
 
 @pytest.fixture(scope="module")
-def scenes(nursery: Nursery, launched: dict[str, Launch]) -> dict[str, Scene]:
+def scenes(fork_server: ForkServer, launched: dict[str, Launch]) -> dict[str, Scene]:
     """Several at a time: most of a fault is waiting for somebody who has gone silent."""
     for first in range(0, len(SCENES), AT_A_TIME):
         together = SCENES[first : first + AT_A_TIME]
         for scene in together:
-            scene.start(nursery)
+            scene.start(fork_server)
         for scene in together:
             scene.strike()
         for scene in together:
@@ -220,9 +222,9 @@ def test_own_error_is_shown_where_it_happened_and_told_to_the_others(
     assert "Traceback" not in run.stderr(0) + run.stderr(1)
 
 
-def test_interrupted_everywhere(nursery: Nursery) -> None:
+def test_interrupted_everywhere(fork_server: ForkServer) -> None:
     """What Ctrl-C in a terminal does where no launcher of ours stands between."""
-    run = nursery.start(WORKER, "push_pull", "none", ranks=WORKERS)
+    run = fork_server.start(WORKER, "push_pull", "none", ranks=WORKERS)
     until(lambda: run.marked("training"), "training")
     moment = time.monotonic()
     send(signal.SIGINT, 0, 1, 2)(run)

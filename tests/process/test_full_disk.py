@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from full_disk_worker import STEPS
-from nursery import Nursery
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("full_disk_worker.py")
 
@@ -29,10 +29,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_training_goes_on_and_the_figures_are_told(nursery: Nursery, disk: Path) -> None:
+def test_training_goes_on_and_the_figures_are_told(fork_server: ForkServer, disk: Path) -> None:
     log, board = disk / "run.jsonl", disk / "board"
     places = {"LOG": str(log), "TENSORBOARD": str(board), "JSON": "/dev/full"}
-    run = nursery.run(
+    run = fork_server.run(
         SCRIPT, ranks=2, env={f"SLIPSTREAM_{key}": place for key, place in places.items()}
     )
     assert run.codes == {0: 0, 1: 0}, run.told()
@@ -47,12 +47,14 @@ def test_training_goes_on_and_the_figures_are_told(nursery: Nursery, disk: Path)
     assert json.loads(figures)["steps"] == STEPS
     whole = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [line["step"] for line in whole if line["event"] == "step"]
-    assert steps == [*range(1, len(steps) + 1)]
+    # Later figures are tried again, and a shorter line may still fit.
+    assert steps == sorted(set(steps))
+    assert steps[:10] == [*range(1, 11)]
     assert len(steps) < STEPS
 
 
-def test_alone_too(nursery: Nursery) -> None:
+def test_alone_too(fork_server: ForkServer) -> None:
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
-    run = nursery.run(SCRIPT, ranks=[unset], env={"SLIPSTREAM_JSON": "/dev/full"})
+    run = fork_server.run(SCRIPT, ranks=[unset], env={"SLIPSTREAM_JSON": "/dev/full"})
     assert run.codes == {0: 0}, run.told()
     assert "here they are:\n{" in run.stderr(0)

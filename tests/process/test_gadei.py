@@ -17,23 +17,25 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from fork_server import ForkServer
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
 
-from slipstream.runtime.shared_checkpoint import Snapshot
+from slipstream.runtime.shared_memory.checkpoints import Snapshot
 from slipstream.torch.checkpoint import Checkpoint
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's"),
 ]
 
 WORKER = Path(__file__).with_name("gadei_worker.py")
 LEARNERS = 2
+ONE = ("--workers", "1")  # for what does not depend on their number: each imports torch
 DIGITS = 0.97  # what the small net reaches in TOTAL updates, and not in a tenth of them
 TOTAL = 1500
 SAMPLES = 2000
 CHANCE = random.Random(1)
+ALONE = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")  # not set
 
 
 STARTED: list[Launch] = []
@@ -48,13 +50,20 @@ def nothing_stays() -> Iterator[None]:
 
 
 def start(
-    folder: Path, *told: object, strategy: str = "gadei", options: tuple[str, ...] = ()
+    folder: Path,
+    *told: object,
+    strategy: str = "gadei",
+    named: str = "",
+    options: tuple[str, ...] = (),
 ) -> Launch:
+    """``named`` is the strategy that the script names; the command line then names none."""
+    by_option = () if named else ("--strategy", strategy)
     command = (
-        SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", strategy, *options,
+        SLIPSTREAM, "run", "--workers", str(LEARNERS), *by_option, *options,
         str(WORKER), *(str(word) for word in told),
     )  # fmt: skip
-    STARTED.append(Launch(command, folder, {"TMPDIR": str(temporary(folder))}))
+    env = {"TMPDIR": str(temporary(folder))} | ({"NAMED": named} if named else {})
+    STARTED.append(Launch(command, folder, env))
     return STARTED[-1]
 
 
@@ -72,8 +81,8 @@ def finished(folder: Path, *told: object, **more: Any) -> Launch:
     return launch
 
 
-def said(folder: Path, rank: int = 0, life: int = 0) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((folder / f"{rank}.{life}.json").read_text())
+def said(folder: Path, rank: int = 0, incarnation: int = 0) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((folder / f"{rank}.{incarnation}.json").read_text())
     return told
 
 
@@ -121,6 +130,60 @@ def test_one_learner_and_more_than_cores(tmp_path: Path, learners: int) -> None:
     assert said(tmp_path, learners - 1)["whole"] == [-float(total)]
 
 
+# ---- named in the script
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_script_may_name_it(tmp_path: Path, learners: int) -> None:
+    launch = finished(
+        tmp_path, "counted", tmp_path, 50, named="gadei()", options=("--workers", str(learners))
+    )
+    assert launch.own_lines == []
+    total = sum(1 + (r + s) % 5 for r in range(learners) for s in range(50))
+    for rank in range(learners):
+        assert said(tmp_path, rank)["whole"] == [-float(total)]
+    assert said(tmp_path)["summary"]["strategy"] == "gadei"
+    assert said(tmp_path)["summary"]["steps"] == 50 * learners
+
+
+def test_learners_of_such_a_script_are_started_again_and_so_is_rank_0(tmp_path: Path) -> None:
+    launch = start(tmp_path, "dealt", tmp_path, SAMPLES, named="gadei(every_s=0.2)")
+    until(lambda: len(progress(launch)) == LEARNERS, "training")
+    for whom in ("rank 1", "server", "rank 0"):
+        strike(launch, whom)
+    (tmp_path / "enough").touch()
+    assert launch.wait() == 0, launch.stderr
+    assert launch.remains.left() == []
+    assert list(temporary(tmp_path).iterdir()) == []
+    for rank in range(LEARNERS):
+        assert f"rank {rank} was killed by SIGKILL; it is started again" in launch.stderr
+    told = json.loads(max(tmp_path.glob("0.*.json")).read_text())
+    assert told["whole"] == [-2.0 * SAMPLES]
+
+
+def test_its_restarts_are_those_that_were_asked_for(tmp_path: Path) -> None:
+    launch = start(
+        tmp_path, "learning", tmp_path, 10**6, "learner", 100,
+        named="gadei()", options=("--restarts", "0"),
+    )  # fmt: skip
+    assert launch.wait() == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in launch.stderr
+    assert "started again" not in launch.stderr
+    assert launch.remains.left() == []
+
+
+def test_its_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    named = f"gadei(checkpoints={str(kept)!r}, every_s=1000)"
+    launch = start(tmp_path, "learning", tmp_path, 10**6, "nobody", 200, named=named)
+    until(lambda: (tmp_path / "struck").exists(), "training")
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
+    assert launch.remains.left() == []
+    newest = max(kept.glob("weights-*.safetensors"))
+    assert Checkpoint.read(newest).facts["step"] >= 200
+
+
 # ---- deaths
 
 
@@ -128,9 +191,10 @@ def test_a_killed_learner_comes_back_and_the_others_do_not_wait(tmp_path: Path) 
     launch = finished(tmp_path, "learning", tmp_path, TOTAL, "learner", TOTAL // 3)
     assert "rank 1 was killed by SIGKILL; it is started again" in launch.stderr
     assert said(tmp_path)["right"] > DIGITS
-    assert said(tmp_path)["longest"] < 1.0
+    # It came back after rank 0 had taken a hundred steps more; none of them was long.
+    assert said(tmp_path)["longest"] < 5.0
     assert said(tmp_path)["summary"]["restarts"] == 1
-    assert said(tmp_path)["digest"] == said(tmp_path, 1, life=1)["digest"]
+    assert said(tmp_path)["digest"] == said(tmp_path, 1, incarnation=1)["digest"]
 
 
 def test_without_restarts_a_learner_may_be_left_out(tmp_path: Path) -> None:
@@ -176,8 +240,8 @@ def test_a_hung_server_is_replaced(tmp_path: Path) -> None:
     assert "another takes its place" in launch.stderr
     assert said(tmp_path)["right"] > DIGITS
     assert said(tmp_path)["summary"]["restarts"] == 1
-    # Five seconds of silence are what tells a hung one.
-    assert said(tmp_path)["longest"] < 12.0
+    # Five seconds of silence are what tells a hung one; the other starts on a busy machine.
+    assert said(tmp_path)["longest"] < 30.0
 
 
 def strike(launch: Launch, whom: str) -> None:
@@ -185,15 +249,14 @@ def strike(launch: Launch, whom: str) -> None:
     time.sleep(CHANCE.uniform(0.3, 0.6))
     moment = time.time()
     process_of(launch, whom).kill()
-    limit_s = 5.0 if whom == "server" else 60.0  # a learner's successor imports torch
     goes_on = lambda: max(f.stat().st_mtime for f in progress(launch)) > moment + 0.2  # noqa: E731
-    until(goes_on, "progress", limit_s=limit_s)
+    until(goes_on, "progress", limit_s=30)
 
 
 def process_of(launch: Launch, whom: str) -> psutil.Process:
     for process in psutil.Process(launch.process.pid).children():
         command, environment = process.cmdline(), process.environ()
-        if whom == "server" and "slipstream.runtime.update_server" in command:
+        if whom == "server" and "slipstream.runtime.shared_memory.update_server" in command:
             return process
         if str(WORKER) in command and whom == f"rank {environment['RANK']}":
             return process
@@ -250,7 +313,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     launch = start(tmp_path, "learning", tmp_path, 10**6, "launcher", 100)
     launch.wait()
     assert launch.remains.left() == []
-    until(lambda: not list(temporary(tmp_path).iterdir()), "its directory to go", limit_s=5.0)
+    until(lambda: not list(temporary(tmp_path).iterdir()), "its directory to go", limit_s=30)
 
 
 # ---- checkpoints
@@ -295,7 +358,7 @@ def test_only_one_job_at_a_time_has_a_directory(tmp_path: Path) -> None:
     strategy = f"gadei(checkpoints={str(kept)!r}, every_s=0.2)"
     running = start(first, "learning", first, 10**6, "nobody", 100, strategy=strategy)
     until(lambda: (first / "struck").exists(), "training")
-    refused = start(second, "counted", second, 5, strategy=strategy)
+    refused = start(second, "counted", second, 5, strategy=strategy, options=ONE)
     assert refused.wait() != 0
     assert f"another job keeps its checkpoints in {kept}" in refused.stderr
     assert f"process {running.process.pid} on " in refused.stderr
@@ -306,7 +369,7 @@ def test_only_one_job_at_a_time_has_a_directory(tmp_path: Path) -> None:
     running.send(signal.SIGKILL)
     running.wait()
     assert running.remains.left() == []
-    last = finished(third, "learning", third, 0, "nobody", 0, strategy=strategy)
+    last = finished(third, "learning", third, 0, "nobody", 0, strategy=strategy, options=ONE)
     assert "goes on from a checkpoint" in last.stderr
 
 
@@ -334,15 +397,15 @@ def test_a_job_without_its_last_checkpoint_has_failed(
     tmp_path: Path, disk: Path, there_is: str
 ) -> None:
     strategy = f"gadei(checkpoints={str(disk)!r}, every_s=1000)"
-    launch = start(tmp_path, "counted", tmp_path, 20, strategy=strategy)
+    launch = start(tmp_path, "counted", tmp_path, 20, strategy=strategy, options=ONE)
     assert launch.wait() == 1
-    file = disk / f"weights-{20 * LEARNERS:015d}.safetensors"
+    file = disk / f"weights-{20:015d}.safetensors"
     trouble = f"cannot write {file}: No space left on device; {there_is.format(disk=disk)}"
     assert launch.own_lines[-2:] == [
         f"slipstream: {trouble}",
         "slipstream: the job ended without its last checkpoint",
     ]
-    assert said(tmp_path)["summary"]["steps"] == 20 * LEARNERS  # learners have all they need
+    assert said(tmp_path)["summary"]["steps"] == 20  # learners have all they need
     assert launch.remains.left() == []
 
 
@@ -356,39 +419,46 @@ def test_a_job_that_is_stopped_says_that_nothing_is_kept(tmp_path: Path, disk: P
     assert f"No space left on device; there is no checkpoint in {disk}" in launch.stderr
 
 
-def test_a_server_that_cannot_read_is_not_started_again(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a job has saved a checkpoint."""
+    folder = tmp_path_factory.mktemp("first")
+    finished(folder, "saved", folder)
+    return folder
+
+
+def test_a_server_that_cannot_read_is_not_started_again(first: Path, tmp_path: Path) -> None:
     """What the file says of a tensor and what it holds differ; the checksum is right."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    finished(first, "saved", first)
+    second = tmp_path / "second"
     whole = Snapshot.read(first / "saved")
     for name, piece in whole.pieces.items():
         whole.pieces[name] = replace(piece, data=bytes(piece.data)[:-4])
     whole.write(tmp_path / "damaged")
-    launch = start(second, "saved", second, tmp_path / "damaged")
+    launch = start(second, "saved", second, tmp_path / "damaged", options=ONE)
     assert launch.wait() == 1
     assert "takes its place" not in launch.stderr
     assert launch.remains.left() == []
 
 
-def test_what_is_saved_is_loaded_elsewhere(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    finished(first, "saved", first)
+def test_what_is_saved_is_loaded_elsewhere(
+    first: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    second = tmp_path / "second"
     assert said(first)["staleness"]["all tensors"]["count"] > 0
     checkpoint = Checkpoint.read(first / "saved")
     assert 50 <= checkpoint.facts["step"] <= 100
     assert checkpoint.tensors["optimizer/state/0.weight/exp_avg"].shape == (50, 20)
     finished(second, "saved", second, first / "saved")
     assert said(second)["begun"] >= checkpoint.facts["step"]
-    alone = tmp_path / "alone"
-    command = (sys.executable, str(WORKER), "saved", str(alone), str(first / "saved"))
-    launch = Launch(command, alone)
-    assert launch.wait() == 0, launch.stderr
+    alone = temporary(tmp_path / "alone")
+    run = fork_server.run(WORKER, "saved", str(alone), str(first / "saved"), ranks=[ALONE])
+    assert run.codes == {0: 0}, run.told()
     assert said(alone)["begun"] == checkpoint.facts["step"]
 
 
 def test_a_pipe_in_a_checkpoints_place_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    launch = start(tmp_path, "saved", tmp_path, tmp_path / "pipe")
+    launch = start(tmp_path, "saved", tmp_path, tmp_path / "pipe", options=ONE)
     assert launch.wait() != 0
     assert f"cannot read {tmp_path / 'pipe'}: it is a pipe, not a regular file" in launch.stderr
     assert launch.remains.left() == []
@@ -416,7 +486,8 @@ def test_every_sample_is_learnt_from_once_an_epoch(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_end_in_a_message(tmp_path: Path, what: str, message: str) -> None:
-    launch = start(tmp_path, "mistaken", tmp_path, what)
+    options = ONE if what == "optimizer" else ()
+    launch = start(tmp_path, "mistaken", tmp_path, what, options=options)
     assert launch.wait() != 0
     assert message in launch.stderr
     assert launch.remains.left() == []
@@ -431,6 +502,57 @@ def test_other_launchers_say_how_it_is_done(tmp_path: Path) -> None:
     assert "slipstream run --workers N --strategy gadei SCRIPT" in launch.stderr
 
 
+def test_with_torchrun_a_script_that_names_it_is_told_how_it_is_done(tmp_path: Path) -> None:
+    command = (TORCHRUN, "--nproc-per-node=2", str(WORKER), "mistaken", str(tmp_path), "none")
+    secret = {"SLIPSTREAM_SECRET": "torchrun's store is open to all"}
+    launch = Launch(command, tmp_path, {"NAMED": "gadei()", **secret})
+    assert launch.wait() != 0
+    assert "slipstream run --workers N --strategy gadei SCRIPT" in launch.stderr
+
+
+def once(launch: Launch, text: str) -> bool:
+    return sum(text in line for line in launch.stderr.splitlines()) == 1
+
+
+def test_servers_are_refused_to_a_script_that_names_it(tmp_path: Path) -> None:
+    launch = start(
+        tmp_path, "mistaken", tmp_path, "none", named="gadei()", options=("--servers", "1")
+    )
+    assert launch.wait() != 0
+    assert once(launch, "leave out --lab and --servers"), launch.stderr
+    assert launch.remains.left() == []
+
+
+def test_ranks_that_name_different_strategies_are_told_so(tmp_path: Path) -> None:
+    launch = start(tmp_path, "mistaken", tmp_path, "one strategy", named="gadei()")
+    assert launch.wait() == 1
+    assert "slipstream: rank 1 asks for push_pull, but " in launch.stderr
+    assert "every rank must name the same strategy in job.distribute" in launch.stderr
+    assert launch.remains.left() == []
+    assert list(temporary(tmp_path).iterdir()) == []
+
+
+def test_a_script_that_shares_first_is_told_the_way_out(tmp_path: Path) -> None:
+    launch = start(tmp_path, "mistaken", tmp_path, "share first", named="gadei()")
+    assert launch.wait() == 1
+    assert once(launch, "job.share came before job.distribute"), launch.stderr
+    assert "or start with --strategy gadei" in launch.stderr
+    finished(tmp_path / "way out", "mistaken", tmp_path, "share first")
+
+
+def test_a_script_that_asks_for_another_than_the_command_line_is_refused(tmp_path: Path) -> None:
+    launch = start(tmp_path, "mistaken", tmp_path, "strategy")
+    assert launch.wait() != 0
+    assert once(launch, "started for learners that share memory, and the script asks for push_pull")
+
+
+def test_a_second_job_in_the_same_processes_is_refused(tmp_path: Path) -> None:
+    launch = start(tmp_path, "again", tmp_path, 5, named="gadei()")
+    assert launch.wait() != 0
+    assert "start another job with another `slipstream run`" in launch.stderr
+    assert launch.remains.left() == []
+
+
 @pytest.mark.parametrize("options", [("--servers", "1")])
 def test_options_of_a_network_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
     launch = start(tmp_path, "mistaken", tmp_path, "none", options=options)
@@ -438,8 +560,8 @@ def test_options_of_a_network_are_refused(tmp_path: Path, options: tuple[str, ..
     assert "leave out --lab and --servers" in launch.stderr
 
 
-def test_alone_it_is_plain_training(tmp_path: Path) -> None:
-    command = (sys.executable, str(WORKER), "counted", str(tmp_path), "20")
-    launch = Launch(command, tmp_path, {"SLIPSTREAM_STRATEGY": "gadei"})
-    assert launch.wait() == 0, launch.stderr
+def test_alone_it_is_plain_training(tmp_path: Path, fork_server: ForkServer) -> None:
+    env = {"SLIPSTREAM_STRATEGY": "gadei"}
+    run = fork_server.run(WORKER, "counted", str(tmp_path), "20", ranks=[ALONE], env=env)
+    assert run.codes == {0: 0}, run.told()
     assert said(tmp_path)["whole"] == [-float(sum(1 + s % 5 for s in range(20)))]

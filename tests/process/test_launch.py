@@ -25,7 +25,7 @@ from stage import (
     until,
 )
 
-from slipstream.runtime.supervision import EXIT_PEER_FAILED
+from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 pytestmark = pytest.mark.process
 

@@ -57,7 +57,7 @@ def test_server_that_never_says_where_it_listens(stage: Stage) -> None:
 
 
 WITH_A_SERVER_BESIDE = """
-from slipstream.runtime.processes import start_server
+from slipstream.runtime.launch.processes import start_server
 from slipstream.transports.credentials import Credentials
 program = [sys.executable, str(HERE / "server.py")]
 server = start_server(index=0, credentials=Credentials(b"k", False), command=program)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 from launches import SLIPSTREAM, Launch
-from nursery import Nursery
 
 from slipstream.torch.checkpoint import Checkpoint
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("nonfinite_worker.py")
 WHERE = "rank 1: the gradient of"
@@ -32,7 +32,7 @@ BY_WORKERS = {
     "one_bit": "one_bit(chunk_bytes=4096)",
     "flow": "parameter_flow(chunk_bytes=4096)",
     "stale flow": "parameter_flow(staleness=1)",
-    "own steps": "parameter_flow(travels='steps')",
+    "own steps": "parameter_flow(payload='update')",
     "ako": "ako(partitions=2)",
 }
 BY_SERVERS = {
@@ -77,14 +77,14 @@ def told(folder: Path, name: str) -> list[Told]:
 
 @pytest.fixture(scope="module")
 def trained(
-    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], list[Told]]:
     """What the ranks tell of a system under a policy; all systems are trained in one go."""
 
     @cache
     def folder(nonfinite: str) -> Path:
         folder = tmp_path_factory.mktemp(nonfinite)
-        run = nursery.run(WORKER, tell(folder, cases(nonfinite)), ranks=2, limit_s=200)
+        run = fork_server.run(WORKER, tell(folder, cases(nonfinite)), ranks=2, limit_s=200)
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
         return folder
@@ -138,9 +138,9 @@ def test_one_ends_the_job_on_all_ranks(
     assert "nonfinite='refuse'" in culprit["fault"]
 
 
-def test_a_job_that_stops_says_why_in_one_line(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_job_that_stops_says_why_in_one_line(fork_server: ForkServer, tmp_path: Path) -> None:
     asked = {"strategy": "push_pull", "bad": "numbers", "nonfinite": "stop"}
-    run = nursery.run(WORKER, tell(tmp_path, [asked]), "uncaught", ranks=2)
+    run = fork_server.run(WORKER, tell(tmp_path, [asked]), "uncaught", ranks=2)
     assert 0 not in run.wait()
     (line,) = run.own_lines()
     assert f"{WHERE} 'numbers." in line
@@ -201,9 +201,9 @@ def is_finite(file: Path) -> bool:
     return bool(tensors["model/words.weight"].isfinite().all())
 
 
-def test_a_finite_checkpoint_is_not_replaced(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_finite_checkpoint_is_not_replaced(fork_server: ForkServer, tmp_path: Path) -> None:
     asked = {"strategy": "push_pull", "bad": "words", "save": str(tmp_path)}
-    run = nursery.run(WORKER, tell(tmp_path, [{"name": "saved", **asked}]), ranks=2)
+    run = fork_server.run(WORKER, tell(tmp_path, [{"name": "saved", **asked}]), ranks=2)
     assert run.wait() == [0, 0], run.told()
     for each in told(tmp_path, "saved"):
         assert_finite_one_is_kept(tmp_path, each["refusals"])
@@ -231,9 +231,11 @@ def test_a_server_keeps_finite_checkpoints_and_says_so_once(tmp_path: Path) -> N
 # ---- mixed precision
 
 
-def test_a_grad_scaler_sees_infinities_and_skips_the_step(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_grad_scaler_sees_infinities_and_skips_the_step(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     asked = {"strategy": "push_pull", "bad": "numbers", "scaled": True, "nonfinite": "pass"}
-    run = nursery.run(WORKER, tell(tmp_path, [{"name": "scaled", **asked}]), ranks=2)
+    run = fork_server.run(WORKER, tell(tmp_path, [{"name": "scaled", **asked}]), ranks=2)
     assert run.wait() == [0, 0], run.told()
     said = told(tmp_path, "scaled")
     assert_said_once(said, "scaled")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("one_bit_worker.py")
 # Small chunks: tensors are cut, and every server holds several.
@@ -33,14 +33,14 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def train(nursery: Nursery) -> Callable[..., Outcome]:
+def train(fork_server: ForkServer) -> Callable[..., Outcome]:
     def run(workers: int, servers: int, strategy: str = BITS, **env: str) -> Outcome:
         env |= {
             "SLIPSTREAM_STRATEGY": strategy,
             "SLIPSTREAM_SERVERS": str(servers),
             "SLIPSTREAM_JSON": "figures.json",
         }
-        run = nursery.run(WORKER, ranks=workers, env=env)
+        run = fork_server.run(WORKER, ranks=workers, env=env)
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
         told = [

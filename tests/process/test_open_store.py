@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,17 @@ from typing import Any
 import psutil
 import pytest
 from attacker import Crowd
+from fork_server import ForkServer, Run
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
-from nursery import Nursery, Run
+from ports import free_port
 from remains import listening_ports
 from torch import distributed
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("store_worker.py")
 SECRET = {"SLIPSTREAM_SECRET": "the secret of a job whose store is open"}
 SHARES = 30
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return str(listener.getsockname()[1])
 
 
 def open_store(port: str) -> Any:
@@ -39,18 +35,20 @@ def open_store(port: str) -> Any:
     )
 
 
-def held(nursery: Nursery, tag: str, env: Mapping[str, str], *more: str) -> Run:
+def held(fork_server: ForkServer, tag: str, env: Mapping[str, str], *more: str) -> Run:
     """A job that waits until ``go`` is there: all have met, and nothing is distributed yet."""
-    return waiting(nursery, "joined", tag, env, "hold early", *more)
+    return waiting(fork_server, "joined", tag, env, "hold early", *more)
 
 
-def training(nursery: Nursery, tag: str, env: Mapping[str, str]) -> Run:
+def training(fork_server: ForkServer, tag: str, env: Mapping[str, str]) -> Run:
     """The same in the middle of its training."""
-    return waiting(nursery, "training", tag, env, "hold")
+    return waiting(fork_server, "training", tag, env, "hold")
 
 
-def waiting(nursery: Nursery, where: str, tag: str, env: Mapping[str, str], *more: str) -> Run:
-    run = nursery.start(WORKER, tag, *more, ranks=2, env={**SECRET, **env})
+def waiting(
+    fork_server: ForkServer, where: str, tag: str, env: Mapping[str, str], *more: str
+) -> Run:
+    run = fork_server.start(WORKER, tag, *more, ranks=2, env={**SECRET, **env})
     until(lambda: run.marked(where) or run.codes, where)
     assert not run.codes, run.told()
     return run
@@ -100,16 +98,16 @@ def writing(port: str, values: Callable[[Any], Mapping[str, bytes]]) -> Iterator
         thread.join()
 
 
-def test_nothing_but_meeting_data_lies_in_the_store(nursery: Nursery) -> None:
-    port = free_port()
-    run = held(nursery, "a marker", {"MASTER_PORT": port})
+def test_nothing_but_meeting_data_lies_in_the_store(fork_server: ForkServer) -> None:
+    port = str(free_port())
+    run = held(fork_server, "a marker", {"MASTER_PORT": port})
     kept: dict[str, bytes] = {}
 
-    def look(store: Any) -> dict[str, bytes]:
+    def tick(store: Any) -> dict[str, bytes]:
         kept.update({key: store.get(key) for key in store.list_keys()})
         return {}
 
-    with writing(port, look):
+    with writing(port, tick):
         until(lambda: kept, "a look into the store")
         finish(run)
     assert_undisturbed(run, "a marker")
@@ -117,9 +115,9 @@ def test_nothing_but_meeting_data_lies_in_the_store(nursery: Nursery) -> None:
     assert all(b"marker" not in value for value in kept.values())
 
 
-def test_garbage_in_the_store_does_not_touch_a_job_that_has_begun(nursery: Nursery) -> None:
-    port = free_port()
-    run = held(nursery, "mine", {"MASTER_PORT": port})
+def test_garbage_in_the_store_does_not_touch_a_job_that_has_begun(fork_server: ForkServer) -> None:
+    port = str(free_port())
+    run = held(fork_server, "mine", {"MASTER_PORT": port})
     spoilt: set[str] = set()
 
     def garbage(store: Any) -> dict[str, bytes]:
@@ -133,23 +131,23 @@ def test_garbage_in_the_store_does_not_touch_a_job_that_has_begun(nursery: Nurse
     assert_undisturbed(run, "mine")
 
 
-def test_nobody_listens_at_the_port_while_a_job_trains(nursery: Nursery) -> None:
+def test_nobody_listens_at_the_port_while_a_job_trains(fork_server: ForkServer) -> None:
     """So another job may meet there."""
-    port = free_port()
-    run = training(nursery, "first", {"MASTER_PORT": port})
+    port = str(free_port())
+    run = training(fork_server, "first", {"MASTER_PORT": port})
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(port)), 5).close()
-    second = nursery.run(WORKER, "second", ranks=2, env={**SECRET, "MASTER_PORT": port})
+    second = fork_server.run(WORKER, "second", ranks=2, env={**SECRET, "MASTER_PORT": port})
     assert_undisturbed(second, "second")
     finish(run)
     assert_undisturbed(run, "first")
 
 
 @pytest.mark.parametrize("kept", ["everything", "all but places and addresses"])
-def test_values_of_an_earlier_run_are_worth_nothing(nursery: Nursery, kept: str) -> None:
+def test_values_of_an_earlier_run_are_worth_nothing(fork_server: ForkServer, kept: str) -> None:
     """Whoever kept them may keep the ranks from meeting, but not have them believe anything."""
-    port = free_port()
-    first = held(nursery, "yesterday", {"MASTER_PORT": port})
+    port = str(free_port())
+    first = held(fork_server, "yesterday", {"MASTER_PORT": port})
     old: dict[str, bytes] = {}
 
     def more(store: Any) -> dict[str, bytes]:
@@ -161,7 +159,7 @@ def test_values_of_an_earlier_run_are_worth_nothing(nursery: Nursery, kept: str)
         until(lambda: old or kept != "everything", "a look into the store")
         finish(first)
     with writing(port, lambda _: old):
-        second = nursery.run(WORKER, "today", ranks=2, env={**SECRET, "MASTER_PORT": port})
+        second = fork_server.run(WORKER, "today", ranks=2, env={**SECRET, "MASTER_PORT": port})
     for rank, code in second.codes.items():
         if code == 0:
             assert shared(second, rank) == [f"today {step}" for step in range(SHARES)]
@@ -187,12 +185,12 @@ def is_place(key: str) -> bool:
     ids=["same secret", "more ranks", "another secret"],
 )
 def test_a_second_job_on_the_port_refuses_by_itself(
-    nursery: Nursery, env: dict[str, str], says: str
+    fork_server: ForkServer, env: dict[str, str], says: str
 ) -> None:
-    port = free_port()
-    run = held(nursery, "first", {"MASTER_PORT": port})
+    port = str(free_port())
+    run = held(fork_server, "first", {"MASTER_PORT": port})
     own = {**SECRET, "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **env}
-    second = nursery.run(WORKER, "second", ranks=[own])
+    second = fork_server.run(WORKER, "second", ranks=[own])
     finish(run)
     assert second.codes[0] != 0
     assert [says in line for line in second.own_lines()] == [True], second.told()
@@ -200,16 +198,15 @@ def test_a_second_job_on_the_port_refuses_by_itself(
     assert_undisturbed(run, "first")
 
 
-def test_idle_connections_do_not_use_up_the_descriptors(nursery: Nursery) -> None:
-    run = held(nursery, "mine", {}, "few descriptors")
-    crowd = Crowd()
-    for pid in run.pids:
-        for port in listening_ports(pid):
-            crowd.idle(port, 1100)
-    processes = [psutil.Process(pid) for pid in run.pids]
-    until(lambda: all(each.num_fds() < 600 for each in processes), "connections to be ended")
-    finish(run)
-    crowd.close()
+def test_idle_connections_do_not_use_up_the_descriptors(fork_server: ForkServer) -> None:
+    run = held(fork_server, "mine", {}, "few descriptors")
+    with closing(Crowd()) as crowd:
+        for pid in run.pids:
+            for port in listening_ports(pid):
+                crowd.idle(port, 1100)
+        processes = [psutil.Process(pid) for pid in run.pids]
+        until(lambda: all(each.num_fds() < 600 for each in processes), "connections to be ended")
+        finish(run)
     assert_undisturbed(run, "mine")
 
 

@@ -10,7 +10,7 @@ from launches import SLIPSTREAM, Launch
 
 from slipstream.bench.contestants import PEERS, why_missing
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 OPTIONS = ("--workers=2", "--repetitions=1", "--steps=5", "--json=figures.json")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from cases import CASES, STEPS, distance, state_of, train_alone
-from nursery import Nursery
+from fork_server import ForkServer
 from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
 from poseidon_cases import POSEIDON_CASES
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("poseidon_worker.py")
 FORGER = Path(__file__).with_name("compact_forger.py")
@@ -72,14 +72,14 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def outcome(
-    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Asked], Outcome]:
     @cache
     def train(workers: int) -> Path:
         folder = tmp_path_factory.mktemp(f"poseidon-{workers}-workers")
         plan = folder / "plan.json"
         plan.write_text(json.dumps([asdict(asked) for asked in ALL if asked.workers == workers]))
-        run = nursery.run(WORKER, str(plan), str(folder), ranks=workers, limit_s=LIMIT_S)
+        run = fork_server.run(WORKER, str(plan), str(folder), ranks=workers, limit_s=LIMIT_S)
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
         return folder
@@ -165,8 +165,8 @@ def test_gradient_is_none_exactly_where_no_worker_used_the_parameter(
     assert outcome(Asked(2, "unused", EVERYTHING)).notes == [wanted, wanted]
 
 
-def test_compact_gradients_that_fit_nothing_are_refused(nursery: Nursery) -> None:
-    run = nursery.run(FORGER, ranks=2)
+def test_compact_gradients_that_fit_nothing_are_refused(fork_server: ForkServer) -> None:
+    run = fork_server.run(FORGER, ranks=2)
     assert run.codes == {0: 0, 1: 0}, run.told()
     undisturbed, disturbed = run.stdout(0).splitlines()
     assert undisturbed.rpartition(" ")[2] == "0"

@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import Nursery
+from fork_server import ForkServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("residuals_worker.py")
 BITS = "one_bit(chunk_bytes=4096)"
 
 
 def run(
-    nursery: Nursery, folder: Path, doing: str, *, ranks: int, servers: int
+    fork_server: ForkServer, folder: Path, doing: str, *, ranks: int, servers: int
 ) -> list[dict[str, Any]]:
     settings = {"SLIPSTREAM_STRATEGY": BITS, "SLIPSTREAM_SERVERS": str(servers)}
     checkpoint = str(folder / "checkpoint")
-    run = nursery.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
+    run = fork_server.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
     assert set(run.codes.values()) == {0}, run.told()
     assert run.remains.left() == []
     return [json.loads((folder / f"{doing}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_training_goes_on_to_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
-    through = run(nursery, tmp_path, "save", ranks=2, servers=2)
-    resumed = run(nursery, tmp_path, "resume", ranks=2, servers=1)
+def test_training_goes_on_to_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
+    through = run(fork_server, tmp_path, "save", ranks=2, servers=2)
+    resumed = run(fork_server, tmp_path, "resume", ranks=2, servers=1)
     assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
     assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
     assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}
@@ -36,10 +36,10 @@ def test_training_goes_on_to_the_same_bits(nursery: Nursery, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_other_numbers_of_workers_owe_the_same(
-    nursery: Nursery, tmp_path: Path, ranks: int
+    fork_server: ForkServer, tmp_path: Path, ranks: int
 ) -> None:
-    before = run(nursery, tmp_path, "save", ranks=3, servers=1)
-    after = run(nursery, tmp_path, "resume", ranks=ranks, servers=1)
+    before = run(fork_server, tmp_path, "save", ranks=3, servers=1)
+    after = run(fork_server, tmp_path, "resume", ranks=ranks, servers=1)
     assert any(abs(owes) > 1e-2 for owes in before[0]["owed"].values()), "nothing is shown"
     for name in before[0]["owed"]:
         shares = [
@@ -49,10 +49,10 @@ def test_other_numbers_of_workers_owe_the_same(
     assert {worker["step"] for worker in after} == {24}
 
 
-def test_a_strategy_that_keeps_none_says_so(nursery: Nursery, tmp_path: Path) -> None:
-    run(nursery, tmp_path, "save", ranks=2, servers=1)
+def test_a_strategy_that_keeps_none_says_so(fork_server: ForkServer, tmp_path: Path) -> None:
+    run(fork_server, tmp_path, "save", ranks=2, servers=1)
     settings = {"SLIPSTREAM_STRATEGY": "push_pull", "SLIPSTREAM_SERVERS": "1"}
-    resumed = nursery.run(WORKER, str(tmp_path / "checkpoint"), "resume", ranks=2, env=settings)
+    resumed = fork_server.run(WORKER, str(tmp_path / "checkpoint"), "resume", ranks=2, env=settings)
     assert set(resumed.codes.values()) == {0}, resumed.told()
     assert "this one keeps none, so they are left out" in resumed.stderr(0)
     assert "keeps none" not in resumed.stderr(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from cases import distance
+from fork_server import ForkServer
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
-from nursery import Nursery
+from ports import free_port
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.process
 
 SCRIPT = Path(__file__).with_name("ways_worker.py")
 STEPS, BATCH = 20, 12
@@ -24,11 +24,6 @@ SECRET = {"SLIPSTREAM_SECRET": "torchrun's store is open to all"}
 MODEL_BYTES = 4 * (2 * 512 * 512 + 2 * 512)
 RUN = (SLIPSTREAM, "run", "--workers=2")
 Weights = dict[str, torch.Tensor]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +78,10 @@ def scraped(ways: dict[str, Launch], prometheus_port: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(nursery: Nursery) -> Path:
+def alone(fork_server: ForkServer) -> Path:
     """Not even RANK is set."""
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "")
-    run = nursery.run(SCRIPT, ranks=[unset], env={"SLIPSTREAM_JSON": "figures.json"})
+    run = fork_server.run(SCRIPT, ranks=[unset], env={"SLIPSTREAM_JSON": "figures.json"})
     assert run.codes == {0: 0}, run.told()
     return run.folder
 
@@ -120,9 +115,9 @@ def test_two_workers_train_like_one_alone(
 
 
 def test_nothing_set_but_what_a_scheduler_sets(
-    nursery: Nursery, finished: dict[str, Launch]
+    fork_server: ForkServer, finished: dict[str, Launch]
 ) -> None:
-    run = nursery.run(SCRIPT, ranks=2, env={"MASTER_PORT": str(free_port())})
+    run = fork_server.run(SCRIPT, ranks=2, env={"MASTER_PORT": str(free_port())})
     assert set(run.codes.values()) == {0}, run.told()
     assert_same_bits(weights(run.folder), weights(finished["run"].folder))
 
@@ -167,9 +162,11 @@ def test_figures(finished: dict[str, Launch], way: str, strategy: str, servers: 
     ("strategy", "ends", "models"),
     [("push_pull", 1, 2 * 2 / 3), ("allreduce", 2, 2 * 2 / 3), ("all_to_all", 2, 2)],
 )
-def test_bytes_a_worker_and_step(nursery: Nursery, strategy: str, ends: int, models: float) -> None:
+def test_bytes_a_worker_and_step(
+    fork_server: ForkServer, strategy: str, ends: int, models: float
+) -> None:
     env = {"SLIPSTREAM_JSON": "figures.json", "SLIPSTREAM_STRATEGY": strategy}
-    run = nursery.run(SCRIPT, ranks=3, env=env)
+    run = fork_server.run(SCRIPT, ranks=3, env=env)
     assert set(run.codes.values()) == {0}, run.told()
     traffic = figures(run.folder)["bytes"]
     moved = (traffic["sent"] + traffic["received"]) / ends

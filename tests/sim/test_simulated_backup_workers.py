@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.configuration import OptimizerRecipe
+from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.systems import backup_workers, push_pull
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.testing.worker import Contribute, Step
-from slipstream.transports.wire import Arrived, Commit, Publish, Push, Retire, Serve
+from slipstream.transports.wire import Arrived, Commit, Publish, Push, Serve, WorkerLeft
 from slipstream.types import Spec
 
 SPECS = [
@@ -174,13 +174,13 @@ def check_rounds(simulation: Simulation) -> list[tuple[int, ...]]:
 
 
 def check_answers(simulation: Simulation) -> None:
-    """Every push is answered by one publish of its chunk, of its round or of a later one."""
+    """Every push is answered by one publish of its unit, of its round or of a later one."""
     waiting: dict[tuple[str, int], Push] = {}
     for event in simulation.trace:
         if event.kind == "sent" and isinstance(event.body, Push):
-            assert waiting.setdefault((event.source, event.body.chunk), event.body) is event.body
+            assert waiting.setdefault((event.source, event.body.unit), event.body) is event.body
         if event.kind == "sent" and isinstance(event.body, Publish):
-            assert waiting.pop((event.peer, event.body.chunk)).round <= event.body.round
+            assert waiting.pop((event.peer, event.body.unit)).round <= event.body.round
     assert not waiting
 
 
@@ -201,7 +201,7 @@ def check_accounts(simulation: Simulation, makers: Sequence[Sequence[int]]) -> N
     conduct=conducts(SLOW, AWAY),
     seed=SEEDS,
 )
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_every_round_is_the_mean_of_the_first_n_the_same_at_every_shard(
     workers: int,
     spare: int,
@@ -273,7 +273,7 @@ def test_without_backup_workers_these_are_the_rounds_of_push_pull(
     conduct=conducts(SLOW, AWAY, LEAVES),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_who_leaves_early_is_not_waited_for(
     workers: int, first: int, servers: int, conduct: dict[int, Conduct], seed: int
 ) -> None:
@@ -301,7 +301,7 @@ def test_the_last_worker_makes_its_rounds_alone() -> None:
     conduct=conducts(SLOW, LOST),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_who_was_given_up_for_lost_may_come_back(
     workers: int, first: int, servers: int, conduct: dict[int, Conduct], seed: int
 ) -> None:
@@ -322,7 +322,7 @@ def test_who_was_given_up_for_lost_may_come_back(
     conduct=conducts(SLOW, AWAY, LEAVES),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_a_round_is_over_after_a_time_with_whoever_has_come(
     workers: int,
     least: int,
@@ -342,7 +342,7 @@ def test_a_round_is_over_after_a_time_with_whoever_has_come(
             continue
         if isinstance(event.body, Arrived):
             opened_at = min(opened_at, event.at_s)  # the first round
-        if event.kind == "taken" and isinstance(event.body, Retire):
+        if event.kind == "taken" and isinstance(event.body, WorkerLeft):
             here.discard(event.body.rank)
         if event.kind == "sent" and isinstance(event.body, Commit):
             enough = min(least, workers) if event.at_s >= opened_at + close_after_s else workers

@@ -120,7 +120,7 @@ def test_every_worker_gets_what_the_equations_say(
     for by_rank in simulation.results:
         assert all(worker == by_rank[0] for worker in by_rank)
     plan = simulation.plan
-    in_bits = [c for c in plan.chunks if plan.route(c).push == OneBit()]
+    in_bits = [c for c in plan.chunks if plan.route(plan.unit_of(c)).up == OneBit()]
     assert {s.tensor for c in in_bits for s in c.segments} == {0, 2}
     check_results(simulation, in_bits)
 
@@ -146,7 +146,7 @@ def test_bits_are_all_that_travels() -> None:
     nbytes = sum(
         OneBit.nbytes(segment.numel)
         for chunk in plan.chunks
-        if plan.route(chunk).push == OneBit()
+        if plan.route(plan.unit_of(chunk)).up == OneBit()
         for segment in chunk.segments
     )
     for counter in (*simulation.sent, *simulation.received):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.systems import parameter_flow, push_pull
 from slipstream.testing import Conduct, Simulation, simulate
-from slipstream.testing.cast import Tensors
+from slipstream.testing.members import Tensors
 from slipstream.topologies import Tree
-from slipstream.transports.wire import Publish, Rerouted, Retire
+from slipstream.transports.wire import Publish, RouteUpdated, WorkerLeft
 from slipstream.types import Spec
 
 SPECS = (
@@ -88,7 +88,7 @@ def play(tree: Tree | str, seed: int, seldom: int, **options) -> Simulation:
     seed=SEEDS,
     seldom=st.integers(0, 3),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_all_apply_the_same_and_nothing_is_lost(
     data: st.DataObject, workers: int, servers: int, staleness: int, delta, codec: str, seed: int,
     seldom: int,
@@ -138,7 +138,7 @@ def test_without_a_bound_it_is_push_pull(
     seldom=st.integers(0, 3),
     away_at=st.floats(0.0, 2.0),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_relay_is_lost_and_nobody_misses_an_update(
     data: st.DataObject, workers: int, servers: int, staleness: int, seed: int, seldom: int,
     away_at: float,
@@ -166,18 +166,18 @@ def check_the_tree_is_used_again(simulation: Simulation, lost: int) -> None:
         before, sent = set(), Counter()
         for event in simulation.trace:
             if event.kind == "taken" and event.peer == server:
-                if isinstance(event.body, Rerouted):
+                if isinstance(event.body, RouteUpdated):
                     known.add(event.source)
-                if isinstance(event.body, Retire):
+                if isinstance(event.body, WorkerLeft):
                     known.add(server)
             elif event.kind == "sent" and event.source == server:
                 if isinstance(event.body, Publish) and len(known) < plan.cluster.workers:
-                    before.add((event.body.chunk, event.body.round))
+                    before.add((event.body.unit, event.body.round))
                 elif isinstance(event.body, Publish):
-                    sent[event.body.chunk, event.body.round] += 1
-        for (chunk, round_), times in sent.items():
-            if (chunk, round_) in before:
+                    sent[event.body.unit, event.body.round] += 1
+        for (unit, round_), times in sent.items():
+            if (unit, round_) in before:
                 continue  # it is sent again, in case somebody has not got it
-            topology = plan.route(plan.chunks[chunk]).topology.without(lost)
+            topology = plan.route(plan.units[unit]).topology.without(lost)
             targets = set(topology.fanout(node, node, plan.cluster)) - {lost}
             assert times <= len(targets)

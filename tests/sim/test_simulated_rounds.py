@@ -4,22 +4,24 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.codecs import Dense
-from slipstream.consistency import Progress, Rounds
+from slipstream.consistency import Consistency, Progress
 from slipstream.errors import ConfigError, RuntimeFault, WaitLimit
-from slipstream.runtime.configuration import OptimizerRecipe
+from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
+from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.schedules import Priority, WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Strategy
 from slipstream.systems import all_to_all, allreduce, push_pull
 from slipstream.testing import Simulation, simulate, simulator
 from slipstream.topologies import Mesh, Sharded
 from slipstream.transports.wire import Publish, Push
-from slipstream.types import Cluster, Spec
+from slipstream.types import Spec
 
 DTYPES = ["float32", "float64", "bfloat16", "float16"]
 SHAPES = st.sampled_from([(), (1,), (0,), (7,), (20, 30), (450,)])
@@ -180,11 +182,10 @@ def test_short_wire_formats_round_once_each_way(
 
 def mixed(schedule: Priority | WaitFree) -> Strategy:
     """Every other tensor over servers, the rest between the workers."""
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return Route(Mesh() if spec.order % 2 else Sharded(), push=Dense(), publish=Dense())
-
-    return Strategy("mixed", route, Rounds(), schedule, chunk_bytes=4096)
+    mesh = Route(Mesh(), up=Dense())
+    odd = tuple(Rule(Large(0, pattern=f"layer{i}"), mesh) for i in (1, 3))
+    routes = ByTensor(odd, default=Route(Sharded(), up=Dense()))
+    return Strategy("mixed", routes, schedule=schedule, chunk_bytes=4096)
 
 
 @given(st.integers(2, 4), st.integers(1, 2), st.integers(0, 2**32))
@@ -230,7 +231,7 @@ def test_what_is_most_urgent_on_a_link_arrives_first(
         if not isinstance(body, Push | Publish) or event.source == event.peer:
             continue
         if event.kind == "sent":
-            orders = [specs[s.tensor].order for s in simulation.plan.chunks[body.chunk].segments]
+            orders = [specs[t].order for t in simulation.plan.units[body.unit].tensors]
             urgency = min(orders) if schedule == Priority() else len(specs) - 1 - max(orders)
             assert event.priority == urgency
             waiting[link].append((urgency, body))
@@ -312,17 +313,15 @@ def test_a_job_that_waits_for_a_worker_says_for_whom(
 
 
 def test_a_job_that_nobody_lets_go_on_is_found_out() -> None:
-    class Never(Rounds):
+    class Never(Consistency, frozen=True):
         """Lets nobody go on."""
 
         def may_start(self, progress: Progress) -> bool:
             return progress.round == 0
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return Route(Mesh(), push=Dense(), publish=Dense())
-
+    stuck = Strategy("stuck", Everywhere(Route(Mesh())), Never())
     with pytest.raises(WaitLimit, match="the results of round 1"):
-        simulate(Strategy("stuck", route, Never(), WaitFree()), layers(10), workers=2)
+        simulate(stuck, layers(10), workers=2)
 
 
 def test_a_server_that_finds_workers_out_of_step_ends_the_job(
@@ -333,13 +332,14 @@ def test_a_server_that_finds_workers_out_of_step_ends_the_job(
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            send = self.exchange._send
+            sender = self.exchange._sender
+            send = sender.contribute
 
-            def ahead(chunk, body, frames):  # type: ignore[no-untyped-def]
-                body = Push(body.chunk, body.round, body.step + self.rank, body.present, body.crc)
-                send(chunk, body, frames)
+            def ahead(state, body, frames):  # type: ignore[no-untyped-def]
+                body = msgspec.structs.replace(body, step=body.step + self.rank)
+                return send(state, body, frames)
 
-            self.exchange._send = ahead  # type: ignore[method-assign]
+            sender.contribute = ahead  # type: ignore[method-assign]
 
     monkeypatch.setattr(simulator, "Worker", Hasty)
     with pytest.raises(RuntimeFault, match="rank 0 at step 0, rank 1 at step 1"):
@@ -347,5 +347,5 @@ def test_a_server_that_finds_workers_out_of_step_ends_the_job(
 
 
 def test_collectives_cannot_be_simulated() -> None:
-    with pytest.raises(ConfigError, match="allreduce uses collectives"):
+    with pytest.raises(ConfigError, match="allreduce: only rounds over links can be simulated"):
         simulate(allreduce(), layers(10), workers=2)

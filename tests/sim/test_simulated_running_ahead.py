@@ -21,18 +21,19 @@ from test_simulated_backup_workers import (
     run,
 )
 
-from slipstream.runtime.exchange import LinkExchange
-from slipstream.runtime.member import HUB
+from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.members.member import HUB
 from slipstream.systems import async_sgd, bounded_staleness, push_pull
 from slipstream.testing import Conduct, Simulation
-from slipstream.testing.cast import Event
-from slipstream.testing.stage import Stage
+from slipstream.testing.cluster import Stage
+from slipstream.testing.members import Event
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.replica import recipe_for
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.staging import Staging
-from slipstream.transports.wire import Publish, Push, Retire
+from slipstream.torch.synchronizer import Synchronizer
+from slipstream.transports.wire import Publish, Push, WorkerLeft
 from slipstream.types import Chunk, Cluster, Spec
 
 ROUNDS = 6
@@ -67,14 +68,16 @@ class Ledger:
 
     def events(self) -> Iterator[tuple[Event, int]]:
         """What happens to the chunk at its holder, and the rank that it concerns."""
-        (node,) = self.simulation.plan.holders[self.chunk.index]
-        holder = self.simulation.plan.cluster.name(node)
+        plan = self.simulation.plan
+        unit = plan.unit_of(self.chunk).index
+        (node,) = plan.holders[unit]
+        holder = plan.cluster.name(node)
         for event in self.simulation.trace:
-            came = isinstance(event.body, Push | Retire) and event.kind == "taken"
+            came = isinstance(event.body, Push | WorkerLeft) and event.kind == "taken"
             left = isinstance(event.body, Publish) and event.kind == "sent"
-            chunk = getattr(event.body, "chunk", self.chunk.index)
+            concerned = getattr(event.body, "unit", unit)
             here, other = (event.peer, event.source) if came else (event.source, event.peer)
-            if (came or left) and here == holder and chunk == self.chunk.index:
+            if (came or left) and here == holder and concerned == unit:
                 yield event, int(other.split()[1])
 
     def update(
@@ -130,7 +133,7 @@ def folded(simulation: Simulation, chunk: Chunk, workers: int) -> Ledger:
             assert event.body.round == sent[rank] < len(ledger.versions) - 1, "out of order"
             sent[rank] += 1
             continue
-        if isinstance(event.body, Retire):
+        if isinstance(event.body, WorkerLeft):
             clocks.pop(event.body.rank)
         elif isinstance(event.body, Push):
             waiting.append((event.body.round, rank, event.body))
@@ -166,7 +169,7 @@ def check_bounded(simulation: Simulation, workers: int, bound: int) -> None:
     conduct=conducts(SLOW, AWAY),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_nobody_computes_with_weights_older_than_the_bound(
     bound: int,
     workers: int,
@@ -198,7 +201,7 @@ def test_fast_workers_do_run_ahead() -> None:
     conduct=conducts(SLOW, LEAVES),
     seed=SEEDS,
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_the_rest_go_on_within_the_bound_when_some_leave(
     bound: int, workers: int, servers: int, conduct: dict[int, Conduct], seed: int
 ) -> None:
@@ -234,10 +237,11 @@ def test_a_gradient_that_has_not_left_is_not_overwritten_by_the_next() -> None:
     plan = bounded_staleness(1).plan(inventory.specs, Cluster(1, 1))
     stage = Stage(plan, 0, recipe_for(sgd, inventory))
     slots = LiveTensors(plan, inventory, Staging())
-    exchange = LinkExchange(0, plan, stage.members[HUB], slots, limit_s=10)
+    exchange = RoundChannel(0, plan, stage.members[HUB], slots, limit_s=10)
     optimizer = RemoteOptimizer(sgd)
-    updates = ServerUpdates(optimizer, model, plan, inventory, slots, (exchange,))
-    optimizer.synchronizer, exchange.settings = updates, updates.settings
+    updates = Synchronizer(
+        model, plan, inventory, slots, (exchange,), lambda s: ServerUpdates(s, optimizer, exchange)
+    )
     for step in range(2):
         optimizer.zero_grad()
         model(torch.full((1, 30), step + 1.0)).sum().backward()
@@ -264,7 +268,7 @@ def as_they_came(
                 ledger.hollow += 1  # an update of nothing, for who has waited for its turn
                 ledger.update([])
             assert event.body.round == len(ledger.versions) - 2, "not the newest"
-        elif isinstance(event.body, Retire):
+        elif isinstance(event.body, WorkerLeft):
             begins = [0] * len(begins)
         elif isinstance(event.body, Push) and len(ledger.versions) - 1 >= begins[rank]:
             age = len(ledger.versions) - 1 - event.body.read
@@ -294,7 +298,7 @@ def steps_each(conduct: Mapping[int, Conduct], workers: int, steps: int) -> dict
     conduct=conducts(SLOW, AWAY, LOST, LEAVES),
     seed=SEEDS,
 )
-@settings(max_examples=300)
+@settings(max_examples=60)
 def test_every_gradient_is_applied_once_in_the_order_of_arrival(
     workers: int,
     servers: int,
@@ -336,7 +340,7 @@ def test_training_ends_when_there_have_been_so_many_updates(
     conduct=conducts(SLOW, AWAY, LEAVES),
     seed=SEEDS,
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_workers_join_one_after_the_other(
     workers: int, servers: int, ramp_up: int, conduct: dict[int, Conduct], seed: int
 ) -> None:

@@ -6,12 +6,17 @@ import io
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from unittest import mock
+
+import typer.main
 
 from slipstream.cli import main
 
 ESCAPE = "\x1b[2J\x1b[31m"
+# Typer makes all commands anew whenever it is called, which takes longer than most of them.
+get_command = cache(typer.main.get_command)
 
 # Whatever is expected, these are not it.
 CONTENTS: dict[str, bytes] = {
@@ -69,7 +74,12 @@ def slipstream(*arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr; an exception that is not the command's own comes through."""
     out, err = io.StringIO(), io.StringIO()
     argv = ["slipstream", *map(str, arguments)]
-    with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(typer.main, "get_command", get_command),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         try:
             main()
         except SystemExit as ended:

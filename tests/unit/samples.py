@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from slipstream.codecs import Codec, Dense
-from slipstream.consistency import Rounds
-from slipstream.schedules import WaitFree
-from slipstream.strategy import Plan, Route, Update
-from slipstream.topologies import Mesh, Sharded, Topology
+from slipstream.codecs import Dense, SegmentCodec
+from slipstream.plan import Plan
+from slipstream.routes import Everywhere, Route
+from slipstream.strategy import Strategy
+from slipstream.topologies import AnyTopology, Mesh, Sharded
 from slipstream.transports.wire import Push, checksum
 from slipstream.types import ITEM_BYTES, Buffer, Chunk, Cluster, Spec, Values
+from slipstream.updates import Ema, Update, User
 
 DTYPES = tuple(ITEM_BYTES)
 SHAPES = st.lists(st.integers(0, 15), max_size=3).map(tuple)
@@ -52,24 +53,22 @@ def make_plan(
     *,
     workers: int = 2,
     servers: int = 1,
-    topology: Topology | None = None,
-    codec: Codec | None = None,
-    update: Update = "worker",
+    topology: AnyTopology | None = None,
+    codec: SegmentCodec | None = None,
+    at_holder: bool = False,
+    average: Ema | None = None,
     chunk_bytes: int = 1 << 21,
 ) -> Plan:
     """A plan of one dense route; without servers a mesh."""
     where = topology or (Sharded() if servers else Mesh())
     what = codec or Dense()
-    return Plan.make(
-        cluster=Cluster(workers, servers),
-        specs=specs,
-        routes=[Route(where, push=what, publish=what)],
-        route_of=[0] * len(specs),
-        consistency=Rounds(),
-        schedule=WaitFree(),
-        update=update,
+    strategy = Strategy(
+        "sample",
+        Everywhere(Route(where, up=what, down=what)),
+        update=Update(outer=User("holder" if at_holder else "worker"), average=average),
         chunk_bytes=chunk_bytes,
     )
+    return strategy.plan(specs, Cluster(workers, servers))
 
 
 def floats(*numbers: float) -> Values:
@@ -87,7 +86,10 @@ def push(
     round_: int = 0,
     step: int = 0,
 ) -> tuple[Push, list[Buffer]]:
-    """A worker's message for one chunk, in the tensors' own precision."""
+    """A worker's message for one chunk, in the tensors' own precision.
+
+    Where all travels dense, units have the numbers of their chunks.
+    """
     frames: list[Buffer] = [v.data for v in segments if v is not None]
-    present = bytes(v is not None for v in segments)
-    return Push(chunk.index, round_, step, present, checksum(frames)), frames
+    counts = [int(v is not None) for v in segments]
+    return Push(chunk.index, round_, step, counts, checksum(frames)), frames

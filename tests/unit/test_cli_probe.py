@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.cli.probe import in_words, read_amount, read_place
 from slipstream.planning.bandwidth import Available
-from slipstream.runtime.probing import LOOPBACK, PORT, Listener
+from slipstream.probing.probing import LOOPBACK, PORT, Listener
 
 SECRET = "correct horse battery staple"
 MBIT = 125_000.0
@@ -54,7 +54,7 @@ def test_the_secret_of_the_environment(
     monkeypatch.setenv("SLIPSTREAM_SECRET", SECRET)
     code, _, err = slipstream("probe", f"{LOOPBACK}:{guarded.port}", *QUICK)
     assert code == 0, err
-    assert (guarded.counts.sessions, guarded.counts.strangers) == (1, 0)
+    assert (guarded.counts.sessions, guarded.counts.untracked) == (1, 0)
 
 
 def test_listening_until_ctrl_c(slipstream) -> None:
@@ -72,7 +72,7 @@ def test_listening_until_ctrl_c(slipstream) -> None:
     assert code == 0, err
     assert listening.returncode == 130
     assert last.startswith("answered 1 prober(s), ")
-    assert last.endswith("ignored 0 packets of strangers and 0 that made no sense\n")
+    assert last.endswith("ignored 0 packets of untracked and 0 that made no sense\n")
 
 
 def found(

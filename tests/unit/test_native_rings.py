@@ -151,18 +151,18 @@ def test_readers_and_a_writer_keep_each_other_out(rings: Rings) -> None:
 
 def test_the_dead_hold_nothing(rings: Rings) -> None:
     assert rings.begin_reading(0, 0.0)
-    rings.bury(0)
+    rings.release_dead(0)
     assert rings.begin_writing(1, 0.0)
-    rings.bury(0)
+    rings.release_dead(0)
     assert not rings.begin_reading(2, 0.01)
-    rings.bury(1)
+    rings.release_dead(1)
     assert rings.begin_reading(2, 0.0)
-    rings.bury(3)  # the server
+    rings.release_dead(3)  # the server
 
 
 def test_who_comes_back_still_writes(rings: Rings) -> None:
     assert rings.begin_writing(3, 0.0)
-    assert rings.begin_writing(3, 0.0)  # in its next life
+    assert rings.begin_writing(3, 0.0)  # in its next incarnation
     assert not rings.begin_reading(0, 0.01)
     rings.end_writing()
     assert rings.begin_reading(0, 0.0)

@@ -13,7 +13,7 @@ from slipstream.bench.report import table
 from slipstream.cli.summary import summary_table
 from slipstream.planning.table import Row, as_text
 from slipstream.printable import MOST_SHOWN, printable, printable_lines, shown
-from slipstream.runtime.accounts import staleness_text
+from slipstream.runtime.servers.accounts import staleness_text
 
 
 def test_the_example() -> None:

@@ -22,14 +22,14 @@ import msgspec
 
 from slipstream.bench.bounds import Shape, dense_bytes, exact_bytes, seconds
 from slipstream.bench.contestants import PEERS, check, why_missing
-from slipstream.bench.crew import Nursery, TrialFailed
-from slipstream.bench.forking import Place
+from slipstream.bench.fork_server import Place
+from slipstream.bench.process_group import ForkServer, TrialFailed
 from slipstream.bench.stragglers import parse_stragglers
 from slipstream.bench.trial import Judgement, Timing, Trial
 from slipstream.bench.workloads import Workload
 from slipstream.errors import ConfigError
 from slipstream.lab import Lab, Traffic, bits_per_second
-from slipstream.runtime.processes import Placement, start_server
+from slipstream.runtime.launch.processes import Placement, start_server
 from slipstream.transports.credentials import Credentials, stretch
 
 COMPUTE_ALONE = "local"
@@ -200,10 +200,10 @@ def compare(
             note(f"{system} is left out: {reason}")
     alone = Outcome(COMPUTE_ALONE, min(steps, 10))
     outcomes = [Outcome(system, steps) for system in ready]
-    with ground(comparison) as where, Nursery() as nursery:
+    with ground(comparison) as where, ForkServer() as fork_server:
         for repetition in range(comparison.repetitions):
             for outcome in (alone, *outcomes):
-                said = _run_once(outcome, comparison, where, nursery, bounds, alone.compute_s)
+                said = _run_once(outcome, comparison, where, fork_server, bounds, alone.compute_s)
                 note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {said}")
     return outcomes, Bounds(bounds.dense_s, bounds.exact_s, alone.median_s)
 
@@ -212,7 +212,7 @@ def _run_once(
     outcome: Outcome,
     comparison: Comparison,
     where: Ground,
-    nursery: Nursery,
+    fork_server: ForkServer,
     bounds: Bounds,
     base_s: float | None,
 ) -> str:
@@ -221,7 +221,7 @@ def _run_once(
         comparison.trial, system=outcome.system, steps=outcome.steps, base_s=base_s
     )
     try:
-        run = measure(trial, where, nursery, bounds)
+        run = measure(trial, where, fork_server, bounds)
     except TrialFailed as failure:
         outcome.failures.append(str(failure))
         return f"failed: {failure}"
@@ -229,7 +229,7 @@ def _run_once(
     return f"{run.step_s:.3f} s/step"
 
 
-def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Run:
+def measure(trial: Trial, where: Ground, fork_server: ForkServer, bounds: Bounds) -> Run:
     """One trial: warmed up, then timed from a standing start until all rounds are done.
 
     Where workers miss rounds, the median one says when that was: another may still be busy with a
@@ -245,16 +245,16 @@ def measure(trial: Trial, where: Ground, nursery: Nursery, bounds: Bounds) -> Ru
         if where.servers and trial.system not in PEERS:
             addresses = _start_servers(stack, where, env)
             env["SLIPSTREAM_SERVER_ADDRESSES"] = ",".join(addresses)
-        crew = stack.enter_context(nursery.crew(trial, where.places(env)))
-        crew.hear("ready", START_LIMIT_S + trial.warmup * step_limit_s)
+        process_group = stack.enter_context(fork_server.process_group(trial, where.places(env)))
+        process_group.hear("ready", START_LIMIT_S + trial.warmup * step_limit_s)
         before = where.bytes()
-        crew.tell()
-        timed = crew.hear("timed", trial.steps * step_limit_s)
+        process_group.tell()
+        timed = process_group.hear("timed", trial.steps * step_limit_s)
         after = where.bytes()
-        crew.tell()
-        judged = crew.hear("judged", JUDGE_LIMIT_S)
-        crew.tell()
-        crew.end()
+        process_group.tell()
+        judged = process_group.hear("judged", JUDGE_LIMIT_S)
+        process_group.tell()
+        process_group.end()
     timings = tuple(msgspec.convert(each, Timing) for each in timed)
     everybody = all(len(timing.steps_s) == trial.steps for timing in timings)
     until_all_are_done = max if everybody else statistics.median

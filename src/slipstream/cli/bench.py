@@ -4,81 +4,90 @@ from __future__ import annotations
 
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from slipstream.cli.options import prepare_file, write_report, writing
-from slipstream.errors import LaunchError
+from slipstream.cli.options import prepare_reports, write_report, writing
 from slipstream.printable import printable_lines
+
+if TYPE_CHECKING:
+    from slipstream.bench.comparison import Comparison
 
 LEARNING_STEPS = 1500
 SNAPSHOTS = 50
 TABLE_WIDTH = 112
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+WorkloadName = Annotated[
+    str, typer.Argument(help="fc, conv, vgg, alexnet, mnist, fashion, lr, mf or text.")
+]
+Compare = Annotated[
+    str,
+    typer.Option(
+        help="Systems, joined by commas: slipstream's own, such as 'push_pull(overlap=False)', "
+        "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
+    ),
+]
+Workers = Annotated[int, typer.Option(min=1, help="Workers, one a host.")]
+Servers = Annotated[
+    int, typer.Option(min=0, help="Dedicated servers on hosts of their own; 0: beside workers.")
+]
+Rate = Annotated[
+    str, typer.Option(help="Of every host's link, such as 200mbit; none is plain loopback.")
+]
+Repetitions = Annotated[int, typer.Option(min=1, help="Runs of each system, in turns.")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="Timed steps a run; by default what fits 12 s.")
+]
+Warmup = Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples a step and worker.")]
+LearningRate = Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of a real data set.")]
+Scale = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Share of its parameters a net keeps.")
+]
+DeviceMs = Annotated[
+    str | None,
+    typer.Option(
+        help="Emulate devices: a layer table (vgg19, googlenet, ... or a file), which replaces "
+        "the net, or milliseconds a step for the workload's own net."
+    ),
+]
+Straggle = Annotated[
+    str, typer.Option(help="lognormal:SIGMA, pareto:ALPHA or worker:K:xF, joined by commas.")
+]
+Target = Annotated[float | None, typer.Option(help="Measure the time to this accuracy or error.")]
+Seed = Annotated[int, typer.Option(help="Seed of data and delays.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them here (PNG).")]
 
 
 def bench(
-    workload: Annotated[
-        str, typer.Argument(help="fc, conv, vgg, alexnet, mnist, fashion, lr, mf or text.")
-    ],
-    compare: Annotated[
-        str,
-        typer.Option(
-            help="Systems, joined by commas: slipstream's own, such as 'push_pull(overlap=False)', "
-            "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
-        ),
-    ] = "ddp,allreduce,push_pull",
-    workers: Annotated[int, typer.Option(min=1, help="Workers, one a host.")] = 4,
-    servers: Annotated[
-        int, typer.Option(min=0, help="Dedicated servers on hosts of their own; 0: beside workers.")
-    ] = 0,
-    rate: Annotated[
-        str, typer.Option(help="Of every host's link, such as 200mbit; none is plain loopback.")
-    ] = "none",
-    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each system, in turns.")] = 3,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Timed steps a run; by default what fits 12 s.")
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")] = 3,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step and worker.")] = None,
-    lr: Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of a real data set.")] = None,
-    scale: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of its parameters a net keeps.")
-    ] = None,
-    device_ms: Annotated[
-        str | None,
-        typer.Option(
-            help="Emulate devices: a layer table (vgg19, googlenet, ... or a file), which replaces "
-            "the net, or milliseconds a step for the workload's own net."
-        ),
-    ] = None,
-    straggle: Annotated[
-        str, typer.Option(help="lognormal:SIGMA, pareto:ALPHA or worker:K:xF, joined by commas.")
-    ] = "",
-    target: Annotated[
-        float | None, typer.Option(help="Measure the time to this accuracy or error.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of data and delays.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw them here (PNG).")] = None,
+    workload: WorkloadName,
+    compare: Compare = "ddp,allreduce,push_pull",
+    workers: Workers = 4,
+    servers: Servers = 0,
+    rate: Rate = "none",
+    repetitions: Repetitions = 3,
+    steps: Steps = None,
+    warmup: Warmup = 3,
+    batch: Batch = None,
+    lr: LearningRate = None,
+    data: Data = None,
+    scale: Scale = None,
+    device_ms: DeviceMs = None,
+    straggle: Straggle = "",
+    target: Target = None,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Compare systems on one workload, in turns within one run."""
-    for option, file in (("--json", json), ("--plot", plot)):
-        if file is not None:
-            prepare_file(option, file)
-    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise LaunchError(f"--plot {plot}: a name ends in {' or '.join(PLOT_SUFFIXES)}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise LaunchError("--plot needs matplotlib; pip install 'slipstream[bench]'")
+    prepare_reports(json, plot)
     # Here, because they import torch, and --help does not need it.
-    from slipstream.bench.comparison import Comparison, machine_facts
-    from slipstream.bench.comparison import compare as run
-    from slipstream.bench.report import as_json, heading, table
+    from slipstream.bench.comparison import Comparison
     from slipstream.bench.trial import Trial
 
     if steps is None and target is not None:
@@ -105,30 +114,38 @@ def bench(
         repetitions=repetitions,
         target=target,
     )
-    loaded = trial.load()
+    failed = measure_and_report(comparison, json, plot)
+    raise typer.Exit(1 if failed else 0)
+
+
+def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | None) -> bool:
+    """Run the comparison, print the table and write the files; whether any trial failed."""
+    from slipstream.bench import report
+    from slipstream.bench.comparison import compare, machine_facts
+
+    loaded = comparison.trial.load()
     comparison.check(loaded)
     machine = machine_facts()
     console = Console(highlight=False, soft_wrap=True)
-    outcomes, bounds = run(
+    outcomes, bounds = compare(
         comparison,
         loaded,
         lambda line: console.print(printable_lines(line), style="dim", markup=False),
     )
-    title = heading(comparison, loaded, bounds)
+    title = report.heading(comparison, loaded, bounds)
     console.print(printable_lines("\n".join(title)), markup=False)
     # A figure that is cut off is of no use: on a narrow terminal lines wrap instead.
     console.width = max(console.width, TABLE_WIDTH)
-    console.print(table(outcomes, bounds, loaded.goal, target))
+    console.print(report.table(outcomes, bounds, loaded.goal, comparison.target))
     if json is not None:
         command = shlex.join(["slipstream", *sys.argv[1:]])
-        report = as_json(comparison, loaded, outcomes, bounds, machine, command)
-        write_report(json, report)
+        write_report(json, report.as_json(comparison, loaded, outcomes, bounds, machine, command))
     if plot is not None and any(outcome.runs for outcome in outcomes):
         from slipstream.bench.plot import draw
 
         with writing("--plot", plot):
-            draw(plot, title, outcomes, bounds, loaded.goal, target)
-    raise typer.Exit(1 if any(outcome.failures for outcome in outcomes) else 0)
+            draw(plot, title, outcomes, bounds, loaded.goal, comparison.target)
+    return any(outcome.failures for outcome in outcomes)
 
 
 def split_systems(text: str) -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json as jsonlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +16,8 @@ import typer
 
 from slipstream.errors import LaunchError, RuntimeFault
 from slipstream.runtime.environment import read_secret
-from slipstream.runtime.launch import Settings
-from slipstream.runtime.record_file import write_json
+from slipstream.runtime.files.record_file import write_json
+from slipstream.runtime.launch.launch import Settings
 
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
 WorkersOrHosts = Annotated[
@@ -93,17 +96,19 @@ Interface = Annotated[
 ]
 
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
 def settings(
-    *,
-    strategy: str | None,
-    json: Path | None,
-    log: Path | None,
-    tensorboard: Path | None,
-    prometheus: int | None,
-    secret_file: Path | None,
-    encrypt: bool | None,
-    port: int,
-    interface: str | None,
+    strategy: Strategy = None,
+    json: JsonFile = None,
+    log: LogFile = None,
+    tensorboard: TensorBoard = None,
+    prometheus: Prometheus = None,
+    secret_file: SecretFile = None,
+    encrypt: Encrypt = None,
+    port: Port = 0,
+    interface: Interface = None,
 ) -> Settings:
     """Checks what can be checked before any process starts."""
     if strategy is not None:
@@ -125,6 +130,39 @@ def settings(
         tensorboard=tensorboard,
         prometheus=prometheus,
     )
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of ``settings``, after its own, and a function that makes those.
+
+    The command declares a parameter ``settings``, and calls it once its own checks have passed,
+    since that makes folders for results; of ``settings``' options it declares those that
+    it also wants for itself, or elsewhere in the order of ``--help``.
+    """
+    own = dict(inspect.signature(command, eval_str=True).parameters)
+    del own["settings"]
+    shared = inspect.signature(settings, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        make = functools.partial(settings, **{name: given[name] for name in shared})
+        command(settings=make, **{name: given[name] for name in own})
+
+    options = {**own, **{name: shared[name] for name in shared if name not in own}}
+    setattr(with_options, "__signature__", inspect.Signature(list(options.values())))  # noqa: B010
+    with_options.__annotations__ = {name: options[name].annotation for name in options}
+    return with_options
+
+
+def prepare_reports(json: Path | None, plot: Path | None) -> None:
+    """Refuse ``--json`` and ``--plot`` files that could not be written at the end."""
+    for option, file in (("--json", json), ("--plot", plot)):
+        if file is not None:
+            prepare_file(option, file)
+    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise LaunchError(f"--plot {plot}: a name ends in {' or '.join(PLOT_SUFFIXES)}")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise LaunchError("--plot needs matplotlib; pip install 'slipstream[bench]'")
 
 
 def prepare_file(option: str, file: Path) -> None:

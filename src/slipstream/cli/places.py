@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from slipstream.errors import LaunchError
 from slipstream.lab import Lab, Network, existing, find
-from slipstream.runtime.launch import Settings
-from slipstream.runtime.processes import Placement
+from slipstream.runtime.launch.launch import Settings
+from slipstream.runtime.launch.processes import Placement
 
 LAB_PORT = 29400  # a lab's hosts are new: every port is free
 

@@ -13,7 +13,7 @@ import typer
 from slipstream.bench.tables import TABLES, table
 from slipstream.cli.options import prepare_file, write_report
 from slipstream.errors import ConfigError
-from slipstream.planning.costs import Form, Speeds
+from slipstream.planning.costs import Speeds
 from slipstream.planning.table import as_text, total
 from slipstream.printable import printable
 from slipstream.systems import parse
@@ -61,12 +61,12 @@ def plan(
     """Show what travels how, layer by layer, and the predicted gain over plain dense."""
     if json is not None:
         prepare_file("--json", json)
-    specs, forms = read_model(model)
+    specs = read_model(model)
     chosen = parse(strategy)
     cluster = Cluster(workers, servers or workers, dedicated=bool(servers))
     planned = chosen.plan(specs, cluster)
     speeds = Speeds(bits_per_second(rate), gemm_gflops * 1e9, server_gbytes * 1e9)
-    table_rows = planned.rows(planned.verdicts(batch * rows, speeds, forms), speeds, forms)
+    table_rows = planned.rows(planned.verdicts(batch * rows, speeds), speeds)
     sums = total(table_rows)
     title = f"{model}: {chosen.name} on {workers} workers, batch {batch} each, links of {rate}"
     print(f"{printable(title)}\n")
@@ -85,7 +85,7 @@ def plan(
         write_report(json, report)
 
 
-def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
+def read_model(text: str) -> list[Spec]:
     """The tensors of a layer table, or of the module that a factory makes."""
     module, colon, factory = text.partition(":")
     if not colon:
@@ -94,7 +94,7 @@ def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
                 f"no model {text!r}: name a layer table ({', '.join(TABLES)}), a .csv or .json "
                 "file with one, or module:factory"
             )
-        return list(table(text).specs), {}
+        return list(table(text).specs)
     sys.path.insert(0, "")  # as `python -m` would find it
     try:
         make = getattr(importlib.import_module(module), factory)
@@ -106,7 +106,6 @@ def read_model(text: str) -> tuple[list[Spec], dict[str, Form]]:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     if not hasattr(made, "named_parameters"):
         raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")
-    from slipstream.torch.compact_layers import named_forms
     from slipstream.torch.inventory import Inventory
 
-    return list(Inventory.of(made).specs), {name: form for name, _, form, _ in named_forms(made)}
+    return list(Inventory.of(made).specs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, astuple
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Branch
 
-from slipstream.cli.bench import PLOT_SUFFIXES
-from slipstream.cli.options import prepare_file, write_report, writing
-from slipstream.errors import ConfigError, LaunchError
+from slipstream.cli.options import prepare_reports, write_report, writing
+from slipstream.errors import ConfigError
 from slipstream.input_files import read_limited
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.planning.overlays import (
@@ -37,51 +35,54 @@ TREES_SHOWN = 5
 HOSTS_SHOWN = 24
 
 
+TopologyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md says how.")
+]
+Hosts = Annotated[
+    int | None, typer.Option(min=1, help="Instead of a file: hosts with a worker each.")
+]
+Racks = Annotated[int | None, typer.Option(min=1, help="Racks that the hosts fill in order.")]
+Rate = Annotated[str | None, typer.Option(help="Of every host's link; 1gbit by default.")]
+CoreRate = Annotated[
+    str | None,
+    typer.Option(help="Of every rack's uplink; by default all that its hosts send passes."),
+]
+Servers = Annotated[
+    int | None,
+    typer.Option(min=0, help="Dedicated servers, on hosts of their own; 0: one beside each."),
+]
+ModelMib = Annotated[float, typer.Option(help="What is broadcast, in MiB.")]
+BlockMib = Annotated[float, typer.Option(help="What is passed on at a time, in MiB.")]
+Degree = Annotated[int | None, typer.Option(min=1, help="Pin the tree: children at most (T).")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Pin the tree: hops at most (H).")]
+Alpha = Annotated[float | None, typer.Option(min=0, help="Pin the tree: what a leaf costs.")]
+DrawnServer = Annotated[int, typer.Option(min=0, help="Whose tree is drawn.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write everything here, all trees too.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Draw the tree and the times here.")
+]
+
+
 def plan_tree(
-    topology: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md says how."),
-    ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(min=1, help="Instead of a file: hosts with a worker each.")
-    ] = None,
-    racks: Annotated[
-        int | None, typer.Option(min=1, help="Racks that the hosts fill in order.")
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(help="Of every host's link; 1gbit by default.")
-    ] = None,
-    core_rate: Annotated[
-        str | None,
-        typer.Option(help="Of every rack's uplink; by default all that its hosts send passes."),
-    ] = None,
-    servers: Annotated[
-        int | None,
-        typer.Option(min=0, help="Dedicated servers, on hosts of their own; 0: one beside each."),
-    ] = None,
-    model_mib: Annotated[float, typer.Option(help="What is broadcast, in MiB.")] = 100.0,
-    block_mib: Annotated[
-        float, typer.Option(help="What is passed on at a time, in MiB.")
-    ] = CHUNK_BYTES / MIB,
-    degree: Annotated[
-        int | None, typer.Option(min=1, help="Pin the tree: children at most (T).")
-    ] = None,
-    depth: Annotated[
-        int | None, typer.Option(min=1, help="Pin the tree: hops at most (H).")
-    ] = None,
-    alpha: Annotated[
-        float | None, typer.Option(min=0, help="Pin the tree: what a leaf costs.")
-    ] = None,
-    server: Annotated[int, typer.Option(min=0, help="Whose tree is drawn.")] = 0,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write everything here, all trees too.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the tree and the times here.")
-    ] = None,
+    topology: TopologyFile = None,
+    hosts: Hosts = None,
+    racks: Racks = None,
+    rate: Rate = None,
+    core_rate: CoreRate = None,
+    servers: Servers = None,
+    model_mib: ModelMib = 100.0,
+    block_mib: BlockMib = CHUNK_BYTES / MIB,
+    degree: Degree = None,
+    depth: Depth = None,
+    alpha: Alpha = None,
+    server: DrawnServer = 0,
+    json: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Predict how long a broadcast takes as a star, over trees and along a chain; draw the best."""
-    _check_files(json, plot)
+    prepare_reports(json, plot)
     given = {
         "--hosts": hosts,
         "--racks": racks,
@@ -145,16 +146,6 @@ def decide(
     limits = list(possible_limits(network.most_targets, **pins)) if pinned else None
     choice = choose_overlay(network, model_mib * MIB, block_mib * MIB, limits)
     return choice, choice.trees[0] if pinned else choice.best
-
-
-def _check_files(json: Path | None, plot: Path | None) -> None:
-    for option, file in (("--json", json), ("--plot", plot)):
-        if file is not None:
-            prepare_file(option, file)
-    if plot is not None and plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise LaunchError(f"--plot {plot}: a name ends in {' or '.join(PLOT_SUFFIXES)}")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise LaunchError("--plot needs matplotlib; pip install 'slipstream[bench]'")
 
 
 def _rate(option: str, text: str) -> float:

@@ -15,8 +15,8 @@ from slipstream.cli.options import prepare_file, write_report
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.planning.bandwidth import Available
 from slipstream.printable import printable_lines, shown
+from slipstream.probing.probing import LOOPBACK, PORT, Counts, Listener, measure
 from slipstream.runtime.environment import read_secret
-from slipstream.runtime.probing import LOOPBACK, PORT, Counts, Listener, measure
 from slipstream.units import bits_per_second, human_bytes
 
 MOST_AMOUNT = 1e15
@@ -170,7 +170,7 @@ def _listen(address: str, port: int, secret: bytes | None) -> None:
 def _seen(counts: Counts) -> str:
     return (
         f"answered {counts.sessions} prober(s), {counts.streams} streams; ignored "
-        f"{counts.strangers} packets of strangers and {counts.malformed} that made no sense"
+        f"{counts.untracked} packets of untracked and {counts.malformed} that made no sense"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,11 @@ import typer
 from slipstream.cli import options
 from slipstream.cli.places import places
 from slipstream.errors import LaunchError
-from slipstream.runtime.launch import launch
-from slipstream.runtime.launch_learners import RESTARTS, launch_learners
+from slipstream.runtime.launch.launch import Settings, launch
 from slipstream.systems import parse
 
 
+@options.with_settings
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or a module's name after -m.")
@@ -31,52 +32,26 @@ def run(
     may_lose: options.MayLose = 0,
     restarts: options.Restarts = None,
     lab: options.LabHosts = None,
-    json: options.JsonFile = None,
-    log: options.LogFile = None,
-    tensorboard: options.TensorBoard = None,
-    prometheus: options.Prometheus = None,
-    secret_file: options.SecretFile = None,
-    encrypt: options.Encrypt = None,
-    port: options.Port = 0,
-    interface: options.Interface = None,
+    *,
+    settings: Callable[[], Settings],
 ) -> None:
     """Run a training script on several workers: processes of this machine, or hosts of a lab."""
-    settings = options.settings(
-        strategy=strategy,
-        json=json,
-        log=log,
-        tensorboard=tensorboard,
-        prometheus=prometheus,
-        secret_file=secret_file,
-        encrypt=encrypt,
-        port=port,
-        interface=interface,
-    )
     command = [sys.executable, *_program(script, module), *(arguments or [])]
-    one_machine = None if strategy is None else parse(strategy).one_machine
-    if one_machine is not None:
-        if lab is not None or servers:
-            raise LaunchError(
-                f"{strategy}: learners share the memory of one machine, and have a server of their "
-                "own: leave out --lab and --servers"
-            )
-        code = launch_learners(
-            command,
-            workers or 1,
-            settings=settings,
-            may_lose=may_lose,
-            restarts=RESTARTS if restarts is None else restarts,
-            checkpoints=one_machine.checkpoints,
+    learners = None if strategy is None else parse(strategy).shared_memory
+    if learners is not None and (lab is not None or servers):
+        raise LaunchError(
+            f"{strategy}: learners share the memory of one machine, and have a server of their "
+            "own: leave out --lab and --servers"
         )
-        raise typer.Exit(code)
-    with places(lab, workers, servers, settings) as where:
+    with places(lab, workers, servers, settings()) as where:
         code = launch(
             command,
             where.workers,
             servers=where.servers,
             settings=where.settings,
             may_lose=may_lose,
-            restarts=restarts or 0,
+            restarts=restarts,
+            learners=learners,
         )
     raise typer.Exit(code)
 

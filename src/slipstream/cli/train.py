@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -10,8 +11,8 @@ import typer
 
 from slipstream.cli import options
 from slipstream.errors import LaunchError
-from slipstream.runtime.launch import launch
-from slipstream.runtime.processes import Placement
+from slipstream.runtime.launch.launch import Settings, launch
+from slipstream.runtime.launch.processes import Placement
 
 app = typer.Typer(name="train", help="Train a built-in example.", no_args_is_help=True)
 
@@ -22,6 +23,7 @@ def _examples() -> None:
 
 
 @app.command()
+@options.with_settings
 def digits(
     workers: options.Workers = 4,
     strategy: options.Strategy = None,
@@ -30,14 +32,8 @@ def digits(
     batch: Annotated[int, typer.Option(min=1, help="Samples a step, over all workers.")] = 60,
     lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of weights and of the data's order.")] = 0,
-    json: options.JsonFile = None,
-    log: options.LogFile = None,
-    tensorboard: options.TensorBoard = None,
-    prometheus: options.Prometheus = None,
-    secret_file: options.SecretFile = None,
-    encrypt: options.Encrypt = None,
-    port: options.Port = 0,
-    interface: options.Interface = None,
+    *,
+    settings: Callable[[], Settings],
 ) -> None:
     """Train a small convolutional net on scikit-learn's handwritten digits."""
     if find_spec("sklearn") is None:
@@ -49,17 +45,6 @@ def digits(
             f"--batch {batch} leaves some of {workers} workers without a sample; raise it to "
             f"{workers} or more, or start fewer workers"
         )
-    settings = options.settings(
-        strategy=strategy,
-        json=json,
-        log=log,
-        tensorboard=tensorboard,
-        prometheus=prometheus,
-        secret_file=secret_file,
-        encrypt=encrypt,
-        port=port,
-        interface=interface,
-    )
     # -P: a file in the current folder must not take a module's place.
     command = [sys.executable, "-P", "-m", "slipstream.cli.digits"]
     command += [
@@ -67,4 +52,4 @@ def digits(
         for name, value in {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed}.items()
     ]
     places = [Placement()] * workers
-    raise typer.Exit(launch(command, places, servers=[Placement()] * servers, settings=settings))
+    raise typer.Exit(launch(command, places, servers=[Placement()] * servers, settings=settings()))

@@ -1,9 +1,38 @@
 """What travels. Codecs are frozen recipes; their memory, where they have any, is explicit."""
 
-from slipstream.codecs.bounded import Bounded, Drop
-from slipstream.codecs.compact import CompactWire
 from slipstream.codecs.dense import Dense
+from slipstream.codecs.factors import Factors
+from slipstream.codecs.filter import Filter
+from slipstream.codecs.in_place import InPlace
+from slipstream.codecs.layer_codec import LayerCodec
 from slipstream.codecs.one_bit import OneBit
-from slipstream.codecs.protocol import Codec
+from slipstream.codecs.protocol import AboutCodec, Codec, Form
+from slipstream.codecs.quantized import Quantized
+from slipstream.codecs.residual import Residual
+from slipstream.codecs.rows import Rows
+from slipstream.codecs.select import Above, AnySelector, Drop, Rotate
 
-__all__ = ["Bounded", "Codec", "CompactWire", "Dense", "Drop", "OneBit"]
+# Every codec that a strategy may name: those for parts of tensors, and those for whole layers.
+SegmentCodec = Dense | OneBit | Quantized | Filter
+AnyCodec = SegmentCodec | Factors | Rows
+
+__all__ = [
+    "AboutCodec",
+    "Above",
+    "AnyCodec",
+    "AnySelector",
+    "Codec",
+    "Dense",
+    "Drop",
+    "Factors",
+    "Filter",
+    "Form",
+    "InPlace",
+    "LayerCodec",
+    "OneBit",
+    "Quantized",
+    "Residual",
+    "Rotate",
+    "Rows",
+    "SegmentCodec",
+]

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from slipstream._native import mean_into
-from slipstream.errors import ConfigError, FrameRefused, IncompatibleRoute
-from slipstream.types import HERE, ITEM_BYTES, Buffer, Hop, Spec, Values
+from slipstream.codecs.protocol import Form, check_nbytes
+from slipstream.errors import ConfigError
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import HERE, ITEM_BYTES, Buffer, EncodeContext, Spec, Values
 
 Wire = Literal["own", "float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """``wire="own"`` is exact; ``bfloat16`` or ``float16`` halve the bytes of fp32 and round.
+class Dense(Part, frozen=True):
+    """Every value travels.
 
-    A wire format wider than the tensor would only waste bytes, so such tensors keep their own.
+    Args:
+        wire: "own" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round. A tensor
+            whose own format is no wider keeps its own.
+
+    Raises:
+        ConfigError: The wire format is unknown.
+
+    >>> Dense("bfloat16").wire_dtype("float32"), Dense("float32").wire_dtype("float16")
+    ('bfloat16', 'float16')
     """
 
     wire: Wire = "own"
 
+    form: ClassVar[Form] = "dense"
     splits: ClassVar[bool] = True
     frames: ClassVar[int] = 1
 
@@ -39,17 +48,27 @@ class Dense:
         shorter = self.wire != "own" and ITEM_BYTES[self.wire] < ITEM_BYTES[dtype]
         return self.wire if shorter else dtype
 
-    def check(self, spec: Spec) -> None:
-        if spec.dtype not in ITEM_BYTES:
-            raise IncompatibleRoute(
-                f"{spec.name!r} is {spec.dtype}; slipstream exchanges {', '.join(ITEM_BYTES)}: "
-                "convert it, or freeze it with requires_grad_(False)"
-            )
+    def facts(self) -> Facts:
+        return facts("up: dense")
+
+    @property
+    def lossy(self) -> bool:
+        return self.wire != "own"  # float32 is shorter than float64
+
+    def obstacle(self, spec: Spec) -> str:
+        if spec.dtype in ITEM_BYTES:
+            return ""
+        return (
+            f"it is {spec.dtype}; slipstream exchanges {', '.join(ITEM_BYTES)}: convert it, or "
+            "freeze it with requires_grad_(False)"
+        )
 
     def init(self, numel: int, dtype: str) -> None:
-        """Everything travels: nothing is left to remember."""
+        """Everything travels, so there is no residual."""
 
-    def encode(self, values: Values, memory: None = None, hop: Hop = HERE) -> tuple[Buffer, ...]:
+    def encode(
+        self, values: Values, residual: None = None, ctx: EncodeContext = HERE
+    ) -> tuple[Buffer, ...]:
         wire = self.wire_dtype(values.dtype)
         if wire == values.dtype:
             return (values.data,)
@@ -58,10 +77,7 @@ class Dense:
         return (out.data,)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
-        expected = numel * ITEM_BYTES[self.wire_dtype(dtype)]
-        actual = memoryview(frames[0]).nbytes
-        if actual != expected:
-            raise FrameRefused(f"{actual} bytes where {numel} values take {expected}")
+        check_nbytes(frames[0], numel, numel * ITEM_BYTES[self.wire_dtype(dtype)])
 
     def combine(
         self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float

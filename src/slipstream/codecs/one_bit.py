@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from slipstream._native import one_bit_pack, one_bit_unpack
-from slipstream.errors import FrameRefused, IncompatibleRoute
-from slipstream.types import HERE, Buffer, Hop, Spec, Values
+from slipstream.codecs.protocol import Form, check_nbytes
+from slipstream.codecs.residual import Residual, obstacle_to_residual
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import HERE, Buffer, EncodeContext, Spec, Values
 
 SCALES_BYTES = 8
-Residual = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class OneBit:
+class OneBit(Part, frozen=True):
     """The sign of each value, and the mean of the values of either sign, for every segment.
 
     With a the values plus the residual r of the last time:
@@ -25,8 +24,16 @@ class OneBit:
         q(aᵢ) = mean of all aⱼ ≥ 0 where aᵢ ≥ 0, mean of all aⱼ < 0 elsewhere;  rᵢ ← aᵢ − q(aᵢ)
 
     A NaN or an infinity makes the means so, and does not enter the residual.
+
+    >>> codec, gradient = OneBit(), np.float32([4, 2, -1])
+    >>> residual = codec.init(3, "float32")
+    >>> frames = codec.encode(Values(gradient.view(np.uint8), "float32"), residual)
+    >>> residual.values.tolist()  # what was sent is 3, 3, -1
+    [1.0, -1.0, 0.0]
     """
 
+    form: ClassVar[Form] = "dense"
+    lossy: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     frames: ClassVar[int] = 1
 
@@ -39,27 +46,24 @@ class OneBit:
         """What ``numel`` values take on the wire: two means, and the bits."""
         return SCALES_BYTES + -(-numel // 8)
 
-    def check(self, spec: Spec) -> None:
-        if spec.dtype != "float32":
-            raise IncompatibleRoute(
-                f"{spec.name!r} is {spec.dtype}; one bit a value is for float32, in which the "
-                "residual is kept: route it to Dense()"
-            )
+    def facts(self) -> Facts:
+        return facts("up: dense", "up: error feedback")
+
+    def obstacle(self, spec: Spec) -> str:
+        return obstacle_to_residual(spec)
 
     def init(self, numel: int, dtype: str) -> Residual:
-        """The residual: nothing is owed at the start."""
-        return np.zeros(numel, dtype=np.float32)
+        return Residual.zeros(numel, separable=False)
 
-    def encode(self, values: Values, memory: Residual, hop: Hop = HERE) -> tuple[Buffer, ...]:
+    def encode(
+        self, values: Values, residual: Residual, ctx: EncodeContext = HERE
+    ) -> tuple[Buffer, ...]:
         out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
-        one_bit_pack(out, values.data, memory)
+        one_bit_pack(out, values.data, residual.values)
         return (out,)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
-        expected = self.nbytes(numel)
-        actual = memoryview(frames[0]).nbytes
-        if actual != expected:
-            raise FrameRefused(f"{actual} bytes where {numel} values take {expected}")
+        check_nbytes(frames[0], numel, self.nbytes(numel))
 
     def combine(
         self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float

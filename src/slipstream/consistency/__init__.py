@@ -1,17 +1,26 @@
 """When a worker may go on, and which contributions count. Pure."""
 
-from slipstream.consistency.protocol import Book, Closed, Consistency, Progress
-from slipstream.consistency.reach import WithinReach
-from slipstream.consistency.rounds import Rounds
-from slipstream.consistency.staleness import Asynchronous, BoundedStaleness
+from slipstream.consistency.admission import All, AnyAdmission, Each, FirstOf, Fold
+from slipstream.consistency.consistency import Consistency
+from slipstream.consistency.damping import AnyDamping, ByAge, Constant
+from slipstream.consistency.gates import AnyGate, Free, Lag, LagBehindPeers
+from slipstream.consistency.protocol import Closed, Progress, RoundLedger
 
 __all__ = [
-    "Asynchronous",
-    "Book",
-    "BoundedStaleness",
+    "All",
+    "AnyAdmission",
+    "AnyDamping",
+    "AnyGate",
+    "ByAge",
     "Closed",
     "Consistency",
+    "Constant",
+    "Each",
+    "FirstOf",
+    "Fold",
+    "Free",
+    "Lag",
+    "LagBehindPeers",
     "Progress",
-    "Rounds",
-    "WithinReach",
+    "RoundLedger",
 ]

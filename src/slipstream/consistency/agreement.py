@@ -1,10 +1,11 @@
 """Who makes a round, decided in one place for all holders. Pure: time is passed in.
 
-A worker is in when its whole gradient has arrived, at every holder. When enough are in, the round
-is theirs, and every holder is told so. Whoever comes for a round that is over is served what is
-open now; who is late twice running is served when the next round opens, and begins it with the
-others: with steps of even length it would be late for ever. Holders hear decisions in the order in
-which they were made, so that what they serve is of one version everywhere.
+A worker has arrived when every holder has its part of the worker's gradient. When enough workers
+have arrived, they make the round, and every holder is told so. A worker that arrives for a round
+that is over gets the current weights at once. If it is late twice running, it gets them when the
+next round opens, and begins that one with the others; with steps of even length it would otherwise
+always be late. Holders get decisions in the order in which they were made, so that a worker gets
+weights of one version from all of them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.consistency.admission import FirstOf
 from slipstream.consistency.arrivals import Arrivals
-from slipstream.consistency.rounds import Rounds
 from slipstream.errors import FrameRefused
 from slipstream.types import Rank
 
@@ -31,7 +32,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """This worker came too late: it gets what is open now, which is this round."""
+    """This worker came too late: it gets the current weights, with which this round is made."""
 
     round: int
     rank: Rank
@@ -44,7 +45,7 @@ Decision = Made | Late
 class Agreement:
     """The state of it, at the holder that decides."""
 
-    rule: Rounds
+    rule: FirstOf
     workers: int
     holders: int
     round: int = 0
@@ -56,8 +57,9 @@ class Agreement:
     first: list[tuple[int, int | None]] = field(default_factory=list)  # since which round how many
     arrivals: Arrivals = field(default_factory=Arrivals)
     # Asked after every round for the rule of the next.
-    reconsider: Callable[[Agreement], Rounds] = lambda agreement: agreement.rule
-    _reports: dict[tuple[int, Rank], set[int]] = field(default_factory=dict)
+    reconsider: Callable[[Agreement], FirstOf] = lambda agreement: agreement.rule
+    # By worker and holder: the last round for which the holder has all that it gets of a gradient.
+    _reported: dict[Rank, dict[int, int]] = field(default_factory=dict)
     _in: set[Rank] = field(default_factory=set)
     _held: dict[Rank, float] = field(default_factory=dict)  # since when; served as a round opens
     _round_s: float = 0.0  # the last one's duration
@@ -69,7 +71,14 @@ class Agreement:
         self.first = [(0, self.rule.first)]
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
-        """All that a holder gets of a worker's gradient for a round is there."""
+        """All that a holder gets of a worker's gradient for a round is there.
+
+        Returns:
+            What is decided now. A report that a holder has made before changes nothing.
+
+        Raises:
+            FrameRefused: The round is not open yet.
+        """
         if rank in self.left:
             return []  # it came after its farewell
         if round_ > self.round or rank >= self.workers:
@@ -77,15 +86,16 @@ class Agreement:
         self.members.add(rank)  # it may have been given up for lost
         if self._opened_at is None:
             self._open(now)  # nobody knows when the first steps began
-        reports = self._reports.setdefault((round_, rank), set())
-        reports.add(holder)
-        if len(reports) < self.holders:
+        reported = self._reported.setdefault(rank, {})
+        if round_ <= reported.get(holder, -1):
             return []
-        del self._reports[round_, rank]
+        reported[holder] = round_
+        if list(reported.values()).count(round_) < self.holders:
+            return []
         self.arrivals.arrived(rank, round_, now)
         if round_ == self.round:
             self._in.add(rank)
-            return self.look(now)
+            return self.tick(now)
         again = self._dropped_last.get(rank) is True
         self.dropped[rank] += 1
         self.late.append((round_, rank))
@@ -105,9 +115,8 @@ class Agreement:
         self.members.discard(rank)
         if not lost:
             self.left.add(rank)
-            for key in [key for key in self._reports if key[1] == rank]:
-                del self._reports[key]
-        return self.look(now)
+            self._reported.pop(rank, None)
+        return self.tick(now)
 
     def _enough_without(self, held: set[Rank]) -> bool:
         """Whether a round can be made by the others."""
@@ -121,7 +130,7 @@ class Agreement:
             self.arrivals.served(rank, now)
         return [Late(self.round, rank) for rank in held]
 
-    def look(self, now: float) -> list[Decision]:
+    def tick(self, now: float) -> list[Decision]:
         """Close the open round if it can be, as things stand or because of the time."""
         closed = self._close(now)
         # The others may have paused: nobody is held for longer than rounds take.

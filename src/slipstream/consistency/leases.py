@@ -6,7 +6,7 @@ goes back, and is dealt before all others.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ class Leases:
     _next: int = 0
     _returned: deque[Batch] = field(default_factory=deque)
     _leased: dict[Rank, deque[Batch]] = field(default_factory=dict)
+    _deferred: Counter[Rank] = field(default_factory=Counter)  # of those leased, the oldest
 
     def lease(self, rank: Rank) -> Batch:
         if self._returned:
@@ -40,16 +41,26 @@ class Leases:
         self._leased.setdefault(rank, deque()).append(batch)
         return batch
 
-    def settle(self, rank: Rank, *, counts: bool) -> None:
-        """The gradient of a worker's oldest batch has arrived; who leases none has its own data."""
+    def finish(self, rank: Rank, *, counts: bool) -> None:
+        """The gradient of a worker's oldest batch has arrived; who leases none has its own data.
+
+        If it counts, so do those that were deferred, which are part of it.
+        """
         leased = self._leased.get(rank)
         if not leased:
             return
-        batch = leased.popleft()
-        if counts:
+        if not counts:
+            self._return([leased.popleft()])
+            return
+        for _ in range(min(self._deferred.pop(rank, 0) + 1, len(leased))):
+            leased.popleft()
             self.counted += 1
-        else:
-            self._return([batch])
+
+    def defer(self, rank: Rank) -> None:
+        """The gradient of a worker's oldest batch was dropped, and has returned to its residual: it
+        counts with the next one, unless the worker leaves before that."""
+        if self._deferred[rank] < len(self._leased.get(rank, deque())):
+            self._deferred[rank] += 1
 
     def first_of(self, rank: Rank, number: int) -> list[Batch]:
         """The oldest that a worker has leased, at most so many."""
@@ -70,8 +81,11 @@ class Leases:
         """A worker has left: others get what it had, but for the oldest ones, ``keeping`` of them,
         whose gradients are in and may yet count."""
         leased = self._leased.pop(rank, deque())
-        self._leased[rank] = deque(list(leased)[:keeping])
-        self._return(list(leased)[keeping:])
+        kept = keeping + self._deferred[rank] if keeping else 0
+        self._leased[rank] = deque(list(leased)[:kept])
+        self._return(list(leased)[kept:])
+        if not keeping:
+            del self._deferred[rank]
 
     def _return(self, batches: Iterable[Batch]) -> None:
         self._returned = deque(sorted([*self._returned, *batches]))

@@ -1,4 +1,4 @@
-"""What a consistency model answers."""
+"""What rounds are counted in: ledgers, and what they say of a closed round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.types import Rank
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a worker stands with one chunk: the round it wants to begin, the rounds committed."""
+    """Where a worker stands with one unit: the round it wants to begin, the rounds committed."""
 
     round: int
     committed: int
@@ -19,15 +19,17 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Closed:
     """A round that closed: the contributions that make it, by clock and rank, in the order in which
-    they are summed; what their sum is divided by; and who gets the result (None: everybody)."""
+    they are summed; what their sum is divided by; who gets the result (None: everybody); and who of
+    these gets it for a contribution that did not count."""
 
     contributions: tuple[tuple[int, Rank], ...]
     divisor: int
     audience: tuple[Rank, ...] | None = None
+    dropped: tuple[Rank, ...] = ()
 
 
-class Book(Protocol):
-    """One chunk's rounds as its holder keeps them."""
+class RoundLedger(Protocol):
+    """One unit's rounds, as whoever aggregates it counts them."""
 
     @property
     def round(self) -> int:
@@ -35,62 +37,20 @@ class Book(Protocol):
         ...
 
     def arrive(self, rank: Rank, clock: int) -> bool:
-        """A contribution tagged ``clock``: whether it counts, now or later. One that is too late
-        does not; one that fits nowhere raises FrameRefused."""
-        ...
+        """Enter a contribution for round ``clock``.
 
-    def retire(self, rank: Rank) -> None:
-        """A worker has left: nothing waits for it any more."""
-        ...
+        Returns:
+            Whether it counts, now or later; one that is too late does not.
 
-    def close(self) -> Closed | None:
-        """The open round, if it is complete; then the next is open."""
-        ...
-
-
-class Consistency(Protocol):
-    """A frozen rule; runtimes ask it and do the waiting."""
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all workers make every round, so that one that falls out of step is an error.
-
-        Otherwise results are whole: a worker may not have seen all that came before.
+        Raises:
+            FrameRefused: It fits no round.
         """
         ...
 
-    @property
-    def alone(self) -> bool:
-        """Whether every gradient is an update of its own."""
+    def retire(self, rank: Rank) -> None:
+        """A worker has left: no round waits for it any more."""
         ...
 
-    @property
-    def agreed(self) -> bool:
-        """Whether holders must agree on who made a round before any of them closes it."""
-        ...
-
-    @property
-    def under_way(self) -> int:
-        """How many contributions to a chunk a worker may have made that are not answered yet."""
-        ...
-
-    def among(self, workers: int) -> Consistency:
-        """The same rule with what depends on the number of workers filled in, or ConfigError."""
-        ...
-
-    def may_start(self, progress: Progress) -> bool:
-        """May this worker read the chunk to begin ``progress.round``?"""
-        ...
-
-    def follows(self, *, seen: int, begun: int, result: int) -> bool:
-        """May a worker that has seen the results of ``seen`` rounds, and begun ``begun``, be sent
-        the one of round ``result`` now?"""
-        ...
-
-    def book(self, workers: int) -> Book:
-        """An empty one, for one chunk."""
-        ...
-
-    def rate(self, staleness: int) -> float:
-        """What the learning rate is multiplied by for a gradient this many updates old."""
+    def close(self) -> Closed | None:
+        """Close the open round if it is complete; then the next is open."""
         ...

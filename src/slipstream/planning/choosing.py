@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
+import msgspec
+
+from slipstream.errors import ConfigError
+from slipstream.parts import Part
 from slipstream.planning.costs import (
     LayerShape,
     Speeds,
     compact_seconds,
     dense_link_bytes,
-    dense_seconds,
     ps_both,
     sfb,
 )
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Ways:
         if self.to_each:
             return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
+
+    def dense_seconds(self, nbytes: float, speeds: Speeds) -> float:
+        """The busiest link's time, and a server's for summing where there are servers."""
+        link_s = 8 * self.dense_bytes(nbytes) / speeds.link_bits_per_s
+        summed_bytes = self.workers * nbytes / self.servers if self.servers else 0.0
+        return link_s + summed_bytes / speeds.server_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,20 @@ class Chooser(Protocol):
     ) -> Verdict: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ByBytes:
-    """The paper's Algorithm 1: whichever moves fewer floats through a node."""
+class ByBytes(Part, frozen=True):
+    """The paper's Algorithm 1: whichever moves fewer floats through a node.
 
-    needs_speeds: ClassVar[bool] = False
+    >>> fc = LayerShape("fc", "factors", outputs=4096, inputs=4096)
+    >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8), item_bytes=None).compact
+    True
+    """
+
+    @property
+    def needs_speeds(self) -> bool:
+        return False
+
+    def measured(self, speeds: Speeds | None) -> ByBytes:
+        return self
 
     def choose(
         self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
@@ -73,37 +89,41 @@ class ByBytes:
         return _verdict(shape, rows, ways, item_bytes, compact <= dense, None, said)
 
 
-@dataclass(frozen=True, slots=True)
-class Always:
-    """Factors for every fully connected layer, up to its server; the matrix comes back."""
+class ByTime(Part, frozen=True):
+    """Whichever is predicted to take less time.
+
+    Args:
+        speeds: Of links, GEMM and servers; None: they are measured when a job starts.
+
+    >>> ByTime().needs_speeds
+    True
+    """
+
+    speeds: Speeds | None = None
+
+    @property
+    def needs_speeds(self) -> bool:
+        return self.speeds is None
+
+    def measured(self, speeds: Speeds | None) -> ByTime:
+        """The same with speeds, unless it has some."""
+        return self if self.speeds is not None else msgspec.structs.replace(self, speeds=speeds)
 
     def choose(
         self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
     ) -> Verdict:
-        if shape.form != "factors" or shape.item_bytes != FP32_BYTES:
-            moved = ways.dense_bytes(shape.dense_bytes)
-            return Verdict(False, moved, None, "not a fully connected layer in fp32")
-        moved = shape.compact_bytes(rows, item_bytes) + shape.dense_bytes
-        return Verdict(True, moved, None, "factors up, the matrix down", "sharded")
-
-
-@dataclass(frozen=True, slots=True)
-class ByTime:
-    """Whichever is predicted to take less time at measured speeds."""
-
-    speeds: Speeds
-
-    def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
-    ) -> Verdict:
-        dense = dense_seconds(
-            shape.dense_bytes, ways.workers, ways.servers, self.speeds, dedicated=ways.dedicated
-        )
+        if self.speeds is None:
+            raise ConfigError("choosing by time needs speeds: measure them, or give them")
+        dense = ways.dense_seconds(shape.dense_bytes, self.speeds)
         compact = compact_seconds(shape, rows, ways.workers, self.speeds, item_bytes)
         said = f"{1000 * compact:.3g} ms against {1000 * dense:.3g} ms dense"
         taken = compact < dense
         seconds = compact if taken else dense
         return _verdict(shape, rows, ways, item_bytes, taken, seconds, said)
+
+
+# Every chooser that a policy may name.
+AnyChooser = ByTime | ByBytes
 
 
 def _verdict(

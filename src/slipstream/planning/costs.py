@@ -106,14 +106,6 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
     return (workers + servers - 2) / servers * nbytes
 
 
-def dense_seconds(
-    nbytes: float, workers: int, servers: int, speeds: Speeds, *, dedicated: bool
-) -> float:
-    link = dense_link_bytes(nbytes, workers, servers, dedicated=dedicated)
-    summing = workers * nbytes / servers / speeds.server_bytes_per_s if servers else 0.0
-    return link * 8 / speeds.link_bits_per_s + summing
-
-
 def compact_seconds(
     shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: int | None = None
 ) -> float:

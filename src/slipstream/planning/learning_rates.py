@@ -15,6 +15,16 @@ def synchronous_rate(base: float, workers: int) -> float:
     """γ₀ = base · N: what suits one worker's batch, for the mean of ``workers`` gradients.
 
     With backup workers, count the gradients that a round takes, not the workers that run.
+
+    Args:
+        base: The rate for one worker's batch.
+        workers: N.
+
+    Raises:
+        ConfigError: They are not above 0.
+
+    >>> synchronous_rate(0.045, workers=100)
+    4.5
     """
     _check_rate("base", base)
     _check_workers(workers)
@@ -27,6 +37,16 @@ def asynchronous_rate(base: float, workers: int) -> float:
     A gradient is then about n − 1 updates old, and what training bears is the product of rate and
     age. (The paper's own rate for asynchronous training, 0.045, was found with all workers running
     and is used as it is.) Keep momentum near 0 as well: it makes every gradient count again later.
+
+    Args:
+        base: The rate for one worker alone.
+        workers: n.
+
+    Raises:
+        ConfigError: They are not above 0.
+
+    >>> asynchronous_rate(0.1, workers=4)
+    0.025
     """
     _check_rate("base", base)
     _check_workers(workers)
@@ -38,6 +58,15 @@ def stale_rate(staleness: int) -> float:
 
     It is by how much the highest stable rate of gradient descent on a quadratic shrinks: to a half
     with s = 1, to 0.31 with s = 2, to about 0.8/s further on.
+
+    Args:
+        staleness: s.
+
+    Raises:
+        ConfigError: It is not a whole number of 0 or more.
+
+    >>> [round(stale_rate(s), 2) for s in (0, 1, 2)]
+    [1.0, 0.5, 0.31]
     """
     if type(staleness) is not int or staleness < 0:
         raise ConfigError(f"a staleness of {staleness!r}: give a number of steps, 0 or more")
@@ -49,9 +78,19 @@ def decayed_rate(
 ) -> float:
     """γ₀ β^(tN/(2T)): after every two passes over the data, ``decay`` times as high.
 
-    ``step`` counts updates from 0. ``batches_per_epoch`` is T: examples in the data set over
-    examples in one worker's batch. ``workers`` is how many gradients an update is the mean of, so
-    that rates agree after as many examples: N when synchronous, 1 when asynchronous.
+    Args:
+        initial: γ₀.
+        step: t, which counts updates from 0.
+        batches_per_epoch: T: examples in the data set over examples in one worker's batch.
+        workers: How many gradients an update is the mean of, so that rates agree after as many
+            examples: N when synchronous, 1 when asynchronous.
+        decay: β.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> round(decayed_rate(1.0, step=200, batches_per_epoch=100), 2)
+    0.94
 
     As a schedule, over the rate that the optimizer was made with::
 

@@ -4,48 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from slipstream.errors import ConfigError
 
 FULL = 0.9  # of a link; nearer to all of it the queue decides, not the rate
 WORTH_CHANGING = 0.2  # how far bandwidth or steps may move before p is worked out again
-Growth = Literal["none", "sqrt", "linear"]
-GROWTHS: dict[Growth, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """How workers send each other slices of their updates.
-
-    ``partitions`` None: as many as the links ask for. ``bytes_s`` is what a worker's link carries;
-    None: it is measured. An update counts 1/n, so that n workers move as far as the mean of their
-    updates would; ``growth`` makes that √n or n times as far, reached after ``warm_steps``.
-    """
-
-    partitions: int | None = None
-    same_for_all: bool = False
-    growth: Growth = "none"
-    warm_steps: int = 0
-    bytes_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.partitions is not None and (
-            type(self.partitions) is not int or self.partitions < 1
-        ):
-            raise ConfigError(
-                f"partitions={self.partitions!r}: give a number, 1 or more, or 'auto'"
-            )
-        if self.growth not in GROWTHS:
-            raise ConfigError(f"growth={self.growth!r}: choose one of {', '.join(GROWTHS)}")
-        if type(self.warm_steps) is not int or self.warm_steps < 0:
-            raise ConfigError(f"warm_steps={self.warm_steps!r}: give a number of steps, 0 or more")
-
-    def coefficient(self, step: int, workers: int) -> float:
-        """What every worker's update counts, with itself and with its peers."""
-        full = workers ** GROWTHS[self.growth]
-        warmth = min(1.0, step / self.warm_steps) if self.warm_steps else 1.0
-        return float((1.0 + (full - 1.0) * warmth) / workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,17 @@ def ramped_staleness(step: int, *, staleness: int, ramp_up: int) -> int:
 
     The paper on synchronous SGD raises staleness over the first three epochs (section 2.1), as if
     workers joined one by one; beyond about 15 steps, training that starts stale tends to blow up.
-    Without ``ramp_up`` it is ``staleness`` from the start.
+
+    Args:
+        step: Counted from 0.
+        staleness: How old gradients are in the end, in steps.
+        ramp_up: After how many steps; 0: from the start.
+
+    Raises:
+        ConfigError: A value is below 0.
+
+    >>> [ramped_staleness(step, staleness=4, ramp_up=100) for step in (0, 50, 100)]
+    [0, 2, 4]
     """
     if step < 0:
         raise ConfigError(f"step={step!r}: count steps from 0")

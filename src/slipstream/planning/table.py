@@ -6,14 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.planning.choosing import Verdict, Ways
-from slipstream.planning.costs import (
-    Form,
-    LayerShape,
-    Speeds,
-    dense_seconds,
-)
+from slipstream.planning.costs import LayerShape, Speeds
 from slipstream.printable import printable
-from slipstream.types import ITEM_BYTES, Spec
+from slipstream.types import Spec
 from slipstream.units import human_bytes
 
 
@@ -48,24 +43,6 @@ class Totals:
         return self.dense_seconds / self.seconds
 
 
-def shapes_of(
-    specs: Sequence[Spec], forms: Mapping[str, Form] | None = None
-) -> dict[str, LayerShape]:
-    """The layers that the specs name, each from its matrix and its bias."""
-    shapes: dict[str, LayerShape] = {}
-    by_layer: dict[str, list[Spec]] = {}
-    for spec in specs:
-        if spec.layer:
-            by_layer.setdefault(spec.layer, []).append(spec)
-    for layer, parts in by_layer.items():
-        matrix = next(spec for spec in parts if len(spec.shape) == 2)
-        outputs, inputs = matrix.shape
-        form = (forms or {}).get(layer, "factors")
-        bias = any(len(spec.shape) == 1 for spec in parts)
-        shapes[layer] = LayerShape(layer, form, outputs, inputs, bias, ITEM_BYTES[matrix.dtype])
-    return shapes
-
-
 def tabulate(
     specs: Sequence[Spec],
     schemes: Sequence[str],
@@ -86,7 +63,7 @@ def tabulate(
                 )
             continue
         moved = way.dense_bytes(spec.nbytes)
-        seconds = _dense_seconds(spec.nbytes, way, speeds)
+        seconds = None if speeds is None else way.dense_seconds(spec.nbytes, speeds)
         why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
         rows.append(Row(spec.name, spec.shape, scheme, moved, seconds, moved, seconds, why))
     return rows
@@ -96,7 +73,7 @@ def _layer_row(
     shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
 ) -> Row:
     dense = way.dense_bytes(shape.dense_bytes)
-    dense_s = _dense_seconds(shape.dense_bytes, way, speeds)
+    dense_s = None if speeds is None else way.dense_seconds(shape.dense_bytes, speeds)
     return Row(
         shape.name,
         (shape.outputs, shape.inputs),
@@ -107,12 +84,6 @@ def _layer_row(
         dense_s,
         verdict.why,
     )
-
-
-def _dense_seconds(nbytes: int, way: Ways, speeds: Speeds | None) -> float | None:
-    if speeds is None:
-        return None
-    return dense_seconds(nbytes, way.workers, way.servers, speeds, dedicated=way.dedicated)
 
 
 def total(rows: Sequence[Row]) -> Totals:
@@ -162,3 +133,10 @@ def _sums(sums: Totals) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.4g}"
+
+
+def as_tables(tables: Sequence[str]) -> str:
+    """Several pairs' tables, each under the number of its pair; one as it is."""
+    if len(tables) == 1:
+        return tables[0]
+    return "\n\n".join(f"pair {number}\n{table}" for number, table in enumerate(tables))

@@ -1,14 +1,14 @@
-"""What launchers and schedulers tell a process through its environment, read once and checked."""
+"""What launchers and schedulers set in a process's environment, read once and checked."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, LaunchError, SecretError
 from slipstream.input_files import read_limited
@@ -20,85 +20,129 @@ LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
 
 
+def whole(text: str, name: str) -> int:
+    """A whole number; raises LaunchError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name}={text!r} is not a whole number") from None
+
+
+def flag(text: str, name: str) -> bool:
+    """0 or 1; raises LaunchError."""
+    if text not in ("0", "1"):
+        raise LaunchError(f"{name}={text!r}: give 0 or 1")
+    return text == "1"
+
+
+def path(text: str, name: str) -> Path:
+    """A path."""
+    return Path(text)
+
+
+def plain(text: str, name: str) -> str:
+    """Text as it is."""
+    return text
+
+
+def listed(text: str, name: str) -> tuple[str, ...]:
+    """Parts between commas."""
+    return tuple(part for part in text.split(",") if part)
+
+
+def nonfinite_in(text: str, name: str = "") -> Nonfinite:
+    """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument.
+
+    Raises:
+        ConfigError: there is no such value.
+    """
+    for known in get_args(Nonfinite):
+        if text == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"nonfinite={text!r} (slipstream.init or SLIPSTREAM_NONFINITE): choose one of "
+        f"{', '.join(get_args(Nonfinite))}"
+    )
+
+
+class Variable(NamedTuple):
+    """Where a field is read from, and how; its default stands where that is unset or empty."""
+
+    name: str
+    read: Callable[[str, str], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """RANK and friends, as torchrun, ``slipstream run`` or a scheduler set them; alone if unset."""
 
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int | None = None
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    store_fd: int | None = None
-    agent_store: bool = False
-    attempt: int = 0
-    strategy: str | None = None
-    servers: int | None = None
-    server_addresses: tuple[str, ...] = ()
+    rank: Annotated[int, Variable("RANK", whole)] = 0
+    world_size: Annotated[int, Variable("WORLD_SIZE", whole)] = 1
+    local_rank: Annotated[int, Variable("LOCAL_RANK", whole)] = 0
+    local_world_size: Annotated[int | None, Variable("LOCAL_WORLD_SIZE", whole)] = None
+    master_addr: Annotated[str, Variable("MASTER_ADDR", plain)] = LOOPBACK
+    master_port: Annotated[int, Variable("MASTER_PORT", whole)] = 0
+    store_fd: Annotated[int | None, Variable("SLIPSTREAM_STORE_FD", whole)] = None
+    attempt: Annotated[int, Variable("TORCHELASTIC_RESTART_COUNT", whole)] = 0
+    strategy: Annotated[str | None, Variable("SLIPSTREAM_STRATEGY", plain)] = None
+    servers: Annotated[int | None, Variable("SLIPSTREAM_SERVERS", whole)] = None
+    server_addresses: Annotated[
+        tuple[str, ...], Variable("SLIPSTREAM_SERVER_ADDRESSES", listed)
+    ] = ()
+    # None: between hosts.
+    encrypt: Annotated[bool | None, Variable("SLIPSTREAM_ENCRYPT", flag)] = None
+    job: Annotated[str | None, Variable("SLIPSTREAM_JOB", plain)] = None
+    interface: Annotated[str | None, Variable("SLIPSTREAM_INTERFACE", plain)] = None
+    json: Annotated[Path | None, Variable("SLIPSTREAM_JSON", path)] = None
+    log: Annotated[Path | None, Variable("SLIPSTREAM_LOG", path)] = None
+    tensorboard: Annotated[Path | None, Variable("SLIPSTREAM_TENSORBOARD", path)] = None
+    prometheus: Annotated[int | None, Variable("SLIPSTREAM_PROMETHEUS", whole)] = None
+    launcher: Annotated[int | None, Variable("SLIPSTREAM_LAUNCHER", whole)] = None
+    # The socket to the launcher on this machine.
+    control_fd: Annotated[int | None, Variable("SLIPSTREAM_CONTROL_FD", whole)] = None
+    # Written when a worker that was started again is back.
+    back_fd: Annotated[int | None, Variable("SLIPSTREAM_BACK_FD", whole)] = None
+    # Written when a worker has joined, and when it has left.
+    presence_fd: Annotated[int | None, Variable("SLIPSTREAM_PRESENCE_FD", whole)] = None
+    # What becomes of a gradient with a NaN or an infinity.
+    nonfinite: Annotated[Nonfinite, Variable("SLIPSTREAM_NONFINITE", nonfinite_in)] = "pass"
+    # How often this worker was started again, in a job that goes on without it.
+    incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
+    agent_store: bool = False  # the rendezvous store is torchrun's
     secret: bytes | None = None
-    encrypt: bool | None = None  # None: between hosts
-    job: str | None = None
-    interface: str | None = None
-    json: Path | None = None
-    log: Path | None = None
-    tensorboard: Path | None = None
-    prometheus: int | None = None
-    launcher: int | None = None
-    control_fd: int | None = None  # of the socket to the launcher, where learners share memory
-    back_fd: int | None = None  # where a worker that was started again says that it is back
-    presence_fd: int | None = None  # where a worker says that it has joined, and left
-    nonfinite: Nonfinite = "pass"  # what becomes of a gradient with a NaN or an infinity
-    life: int = 0  # how often this worker was started again, in a job that goes on without it
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Environment:
-        rank, world = whole(env, "RANK", 0), whole(env, "WORLD_SIZE", 1)
-        if not 0 <= rank < world:
-            raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={world}")
-        alone = world == 1 or "SLIPSTREAM_CONTROL_FD" in env
-        if not alone and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+        """The environment of a process, checked.
+
+        Raises:
+            LaunchError: a variable makes no sense, or one is missing.
+            SecretError: the job's secret cannot be read, or is too short.
+        """
+        found: dict[str, Any] = {}
+        for name, kind in get_type_hints(cls, include_extras=True).items():
+            for variable in getattr(kind, "__metadata__", ()):
+                if text := env.get(variable.name):
+                    found[name] = variable.read(text, variable.name)
+        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        read = cls(**found, agent_store=agent_store, secret=read_secret(env))
+        if not 0 <= read.rank < read.world_size:
+            raise LaunchError(f"RANK={read.rank} does not fit WORLD_SIZE={read.world_size}")
+        if read.world_size > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
             raise LaunchError(
-                f"WORLD_SIZE={world} but MASTER_ADDR or MASTER_PORT is not set: start with "
-                "`slipstream run` or torchrun, or set both to rank 0's address and a free port"
+                f"WORLD_SIZE={read.world_size} but MASTER_ADDR or MASTER_PORT is not set: start "
+                "with `slipstream run` or torchrun, or set both to rank 0's address and a free port"
             )
-        port = whole(env, "MASTER_PORT", 0)
-        if not 0 <= port < 1 << 16:
-            raise LaunchError(f"MASTER_PORT={port} is no port: choose one from 1 to 65535")
-        addresses = env.get("SLIPSTREAM_SERVER_ADDRESSES", "")
-        return cls(
-            rank=rank,
-            world_size=world,
-            local_rank=whole(env, "LOCAL_RANK", 0),
-            local_world_size=optional(env, "LOCAL_WORLD_SIZE"),
-            master_addr=env.get("MASTER_ADDR", LOOPBACK),
-            master_port=port,
-            store_fd=optional(env, "SLIPSTREAM_STORE_FD"),
-            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=whole(env, "TORCHELASTIC_RESTART_COUNT", 0),
-            strategy=env.get("SLIPSTREAM_STRATEGY") or None,
-            servers=optional(env, "SLIPSTREAM_SERVERS"),
-            server_addresses=tuple(a for a in addresses.split(",") if a),
-            secret=read_secret(env),
-            encrypt=flag(env, "SLIPSTREAM_ENCRYPT"),
-            job=env.get("SLIPSTREAM_JOB") or None,
-            interface=env.get("SLIPSTREAM_INTERFACE") or None,
-            json=path(env, "SLIPSTREAM_JSON"),
-            log=path(env, "SLIPSTREAM_LOG"),
-            tensorboard=path(env, "SLIPSTREAM_TENSORBOARD"),
-            prometheus=optional(env, "SLIPSTREAM_PROMETHEUS"),
-            launcher=optional(env, "SLIPSTREAM_LAUNCHER"),
-            control_fd=optional(env, "SLIPSTREAM_CONTROL_FD"),
-            back_fd=optional(env, "SLIPSTREAM_BACK_FD"),
-            presence_fd=optional(env, "SLIPSTREAM_PRESENCE_FD"),
-            nonfinite=nonfinite_in(env.get("SLIPSTREAM_NONFINITE") or "pass"),
-            life=whole(env, "SLIPSTREAM_LIFE", 0),
-        )
+        if not 0 <= read.master_port < 1 << 16:
+            raise LaunchError(
+                f"MASTER_PORT={read.master_port} is no port: choose one from 1 to 65535"
+            )
+        return read
 
     @property
     def started_again(self) -> bool:
         """Whether training had begun before this process did."""
-        return bool(self.life or self.attempt)
+        return bool(self.incarnation or self.attempt)
 
     @property
     def one_host(self) -> bool:
@@ -128,6 +172,7 @@ class Environment:
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def require_secret(self) -> None:
+        """Raise SecretError where others could join a job without a secret."""
         if self.secret is not None:
             return
         if not self.one_host:
@@ -144,45 +189,8 @@ class Environment:
             )
 
 
-def nonfinite_in(text: str) -> Nonfinite:
-    """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument."""
-    for known in get_args(Nonfinite):
-        if text == known:
-            return known  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"nonfinite={text!r} (slipstream.init or SLIPSTREAM_NONFINITE): choose one of "
-        f"{', '.join(get_args(Nonfinite))}"
-    )
-
-
-def whole(env: Mapping[str, str], key: str, default: int) -> int:
-    value = optional(env, key)
-    return default if value is None else value
-
-
-def optional(env: Mapping[str, str], key: str) -> int | None:
-    text = env.get(key, "")
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{key}={text!r} is not a whole number") from None
-
-
-def flag(env: Mapping[str, str], key: str) -> bool | None:
-    text = env.get(key, "")
-    if text not in ("", "0", "1"):
-        raise LaunchError(f"{key}={text!r}: give 0 or 1")
-    return text == "1" if text else None
-
-
-def path(env: Mapping[str, str], key: str) -> Path | None:
-    text = env.get(key, "")
-    return Path(text) if text else None
-
-
 def read_secret(env: Mapping[str, str]) -> bytes | None:
+    """The secret of the variable or of the file; raises SecretError."""
     text = env.get("SLIPSTREAM_SECRET", "")
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
     if file and not text:
@@ -198,6 +206,7 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether this is an address of this host alone."""
     if host == "localhost":
         return True
     try:
@@ -207,6 +216,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolves_to_loopback(host: str) -> bool:
+    """Whether a name stands for such an address."""
     try:
         return is_loopback(socket.gethostbyname(host))
     except OSError:

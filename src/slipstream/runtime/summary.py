@@ -37,10 +37,12 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     faults: dict[str, int]
 
     def encode(self) -> bytes:
+        """As bytes, for another rank."""
         return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, content: bytes) -> WorkerFigures:
+        """What ``encode`` has made."""
         return msgspec.json.decode(content, type=cls)
 
 
@@ -51,7 +53,10 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
     samples = sum(worker.samples for worker in figures)
     by_scheme: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    moved = dict.fromkeys(("sent", "received", "local", "control"), 0)
     for worker in figures:
+        for way in moved:
+            moved[way] += getattr(worker.traffic, way)
         by_scheme.update(worker.traffic.by_scheme)
         faults.update(worker.faults)
     return {
@@ -65,13 +70,7 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
         "loss": first.loss,
         "accuracy": first.accuracy,
         "weights_sha256": [worker.weights_sha256 for worker in figures],
-        "bytes": {
-            "sent": sum(worker.traffic.sent for worker in figures),
-            "received": sum(worker.traffic.received for worker in figures),
-            "local": sum(worker.traffic.local for worker in figures),
-            "control": sum(worker.traffic.control for worker in figures),
-            "by_scheme": dict(by_scheme),
-        },
+        "bytes": {**moved, "by_scheme": dict(by_scheme)},
         "wait_s": sum(worker.wait_s for worker in figures) / len(figures),
         "faults": dict(faults),
         "per_worker": [per_worker(worker) for worker in figures] if len(figures) > 1 else [],
@@ -79,6 +78,7 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
 
 
 def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
+    """One worker's entry in the summary."""
     plain: dict[str, Any] = msgspec.to_builtins(figures)
     kept = {key: plain[key] for key in ("steps", "wall_s", "samples", "loss", "wait_s")}
     return {**kept, "bytes": plain["traffic"]}

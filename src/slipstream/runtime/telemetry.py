@@ -11,34 +11,44 @@ import logging
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.errors import LaunchError
 from slipstream.printable import printable, printable_lines
-from slipstream.runtime.record_file import RecordFile
+from slipstream.runtime.files.record_file import RecordFile
 
+logger = logging.getLogger(__name__)
 Figures = Mapping[str, float]
 
 
-class Watcher(Protocol):
-    """Takes the figures of a step."""
+class Watcher(ABC):
+    """Takes the figures of a step.
 
-    name: str  # what warnings call it
+    Attributes:
+        name: what warnings call it.
+    """
 
-    def note(self, step: int, figures: Figures) -> None: ...
+    name: str
 
-    def tell(self, event: str, content: Mapping[str, Any]) -> None:
-        """Something that is no step's figures; whoever shows only these leaves it."""
-        ...
+    @abstractmethod
+    def note(self, step: int, figures: Figures) -> None:
+        """Take the figures of one step."""
 
-    def close(self) -> None: ...
+    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
+        """Take what is no step's figures; a watcher that shows only these ignores it."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left, and free everything."""
 
 
 class Watchers:
-    """Everybody who watches a run. One that fails is warned of once, and is tried again."""
+    """All watchers of a run. One that fails is warned of once, and is tried again."""
 
     def __init__(self) -> None:
         self._open: list[Watcher] = []
@@ -57,23 +67,26 @@ class Watchers:
             warn(f"{error}. Training goes on without it")
 
     def note(self, step: int, figures: Figures) -> None:
+        """Pass the figures of a step on."""
         for watcher in self._open:
-            with self._spared(watcher):
+            with self._warning(watcher):
                 watcher.note(step, figures)
 
-    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
+        """Pass on what is no step's figures."""
         for watcher in self._open:
-            with self._spared(watcher):
-                watcher.tell(event, content)
+            with self._warning(watcher):
+                watcher.note_event(event, content)
 
     def close(self) -> None:
+        """Close all watchers."""
         for watcher in self._open:
-            with self._spared(watcher):
+            with self._warning(watcher):
                 watcher.close()
         self._open.clear()
 
     @contextmanager
-    def _spared(self, watcher: Watcher) -> Iterator[None]:
+    def _warning(self, watcher: Watcher) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -86,11 +99,32 @@ class Watchers:
 
 
 def warn(message: str) -> None:
-    """By ``logging``, since a filter may turn what goes by ``warnings`` into errors."""
-    logging.getLogger(__name__).warning("slipstream: %s", printable_lines(message))
+    """By ``logging``, since a filter may turn what goes by ``warnings`` into errors.
+
+    Where nobody has set up logging, the warning goes to standard error, as Python's own default is.
+    """
+    text = f"slipstream: {printable_lines(message)}"
+    if has_handlers(logger):
+        logger.warning("%s", text)
+    elif logging.lastResort is not None:
+        record = logger.makeRecord(
+            logger.name, logging.WARNING, __file__, 0, "%s", (text,), exc_info=None
+        )
+        logging.lastResort.handle(record)
+
+
+def has_handlers(logger: logging.Logger) -> bool:
+    """Whether something shows the logger's records; ``NullHandler`` does not."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in current.handlers):
+            return True
+        current = current.parent if current.propagate else None
+    return False
 
 
 def reason_of(error: Exception) -> str:
+    """An error in a few words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(f"{type(error).__name__}: {error}")
@@ -109,14 +143,14 @@ def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile
         raise LaunchError(f"cannot write {name}: {reason_of(error)}") from error
 
 
-class RunLog:
+class RunLog(Watcher):
     """One JSON object a line."""
 
-    def __init__(self, path: Path, header: Mapping[str, Any], life: int = 0) -> None:
-        """One that was started again goes on with the log of its life before."""
+    def __init__(self, path: Path, header: Mapping[str, Any], incarnation: int = 0) -> None:
+        """One that was started again goes on with the log of its incarnation before."""
         self.name = f"the run log {path}"
         self._begun = time.monotonic()
-        with begun(self.name, path, append=bool(life)) as self._file:
+        with begun(self.name, path, append=bool(incarnation)) as self._file:
             self._write({"event": "start", **header})
 
     def _write(self, content: Mapping[str, Any]) -> None:
@@ -126,7 +160,7 @@ class RunLog:
     def note(self, step: int, figures: Figures) -> None:
         self._write({"event": "step", "step": step, **figures})
 
-    def tell(self, event: str, content: Mapping[str, Any]) -> None:
+    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
         self._write({"event": event, **content})
 
     def close(self) -> None:
@@ -134,7 +168,7 @@ class RunLog:
             self._write({"event": "end"})
 
 
-class TensorBoard:
+class TensorBoard(Watcher):
     """Scalars for TensorBoard.
 
     Records are written here: the thread of torch's ``SummaryWriter`` ends at the first full disk.
@@ -170,14 +204,11 @@ class TensorBoard:
         ]
         self._write(step=step, summary=self._summary(value=values))
 
-    def tell(self, event: str, content: Mapping[str, Any]) -> None:
-        pass
-
     def close(self) -> None:
         self._writer.close()
 
 
-class Prometheus:
+class Prometheus(Watcher):
     """Gauges at http://127.0.0.1:PORT/metrics."""
 
     def __init__(self, port: int) -> None:
@@ -208,9 +239,6 @@ class Prometheus:
                     f"slipstream_{name}", f"slipstream {name}", registry=self._registry
                 )
             self._gauges[name].set(value)
-
-    def tell(self, event: str, content: Mapping[str, Any]) -> None:
-        pass
 
     def close(self) -> None:
         self._server.shutdown()

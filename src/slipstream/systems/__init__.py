@@ -7,75 +7,91 @@ import difflib
 import inspect
 from collections.abc import Callable
 
-from slipstream.errors import UnknownStrategy
+from slipstream.errors import ConfigError, UnknownStrategy
 from slipstream.strategy import Strategy
-from slipstream.systems.adam_factors import adam_factors
-from slipstream.systems.ako import ako
-from slipstream.systems.all_to_all import all_to_all
-from slipstream.systems.allreduce import allreduce
-from slipstream.systems.async_sgd import async_sgd
-from slipstream.systems.backup_workers import backup_workers
-from slipstream.systems.bounded_staleness import bounded_staleness
-from slipstream.systems.gadei import gadei
-from slipstream.systems.one_bit import one_bit
-from slipstream.systems.parameter_flow import parameter_flow
-from slipstream.systems.poseidon import poseidon
-from slipstream.systems.push_pull import push_pull
-
-__all__ = [
-    "SYSTEMS",
-    "adam_factors",
-    "ako",
-    "all_to_all",
-    "allreduce",
-    "async_sgd",
-    "backup_workers",
-    "bounded_staleness",
-    "gadei",
-    "one_bit",
-    "parameter_flow",
-    "parse",
-    "poseidon",
-    "push_pull",
-]
+from slipstream.systems.adam_factors import adam_factors as adam_factors
+from slipstream.systems.ako import ako as ako
+from slipstream.systems.all_to_all import all_to_all as all_to_all
+from slipstream.systems.allreduce import allreduce as allreduce
+from slipstream.systems.async_sgd import async_sgd as async_sgd
+from slipstream.systems.backup_workers import backup_workers as backup_workers
+from slipstream.systems.bounded_staleness import bounded_staleness as bounded_staleness
+from slipstream.systems.gadei import gadei as gadei
+from slipstream.systems.one_bit import one_bit as one_bit
+from slipstream.systems.parameter_flow import parameter_flow as parameter_flow
+from slipstream.systems.poseidon import poseidon as poseidon
+from slipstream.systems.push_pull import push_pull as push_pull
 
 SYSTEMS: dict[str, Callable[..., Strategy]] = {
-    "adam_factors": adam_factors,
-    "ako": ako,
-    "all_to_all": all_to_all,
-    "allreduce": allreduce,
-    "async_sgd": async_sgd,
-    "backup_workers": backup_workers,
-    "bounded_staleness": bounded_staleness,
-    "gadei": gadei,
-    "one_bit": one_bit,
-    "parameter_flow": parameter_flow,
-    "poseidon": poseidon,
-    "push_pull": push_pull,
+    system.__name__: system
+    for system in (
+        adam_factors,
+        ako,
+        all_to_all,
+        allreduce,
+        async_sgd,
+        backup_workers,
+        bounded_staleness,
+        gadei,
+        one_bit,
+        parameter_flow,
+        poseidon,
+        push_pull,
+    )
 }
 
 
 def parse(text: str) -> Strategy:
-    """``push_pull`` or ``push_pull(overlap=False)``: what command lines and environments give."""
+    """A strategy from text, which is what command lines and environments give.
+
+    Args:
+        text: The name of a system, a call of it with literal keyword arguments, or the JSON of a
+            strategy.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        UnknownStrategy: There is no such system, or it does not take these arguments.
+        ConfigError: An argument's value makes no sense.
+
+    >>> parse("push_pull(overlap=False)") == push_pull(overlap=False)
+    True
+    """
+    if is_json(text):
+        return Strategy.from_json(text)
     name, arguments = read_call(text)
     if name not in SYSTEMS:
         near = difflib.get_close_matches(name, SYSTEMS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownStrategy(f"no strategy {name!r}: there are {', '.join(SYSTEMS)}{hint}")
     factory = SYSTEMS[name]
-    unknown = set(arguments) - set(inspect.signature(factory).parameters)
+    known = {*inspect.signature(factory).parameters, *getattr(factory, "renamed", {})}
+    unknown = set(arguments) - known
     if unknown:
         takes = ", ".join(inspect.signature(factory).parameters) or "no arguments"
         raise UnknownStrategy(
             f"{name} does not take {', '.join(sorted(unknown))}: it takes {takes}"
         )
-    return factory(**arguments)
+    try:
+        return factory(**arguments)
+    except ConfigError as error:
+        if str(error).startswith(name):
+            raise
+        # Parts' own names differ from those of arguments: show what was written.
+        raise ConfigError(f"{text.strip()}: {error}") from error
+
+
+def is_json(text: str) -> bool:
+    """Whether a strategy's text is its JSON and not a call."""
+    return text.lstrip().startswith("{")
 
 
 def read_call(text: str) -> tuple[str, dict[str, object]]:
     """The name and the literal keyword arguments of a call."""
     malformed = UnknownStrategy(
-        f"cannot read strategy {text!r}: write NAME or NAME(key=value, …) with literal values"
+        f"cannot read strategy {text!r}: write NAME or NAME(key=value, …) with literal values "
+        "(text in quotes)"
     )
     try:
         node = ast.parse(text.strip(), mode="eval").body

@@ -10,26 +10,22 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import Dense
-from slipstream.consistency import Rounds
-from slipstream.planning.hybrid import Hybrid
-from slipstream.schedules import WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.codecs import Dense, Factors
+from slipstream.routes import Prefer, Route
+from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 
 def adam_factors() -> Strategy:
-    """Factors to the layer's server, the matrix back."""
-    road = Route(Sharded(whole_layers=True), push=Dense(), publish=Dense())
+    """Factors to the layer's server, the matrix back.
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
+    Returns:
+        The strategy.
 
+    >>> [route.scheme for route in adam_factors().routes.routes()]
+    ['factors/sharded', 'dense/sharded']
+    """
+    whole = Sharded(whole_layers=True)
     return Strategy(
-        "adam_factors",
-        route=route,
-        consistency=Rounds(),
-        schedule=WaitFree(),
-        hybrid=Hybrid(choose="always", wire="float32", to="server"),
+        "adam_factors", Prefer((Route(whole, up=Factors("float32")), Route(whole, up=Dense())))
     )

@@ -25,16 +25,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slipstream.codecs import Dense
-from slipstream.consistency import WithinReach
+from slipstream.codecs import Above, Filter, InPlace, Rotate
+from slipstream.consistency import Consistency, Each, LagBehindPeers
 from slipstream.errors import ConfigError
-from slipstream.planning.slices import Growth, Slices
-from slipstream.schedules import AfterBackward
-from slipstream.strategy import Route, Strategy, everywhere
+from slipstream.routes import Everywhere, Route
+from slipstream.schedules import Merging
+from slipstream.strategy import Strategy
+from slipstream.systems.parameter_flow import Delta, threshold
 from slipstream.topologies import Mesh
 from slipstream.units import bits_per_second
-
-DENSE = Dense()
+from slipstream.updates import Add, Growth, Update, UserSteps
 
 
 def ako(
@@ -45,29 +45,42 @@ def ako(
     rate: str | float | None = None,
     growth: Growth = "none",
     warm_steps: int = 0,
+    delta: Delta | None = None,
 ) -> Strategy:
     """Slices of updates from every worker to every other.
 
-    ``partitions`` is p, or "auto": the fewest that the links bear, worked out again as they and
-    the workers change. ``staleness`` is τ (by default four steps for each worker). ``rate`` is
-    what a worker's link carries ("200mbit"); without it that is measured. ``growth`` "sqrt" or
-    "linear" makes n workers move √n or n times as far as the mean of their updates, reached
-    gradually within ``warm_steps``.
+    Args:
+        partitions: p, or "auto": the fewest that the links bear, computed again as they and the
+            workers change.
+        staleness: τ; by default four steps for each worker.
+        schedule: "rotate", or "same": every peer gets the same partition at a time.
+        rate: What a worker's link carries, such as "200mbit"; by default it is measured.
+        growth: "sqrt" or "linear" make n workers move √n or n times as far as the mean of their
+            updates.
+        warm_steps: After how many steps they do; until then this grows linearly.
+        delta: Entries of a partition up to this value wait, too; "90%": the smallest 90%.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> ako(partitions=4, staleness=8).rotation.partitions
+    4
     """
     if schedule not in ("rotate", "same"):
         raise ConfigError(f"schedule={schedule!r}: choose 'rotate' or 'same'")
+    rotate = Rotate(
+        None if partitions == "auto" else partitions,
+        schedule == "same",
+        None if rate is None else bits_per_second(rate) / 8,
+        None if delta is None else Above(threshold(delta), decay="constant"),
+    )
     return Strategy(
         "ako",
-        route=everywhere(Route(Mesh(), push=DENSE, publish=DENSE)),
-        consistency=WithinReach(staleness),
-        schedule=AfterBackward(),
-        travels="steps",
-        outlives_workers=True,
-        slices=Slices(
-            None if partitions == "auto" else partitions,
-            schedule == "same",
-            growth,
-            warm_steps,
-            None if rate is None else bits_per_second(rate) / 8,
-        ),
+        Everywhere(Route(Mesh(), up=Filter(rotate), down=InPlace())),
+        Consistency(Each(), LagBehindPeers(staleness)),
+        Update(UserSteps(own="kept"), Add(at="worker", growth=growth, warm_steps=warm_steps)),
+        Merging(),
     )

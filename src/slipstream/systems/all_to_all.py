@@ -8,20 +8,24 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.consistency import Rounds
-from slipstream.schedules import WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Strategy
+from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Mesh
-from slipstream.types import Cluster, Spec
 
 
 def all_to_all(*, wire: Wire = "own") -> Strategy:
-    """Dense gradients over the peer mesh."""
-    road = Route(Mesh(), push=Dense(wire), publish=Dense())
+    """Dense gradients over the peer mesh.
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road
+    Args:
+        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
 
-    return Strategy("all_to_all", route=route, consistency=Rounds(), schedule=WaitFree())
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: ``wire`` is no such precision.
+
+    >>> all_to_all(wire="bfloat16").routes.route.scheme
+    'dense-bfloat16/mesh'
+    """
+    return Strategy("all_to_all", routes_for(wire, Mesh()))

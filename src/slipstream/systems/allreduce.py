@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from slipstream.codecs import Dense
 from slipstream.codecs.dense import Wire
-from slipstream.consistency import Rounds
+from slipstream.errors import ConfigError
+from slipstream.routes import ByRole, Collective, Everywhere, Route
 from slipstream.schedules import AfterBackward, WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.strategy import Strategy
+from slipstream.systems.wires import QUANTIZED
 from slipstream.topologies import Mesh
-from slipstream.types import Cluster, Spec
 
 # A collective has a cost a call; larger buckets than a server's chunks pay.
 BUCKET_BYTES = 8 * 1024 * 1024
@@ -24,17 +25,30 @@ BUCKET_BYTES = 8 * 1024 * 1024
 def allreduce(
     *, overlap: bool = True, wire: Wire = "own", bucket_bytes: int = BUCKET_BYTES
 ) -> Strategy:
-    """Collective all-reduce, wait-free by default."""
-    road = Route(Mesh(), push=Dense(wire), publish=Dense(wire), road="collective")
-    between_workers = Route(Mesh(), push=Dense(), publish=Dense())
+    """Collective all-reduce, wait-free by default.
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return road if spec.role == "parameter" else between_workers
+    Args:
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        wire: The precision of gradients on the wire; "own" is the tensor's.
+        bucket_bytes: The most that one all-reduce sums.
 
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> allreduce().routes.parameter.route.scheme
+    'dense/collective'
+    """
+    if wire in QUANTIZED:
+        raise ConfigError(
+            f"allreduce(wire={wire!r}): collectives sum plain values; use push_pull(wire={wire!r})"
+        )
+    reduced = Route(Mesh(), up=Dense(wire), down=Dense(wire), over=Collective())
     return Strategy(
         "allreduce",
-        route=route,
-        consistency=Rounds(),
+        ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(Mesh(), up=Dense()))),
         schedule=WaitFree() if overlap else AfterBackward(),
         chunk_bytes=bucket_bytes,
     )

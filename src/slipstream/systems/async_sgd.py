@@ -12,12 +12,11 @@ explode here. Divide the learning rate by n and keep momentum near 0.
 
 from __future__ import annotations
 
-from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.consistency import Asynchronous
+from slipstream.consistency import ByAge, Consistency, Constant, Each, Lag
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy, everywhere
-from slipstream.systems.push_pull import order_of_leaving
+from slipstream.strategy import Strategy
+from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
 
@@ -31,17 +30,32 @@ def async_sgd(
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Nobody waits for anybody. ``clip_norm`` cuts each worker's whole gradient to that norm;
-    ``lr_by_staleness`` divides the learning rate by a gradient's age in updates; with ``ramp_up``
-    worker k of n joins after k/n of so many updates, so that staleness grows slowly."""
-    road = Route(Sharded(), push=Dense(wire), publish=Dense())
+    """Nobody waits for anybody.
+
+    Args:
+        clip_norm: Each worker's whole gradient is scaled down to this norm before it leaves.
+        lr_by_staleness: Whether the learning rate is divided by a gradient's age in updates.
+        ramp_up: Worker k of n joins after k/n of so many updates, so that staleness grows slowly.
+        averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
+            keeps none.
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        chunk_bytes: The most of a tensor that is sent as one message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> async_sgd(lr_by_staleness=True).consistency.damping
+    ByAge()
+    """
     return Strategy(
         "async_sgd",
-        route=everywhere(road),
-        consistency=Asynchronous(lr_by_staleness, ramp_up),
-        schedule=order_of_leaving(overlap and clip_norm is None, "server"),
-        update="server",
-        chunk_bytes=chunk_bytes,
-        averaged=averaged,
-        clip_norm=clip_norm,
+        routes_for(wire, Sharded()),
+        Consistency(Each(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
+        applied_at("holder", averaged, clip_norm),
+        order_of_leaving(overlap and clip_norm is None, "server"),
+        chunk_bytes,
     )

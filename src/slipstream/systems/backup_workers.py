@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.consistency import Rounds
+from slipstream.consistency import Consistency, FirstOf
 from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy, everywhere
-from slipstream.systems.push_pull import order_of_leaving
+from slipstream.strategy import Strategy
+from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
 
@@ -38,28 +37,43 @@ def backup_workers(
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Rounds of the ``first`` N workers, or of all but ``backup``; with neither, or "auto", N is
-    found in the run.
+    """Rounds of the first N workers to arrive.
 
-    ``close_after_s`` closes a round after that time with whoever has come, at least ``min_first``;
-    by itself it waits for all until then.
-    ``averaged`` (such as 0.9999) also keeps averaged weights: see ``job.averaged_weights``.
+    Args:
+        first: N; "auto", and the default without ``backup``, finds it in the run.
+        backup: How many workers are not waited for: N is all but so many.
+        close_after_s: Also close a round after so many seconds with the gradients that have
+            arrived; without ``first`` and ``backup`` it waits for all until then.
+        min_first: How many gradients such a round has at least.
+        averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
+            keeps none.
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        chunk_bytes: The most of a tensor that is sent as one message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> backup_workers(backup=2).consistency.admit.among(workers=10).first
+    8
     """
     if isinstance(first, str) and first != "auto":
         raise UnknownStrategy(f"backup_workers(first={first!r}): give a number, or 'auto'")
-    road = Route(Sharded(), push=Dense(wire), publish=Dense())
+    admit = FirstOf(
+        first=None if isinstance(first, str) else first,
+        backup=0 if first is None and close_after_s and backup is None else backup,
+        adapts=first == "auto" or (first is None and backup is None and not close_after_s),
+        close_after_s=close_after_s,
+        min_first=min_first,
+    )
     return Strategy(
         "backup_workers",
-        route=everywhere(road),
-        consistency=Rounds(
-            first=None if isinstance(first, str) else first,
-            backup=0 if first is None and close_after_s and backup is None else backup,
-            adapts=first == "auto" or (first is None and backup is None and not close_after_s),
-            close_after_s=close_after_s,
-            min_first=min_first,
-        ),
-        schedule=order_of_leaving(overlap, "server"),
-        update="server",
-        chunk_bytes=chunk_bytes,
-        averaged=averaged,
+        routes_for(wire, Sharded()),
+        Consistency(admit),
+        applied_at("holder", averaged),
+        order_of_leaving(overlap, "server"),
+        chunk_bytes,
     )

@@ -13,12 +13,11 @@ is stable in rounds may not be here: the learning rate has to come down as s goe
 
 from __future__ import annotations
 
-from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.consistency import BoundedStaleness
+from slipstream.consistency import Consistency, Fold, Lag
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.strategy import Route, Strategy, everywhere
-from slipstream.systems.push_pull import order_of_leaving
+from slipstream.strategy import Strategy
+from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
 
@@ -30,14 +29,30 @@ def bounded_staleness(
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Dense push-pull in which nobody computes with weights older than ``s`` clocks."""
-    road = Route(Sharded(), push=Dense(wire), publish=Dense())
+    """Dense push-pull in which no worker computes with weights older than ``s`` clocks.
+
+    Args:
+        s: The staleness bound; 0 makes rounds.
+        averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
+            keeps none.
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        chunk_bytes: The most of a tensor that is sent as one message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> bounded_staleness(2).consistency.gate
+    Lag(steps=2)
+    """
     return Strategy(
         "bounded_staleness",
-        route=everywhere(road),
-        consistency=BoundedStaleness(s),
-        schedule=order_of_leaving(overlap, "server"),
-        update="server",
-        chunk_bytes=chunk_bytes,
-        averaged=averaged,
+        routes_for(wire, Sharded()),
+        Consistency(Fold(), Lag(s)),
+        applied_at("holder", averaged),
+        order_of_leaving(overlap, "server"),
+        chunk_bytes,
     )

@@ -24,36 +24,53 @@ on a CPU read them in place.
 from __future__ import annotations
 
 import os
+from typing import Literal
 
-from slipstream.codecs import Dense
-from slipstream.consistency import Asynchronous
-from slipstream.planning.one_machine import Apply, OneMachine
+from slipstream.codecs import Dense, InPlace
+from slipstream.consistency import Consistency, Each, Free
+from slipstream.errors import ConfigError
+from slipstream.routes import Everywhere, Route, SharedMemory
 from slipstream.schedules import AfterBackward
-from slipstream.strategy import Route, Strategy, everywhere
-from slipstream.topologies import Sharded
+from slipstream.strategy import Strategy
+from slipstream.topologies import OneHolder
+from slipstream.updates import Update, User
 
 
 def gadei(
     *,
-    apply: Apply = "server",
+    apply: Literal["server", "direct"] = "server",
     consistent: bool = False,
     slots: int = 2,
     checkpoints: str | os.PathLike[str] | None = None,
     every_s: float = 30.0,
 ) -> Strategy:
-    """Learners that share memory, under ``slipstream run --workers N --strategy gadei``.
+    """Learners that share memory, under ``slipstream run --workers N``.
 
-    ``apply`` says who updates weights: a server process, or every learner by itself. ``consistent``
-    gives a learner weights of one moment. ``slots`` are the gradients of a learner that may wait.
-    ``checkpoints`` is a directory: one is kept there every ``every_s`` seconds, and a job that
-    finds one goes on from it; without it they go with the job.
+    Args:
+        apply: Who updates weights: a "server" process, or every learner by itself ("direct").
+        consistent: Whether a learner computes on a copy of the weights of one moment.
+        slots: How many gradients of a learner may wait to be applied.
+        checkpoints: A directory in which checkpoints are kept, and from which a job continues; by
+            default they are removed with the job.
+        every_s: Seconds between checkpoints.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> gadei(slots=4).shared_memory.slots
+    4
     """
+    if apply not in ("server", "direct"):
+        raise ConfigError(f"apply={apply!r}: choose 'server' or 'direct'")
     directory = None if checkpoints is None else os.fspath(checkpoints)
+    memory = SharedMemory(slots, consistent, directory, every_s)
     return Strategy(
         "gadei",
-        route=everywhere(Route(Sharded(), push=Dense(), publish=Dense(), road="memory")),
-        consistency=Asynchronous(),
-        schedule=AfterBackward(),
-        update="server",
-        one_machine=OneMachine(apply, consistent, slots, directory, every_s),
+        Everywhere(Route(OneHolder(), up=Dense(), down=InPlace(), over=memory)),
+        Consistency(Each(), Free()),
+        Update(outer=User(at="holder" if apply == "server" else "worker")),
+        AfterBackward(),
     )

@@ -23,34 +23,31 @@ are not part of a checkpoint, so what is owed at that moment is lost when traini
 from __future__ import annotations
 
 from slipstream.codecs import Dense, OneBit
-from slipstream.consistency import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.schedules import WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.routes import ByTensor, Large, Route, Rule
+from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
-from slipstream.types import Cluster, Spec
 
 SMALLEST = 1024  # values; below, the bytes saved are not worth the noise
 
-BITS = Route(Sharded(), push=OneBit(), publish=OneBit())
-DENSE = Route(Sharded(), push=Dense(), publish=Dense())
-
 
 def one_bit(*, chunk_bytes: int = CHUNK_BYTES) -> Strategy:
-    """One bit a value of large fp32 weights, over sharded servers."""
+    """One bit a value of large fp32 weights, over sharded servers.
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        return BITS if worth_quantizing(spec) else DENSE
+    Args:
+        chunk_bytes: The most of a tensor that is sent as one message.
 
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: ``chunk_bytes`` makes no sense.
+
+    >>> [route.scheme for route in one_bit().routes.routes()]
+    ['one-bit/sharded', 'dense/sharded']
+    """
+    bits = Route(Sharded(), up=OneBit(), down=OneBit())
+    large = Rule(Large(SMALLEST, dims=2), bits)
     return Strategy(
-        "one_bit",
-        route=route,
-        consistency=Rounds(),
-        schedule=WaitFree(),
-        chunk_bytes=chunk_bytes,
+        "one_bit", ByTensor((large,), default=Route(Sharded(), up=Dense())), chunk_bytes=chunk_bytes
     )
-
-
-def worth_quantizing(spec: Spec) -> bool:
-    is_weight = spec.role == "parameter" and len(spec.shape) >= 2
-    return is_weight and spec.dtype == "float32" and spec.numel >= SMALLEST

@@ -7,7 +7,7 @@
   since (UCC-SSP). All workers apply the same sequence of U.
 - What travels: of fp32 weights the entries above a bound δᵗ, both ways (DVF); everything else
   dense. The rest waits in a residual, one a link, and is never lost.
-- When: as each layer's backward ends; with ``travels="steps"`` after the optimizer's own step.
+- When: as each layer's backward ends; with ``payload="update"`` after the optimizer's own step.
 - Update: at the worker. Weights do not travel after the start.
 
     a = u + r;  sent = a where not |a| ≤ δᵗ, else 0;  r ← a − sent      at worker p, towards a shard
@@ -23,35 +23,42 @@ copy of the weights: whoever applies every U has them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
-from slipstream.codecs import Bounded, Dense, Drop
-from slipstream.codecs.bounded import Decay, Precision, Squeeze
-from slipstream.consistency import BoundedStaleness, Consistency, Rounds
+import msgspec
+
+from slipstream.codecs import Above, Dense, Drop, Filter
+from slipstream.codecs.filter import Precision, Squeeze
+from slipstream.codecs.select import Decay
+from slipstream.consistency import All, Consistency, Constant, Fold, Lag
 from slipstream.errors import ConfigError
 from slipstream.input_files import read_limited
 from slipstream.planning.learning_rates import stale_rate
 from slipstream.planning.overlays import choose_overlay, read_topology
 from slipstream.planning.overlays.topology_file import MOST_BYTES
 from slipstream.printable import shown
+from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.schedules import AfterBackward, WaitFree
-from slipstream.strategy import Route, Strategy, Travels
-from slipstream.topologies import Sharded, Topology, Tree
-from slipstream.types import Cluster, Spec
+from slipstream.strategy import Strategy
+from slipstream.systems.renamed import renamed
+from slipstream.topologies import AnyTopology, Sharded, Tree
 from slipstream.units import bits_per_second
+from slipstream.updates import Add, Update, User, UserSteps
 
 Delta = float | str | Drop
+Payload = Literal["gradient", "update"]
 SMALLEST = 1024  # values; below, there is nothing to gain
 BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a relay passes on whole ones
 TYPICAL_BLOCKS = 32  # of a shard: how much the filling of a pipeline matters
-DENSE = Dense()
 
 
+@renamed(
+    narrow_delta="it is congested_delta now",
+    narrow_below="it is congested_below now",
+    travels="it is payload now, 'gradient' or 'update'",
+)
 def parameter_flow(
     *,
     delta: Delta | Mapping[str, Delta] = "85%",
@@ -60,62 +67,97 @@ def parameter_flow(
     tree: str | Tree = "star",
     codec: str = "float32",
     broadcast_delta: Delta | None = None,
-    narrow_delta: Delta | None = None,
-    narrow_below: str | float | None = None,
-    travels: Travels = "gradients",
+    congested_delta: Delta | None = None,
+    congested_below: str | float | None = None,
+    payload: Payload = "gradient",
     rate_factor: float | None = None,
     overlap: bool = True,
     chunk_bytes: int = BLOCK_BYTES,
 ) -> Strategy:
     """Filtered updates up, filtered means down.
 
-    ``delta`` is a value, the share to hold back ("90%"), or either by tensor name
-    ({"fc*": "95%", "*": 1e-4}; whatever no pattern fits travels dense). ``narrow_delta`` replaces
-    it on links with less than ``narrow_below`` ("50mbit") to spare. ``codec`` is float32 or
-    bfloat16, and "+snappy", "+lz4" or "+zstd" if bytes are scarcer than time. ``tree`` is "star",
-    a topology file (see ``slipstream plan-tree``) or a ``Tree``. Learning rates are multiplied by
-    ``rate_factor``; by default by less the more ``staleness`` there is.
+    Args:
+        delta: Entries up to this value wait; or the share that waits ("90%"); or either by tensor
+            name ({"fc*": "95%", "*": 1e-4}; tensors that no pattern fits are sent dense).
+        decay: How the bound changes: "rate" with the learning rate, "root" with 1/√t, "constant".
+        staleness: How many clocks a worker may run ahead (s).
+        tree: "star", a topology file (see ``slipstream plan-tree``), or a ``Tree``.
+        codec: "float32" or "bfloat16"; with "+snappy", "+lz4" or "+zstd" also compressed.
+        broadcast_delta: The same as ``delta`` for results; by default δ/√n.
+        congested_delta: Replaces ``delta`` on congested links.
+        congested_below: What a link has to spare, at least, if it is not congested ("50mbit").
+        payload: What is sent: a "gradient", or an "update": the optimizer's own step.
+        rate_factor: What learning rates are multiplied by; by default less, the more staleness.
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        chunk_bytes: The most of a tensor that is sent as one message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense, or the topology file cannot be read.
+
+    >>> parameter_flow(delta={"fc*": "95%"}, staleness=2).consistency.gate
+    Lag(steps=2)
     """
+    if payload not in get_args(Payload):
+        raise ConfigError(f"payload={payload!r}: choose 'gradient' or 'update'")
     topology = topology_of(tree, chunk_bytes)
-    bounded = bounded_by(codec, decay)
-    narrow = None if narrow_delta is None else threshold(narrow_delta)
-    if (narrow_delta is None) != (narrow_below is None):
-        raise ConfigError("parameter_flow: narrow_delta and narrow_below belong together")
-
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        bound = bound_of(spec, delta)
-        if bound is None:
-            return Route(topology, push=DENSE, publish=DENSE)
-        back = threshold(broadcast_delta) if broadcast_delta is not None else bound
-        back_narrow = narrow
-        if broadcast_delta is None:
-            back, back_narrow = scaled(back, cluster), narrow and scaled(narrow, cluster)
-        return Route(
-            topology,
-            push=replace(bounded, delta=bound, narrow=narrow),
-            publish=replace(bounded, delta=back, narrow=back_narrow),
-        )
-
+    select = selector(decay, congested_delta, congested_below)
+    filtered = msgspec.structs.replace(filter_as(codec), select=select)
+    patterns = delta if isinstance(delta, Mapping) else {"*": delta}
+    rules = tuple(
+        Rule(Large(SMALLEST, pattern=p), filtered_route(topology, filtered, bound, broadcast_delta))
+        for p, bound in patterns.items()
+    )
+    steps = payload == "update"
     return Strategy(
         "parameter_flow",
-        route=route,
-        consistency=consistency_for(staleness, rate_factor, travels),
-        schedule=WaitFree() if overlap and travels == "gradients" else AfterBackward(),
-        chunk_bytes=chunk_bytes,
-        travels=travels,
-        outlives_workers=True,
-        narrow_below=None if narrow_below is None else bits_per_second(narrow_below) / 8,
+        ByTensor(rules, default=Route(topology, up=Dense())),
+        consistency_for(staleness, rate_factor, steps),
+        Update(UserSteps(own="returned"), Add(at="worker")) if steps else Update(outer=User()),
+        WaitFree() if overlap and not steps else AfterBackward(),
+        chunk_bytes,
     )
 
 
-def consistency_for(staleness: int, rate_factor: float | None, travels: Travels) -> Consistency:
-    if staleness == 0 and rate_factor is None and travels == "gradients":
-        return Rounds()
+def selector(
+    decay: Decay, congested_delta: Delta | None, congested_below: str | float | None
+) -> Above:
+    """All of a filter's rule but its bound, which differs by tensor."""
+    if congested_delta is None and congested_below is None:
+        return Above(decay=decay)
+    if congested_delta is None or congested_below is None:
+        raise ConfigError("parameter_flow: congested_delta and congested_below belong together")
+    below = bits_per_second(congested_below) / 8
+    return Above(decay=decay, congested=threshold(congested_delta), congested_below=below)
+
+
+def filtered_route(
+    topology: AnyTopology, filtered: Filter, delta: Delta, broadcast_delta: Delta | None
+) -> Route:
+    """``filtered`` both ways, with these bounds."""
+
+    def bounded(delta: Delta, *, of_mean: bool) -> Filter:
+        replace = msgspec.structs.replace
+        select = replace(filtered.select, delta=threshold(delta), of_mean=of_mean)
+        return replace(filtered, select=select)
+
+    if broadcast_delta is None:
+        down = bounded(delta, of_mean=True)
+    else:
+        down = bounded(broadcast_delta, of_mean=False)
+    return Route(topology, up=bounded(delta, of_mean=False), down=down)
+
+
+def consistency_for(staleness: int, rate_factor: float | None, steps: bool) -> Consistency:
+    if staleness == 0 and rate_factor is None and not steps:
+        return Consistency(All(without_lost=True))
     factor = stale_rate(staleness) if rate_factor is None else rate_factor
-    return BoundedStaleness(staleness, factor)
+    return Consistency(Fold(without_lost=True), Lag(staleness), Constant(factor))
 
 
-def topology_of(tree: str | Tree, block_bytes: int) -> Topology:
+def topology_of(tree: str | Tree, block_bytes: int) -> AnyTopology:
     """What was given; or what is predicted to be soonest on the network that a file describes."""
     if isinstance(tree, Tree):
         return tree
@@ -134,16 +176,6 @@ def topology_of(tree: str | Tree, block_bytes: int) -> Topology:
     return Sharded() if best.name == "star" else Tree(best.children)
 
 
-def bound_of(spec: Spec, delta: Delta | Mapping[str, Delta]) -> float | Drop | None:
-    """The bound on what a tensor holds back; None: it travels dense."""
-    if spec.role != "parameter" or spec.dtype != "float32" or spec.numel < SMALLEST:
-        return None
-    if not isinstance(delta, Mapping):
-        return threshold(delta)
-    fitting = [value for pattern, value in delta.items() if fnmatchcase(spec.name, pattern)]
-    return threshold(fitting[0]) if fitting else None
-
-
 def threshold(delta: Delta) -> float | Drop:
     if not isinstance(delta, str):
         return delta
@@ -157,12 +189,7 @@ def threshold(delta: Delta) -> float | Drop:
     return Drop(value / 100) if share != delta else value
 
 
-def scaled(delta: float | Drop, cluster: Cluster) -> float | Drop:
-    """For the mean of all workers' updates; a share needs no scale."""
-    return delta if isinstance(delta, Drop) else delta / math.sqrt(cluster.workers)
-
-
-def bounded_by(codec: str, decay: Decay) -> Bounded:
+def filter_as(codec: str) -> Filter:
     precisions: dict[str, Precision] = {name: name for name in get_args(Precision)}
     squeezes: dict[str, Squeeze] = {name: name for name in get_args(Squeeze)}
     precision, _, squeeze = codec.partition("+")
@@ -171,4 +198,4 @@ def bounded_by(codec: str, decay: Decay) -> Bounded:
             f"codec={codec!r}: give {' or '.join(precisions)}, and after a + one of "
             f"{', '.join(squeezes)}, or nothing"
         )
-    return Bounded(0.0, decay=decay, values=precisions[precision], squeeze=squeezes.get(squeeze))
+    return Filter(values=precisions[precision], squeeze=squeezes.get(squeeze))

@@ -15,20 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from slipstream.codecs import Dense
-from slipstream.consistency import Rounds
-from slipstream.errors import UnknownStrategy
-from slipstream.planning.costs import Speeds, dense_link_bytes
-from slipstream.planning.hybrid import Hybrid
-from slipstream.schedules import WaitFree
-from slipstream.strategy import Route, Strategy
+from slipstream.codecs import Dense, Factors, Rows
+from slipstream.errors import ConfigError, UnknownStrategy
+from slipstream.planning.choosing import ByBytes, ByTime
+from slipstream.planning.costs import Speeds
+from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route
+from slipstream.strategy import Strategy
 from slipstream.topologies import Mesh, Sharded
-from slipstream.types import Cluster, Spec
 from slipstream.units import bits_per_second
 
-SHARDS = Route(Sharded(), push=Dense(), publish=Dense())
-COLLECTIVE = Route(Mesh(), push=Dense(), publish=Dense(), road="collective")
-BETWEEN_WORKERS = Route(Mesh(), push=Dense(), publish=Dense())
+SHARDS = Route(Sharded(), up=Dense())
+COLLECTIVE = Route(Mesh(), up=Dense(), over=Collective())
+BETWEEN_WORKERS = Route(Mesh(), up=Dense())
 
 
 def poseidon(
@@ -40,35 +38,45 @@ def poseidon(
     server_gbytes: float = 5.0,
     dense: Sequence[str] = (),
 ) -> Strategy:
-    """Hybrid communication. With ``rate`` (of a link, such as "10gbit") nothing is measured at the
-    start; GEMM and server speeds are then the given ones. ``wire`` is the factors' precision;
-    layers named in ``dense`` always travel dense."""
-    speeds = None
-    if rate is not None:
-        if gemm_gflops <= 0 or server_gbytes <= 0:
-            raise UnknownStrategy("poseidon: gemm_gflops and server_gbytes must be above 0")
-        speeds = Speeds(bits_per_second(rate), gemm_gflops * 1e9, server_gbytes * 1e9)
+    """Hybrid communication: every layer by its cheapest route.
 
-    def route(spec: Spec, cluster: Cluster) -> Route:
-        if choose == "bytes":
-            return SHARDS
-        if spec.role == "buffer":
-            return BETWEEN_WORKERS
-        return cheaper_dense_road(cluster)
+    Args:
+        choose: By predicted "time", or by "bytes" as in the paper.
+        wire: The precision of factors and rows on the wire; "own" is the tensor's.
+        rate: Of a link, such as "10gbit". With it, nothing is measured when the job starts.
+        gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
+        server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
+        dense: Names of layers that are always sent dense.
 
-    return Strategy(
-        "poseidon",
-        route=route,
-        consistency=Rounds(),
-        schedule=WaitFree(),
-        hybrid=Hybrid(choose, wire, speeds, tuple(dense)),
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> poseidon(choose="bytes").routes.parameter.by
+    ByBytes()
+    """
+    if choose not in ("time", "bytes"):
+        raise ConfigError(f"choose={choose!r}: choose by 'time' or by 'bytes'")
+    compact = (Route(Mesh(), up=Factors(wire)), Route(Mesh(), up=Rows(wire)))
+    if choose == "bytes":
+        routes = Cheapest((*compact, SHARDS), ByBytes(), tuple(dense))
+        return Strategy("poseidon", ByRole(routes, Everywhere(SHARDS)))
+    routes = Cheapest(
+        (*compact, COLLECTIVE, SHARDS),
+        ByTime(given_speeds(rate, gemm_gflops, server_gbytes)),
+        tuple(dense),
     )
+    return Strategy("poseidon", ByRole(routes, Everywhere(BETWEEN_WORKERS)))
 
 
-def cheaper_dense_road(cluster: Cluster) -> Route:
-    """Dedicated servers, if there are enough of them, need fewer bytes of each link than a ring."""
-    ring = dense_link_bytes(1.0, cluster.workers, 0, dedicated=False)
-    if not cluster.dedicated:
-        return COLLECTIVE
-    shards = dense_link_bytes(1.0, cluster.workers, cluster.servers, dedicated=True)
-    return SHARDS if shards < ring else COLLECTIVE
+def given_speeds(
+    rate: str | float | None, gemm_gflops: float, server_gbytes: float
+) -> Speeds | None:
+    """None: they are measured."""
+    if rate is None:
+        return None
+    if gemm_gflops <= 0 or server_gbytes <= 0:
+        raise UnknownStrategy("poseidon: gemm_gflops and server_gbytes must be above 0")
+    return Speeds(bits_per_second(rate), gemm_gflops * 1e9, server_gbytes * 1e9)

@@ -15,42 +15,72 @@ for each layer just before its next forward, and send first what that forward ne
 
 from __future__ import annotations
 
-from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.consistency import Rounds
+from typing import Literal
+
 from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
-from slipstream.strategy import Route, Strategy, Update, everywhere
+from slipstream.schedules import AfterBackward, AnySchedule, Priority, WaitFree
+from slipstream.strategy import Strategy
+from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
+from slipstream.updates import At, ClipNorm, Ema, Update, User
+
+UpdateAt = Literal["worker", "server"]
 
 
 def push_pull(
     *,
     overlap: bool = True,
-    update: Update = "worker",
+    update: UpdateAt = "worker",
     wire: Wire = "own",
+    averaged: float | None = None,
+    clip_norm: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Sharded parameter servers, with or without wait-free backpropagation."""
+    """Sharded parameter servers, with or without wait-free backpropagation.
+
+    Args:
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        update: Where the user's optimizer runs: at every "worker", or at the "server".
+        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
+            keeps none.
+        clip_norm: Each worker's whole gradient is scaled down to this norm before it leaves, after
+            backward.
+        chunk_bytes: The most of a tensor that is sent as one message.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    >>> push_pull(update="server").schedule
+    Priority()
+    """
     if update not in ("worker", "server"):
         raise UnknownStrategy(f"push_pull(update={update!r}): choose 'worker' or 'server'")
-    gradients = Dense(wire)
-    # New weights are not rounded on the way back: rounding would add up over steps.
-    results = gradients if update == "worker" else Dense()
-    road = Route(Sharded(), push=gradients, publish=results)
     return Strategy(
         "push_pull",
-        route=everywhere(road),
-        consistency=Rounds(),
-        schedule=order_of_leaving(overlap, update),
-        update=update,
+        # New weights are not rounded on the way back: rounding would add up over steps.
+        routes_for(wire, Sharded(), back="same" if update == "worker" else "dense"),
+        update=applied_at("worker" if update == "worker" else "holder", averaged, clip_norm),
+        schedule=order_of_leaving(overlap and clip_norm is None, update),
         chunk_bytes=chunk_bytes,
     )
 
 
-def order_of_leaving(overlap: bool, update: Update) -> Schedule:
+def order_of_leaving(overlap: bool, update: UpdateAt) -> AnySchedule:
     if not overlap:
         return AfterBackward()
     # Where workers update, the step waits for every layer, so overtaking would gain nothing.
     return Priority() if update == "server" else WaitFree()
+
+
+def applied_at(at: At, averaged: float | None = None, clip_norm: float | None = None) -> Update:
+    """The user's optimizer runs at workers, or where tensors are held."""
+    return Update(
+        outer=User(at),
+        before=() if clip_norm is None else (ClipNorm(clip_norm),),
+        average=None if averaged is None else Ema(averaged),
+    )

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class VirtualClock:
-    """Call it for the time in seconds, as ``time.monotonic`` is called."""
+    """Call it for the time in seconds, as ``time.monotonic`` is called.
+
+    >>> clock = VirtualClock()
+    >>> clock.advance(1.5)
+    >>> clock()
+    1.5
+    """
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -14,11 +14,13 @@ import numpy as np
 
 from slipstream._native import mean_into
 from slipstream.errors import ConfigError
-from slipstream.runtime.accounts import ServerFigures
-from slipstream.runtime.configuration import OptimizerRecipe
-from slipstream.strategy import Plan, Strategy
-from slipstream.testing.cast import Event, Owed, Tensors
-from slipstream.testing.stage import Stage
+from slipstream.plan import Plan
+from slipstream.runtime.servers.accounts import ServerFigures
+from slipstream.runtime.servers.configuration import OptimizerRecipe
+from slipstream.strategy import Strategy
+from slipstream.testing.cluster import Stage
+from slipstream.testing.layers import Rows, whole_numbers
+from slipstream.testing.members import Event, Owed, Tensors
 from slipstream.testing.worker import Conduct, Contribute, Step, Worker
 from slipstream.types import Cluster, Spec, Values
 
@@ -33,6 +35,7 @@ class Simulation:
     steps: tuple[tuple[Step, ...], ...]  # by rank
     updates: tuple[tuple[Tensors, ...], ...]  # by rank: what each applied, where it runs ahead
     final: tuple[Tensors, ...]  # by rank: what each had at the end
+    held: Tensors  # weights at the servers at the end, where these update
     owed: tuple[Owed, ...]  # by rank: what codecs still hold back, by tensor
     owed_back: Owed  # the same at the servers
     figures: tuple[ServerFigures, ...]  # by server
@@ -68,30 +71,60 @@ def simulate(
     slow: int | None = None,
     conduct: Mapping[int, Conduct] | None = None,
     optimizer: OptimizerRecipe | None = None,
+    rows: Rows | None = None,
 ) -> Simulation:
     """Train ``rounds`` rounds over links that deliver in an order decided by ``seed``.
 
-    Contributions are normally distributed unless ``contribute`` says otherwise; worker ``slow``
-    acts seldom, and ``conduct`` says by rank who else is unlike the others. ``optimizer`` runs at
-    the servers of a strategy with ``update="server"``, on weights that begin at zero.
+    Args:
+        strategy: What to train with; all of its routes over links.
+        specs: The model's tensors.
+        workers: How many workers.
+        servers: How many servers.
+        rounds: How many rounds.
+        seed: Of the order in which members act and messages arrive, and of contributions.
+        contribute: What a worker gives, by rank, round and tensor; normally distributed by default.
+        slow: The rank of a worker that acts seldom.
+        conduct: By rank, how else a worker is unlike the others.
+        optimizer: Runs at servers, where these update, on weights that begin at zero.
+        rows: What workers have of layers that travel in compact form; by default small whole
+            numbers.
+
+    Returns:
+        What happened.
+
+    Raises:
+        ConfigError: The strategy is refused, or cannot be simulated.
+
+    >>> from slipstream import push_pull
+    >>> specs = [Spec("w", (4,), "float32", 0)]
+    >>> run = simulate(push_pull(), specs, workers=2, servers=1, rounds=3)
+    >>> len(run.results), run.final[0] == run.final[1]
+    (3, True)
     """
     plan = strategy.plan(specs, Cluster(workers, servers))
-    if any(route.road != "links" for route in plan.routes):
-        raise ConfigError(f"{strategy.name} uses collectives; only messages can be simulated")
+    if len(plan.over_links()) < len(plan.units) or plan.rotation is not None:
+        raise ConfigError(f"{strategy.name}: only rounds over links can be simulated")
     given = contribute or normal(specs, seed)
     conducts = [(conduct or {}).get(rank, Conduct()) for rank in range(workers)]
     if slow is not None and slow < workers:
         conducts[slow] = replace(conducts[slow], speed=SLOW)
     stage = Stage(plan, seed, optimizer)
-    cast = [Worker(rank, stage, rounds, given, conducts[rank]) for rank in range(workers)]
-    spread = stage.play(cast)
+    told = (stage, rounds, given)
+    of_layers = rows or whole_numbers(seed)
+    cast = [Worker(rank, *told, conducts[rank], of_layers) for rank in range(workers)]
+    return outcome(stage, cast, stage.play(cast))
+
+
+def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
+    """What members have when all is over."""
     return Simulation(
-        plan=plan,
+        plan=stage.plan,
         steps=tuple(tuple(worker.steps) for worker in cast),
         updates=tuple(tuple(worker.updates) for worker in cast),
         owed=tuple(worker.owed() for worker in cast),
         owed_back=stage.owed_back(),
         final=tuple(worker.last() for worker in cast),
+        held=stage.held(),
         figures=tuple(stage.figures()),
         trace=tuple(stage.trace),
         max_spread=spread,

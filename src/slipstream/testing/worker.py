@@ -7,23 +7,36 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.consistency import BoundedStaleness
 from slipstream.errors import WaitLimit
-from slipstream.runtime.exchange import LinkExchange
-from slipstream.runtime.update_stream import UpdateStream
-from slipstream.testing.cast import FOREVER_S, ByteSlots, Owed, Tensors, owed_by
-from slipstream.transports.wire import Lost, Message, Rerouted
+from slipstream.planning.costs import Speeds
+from slipstream.runtime.assembly import round_channel
+from slipstream.runtime.driver import Driver
+from slipstream.runtime.exchange.choices import LayerChoices
+from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.testing.layers import ByteLayers, LayerRows, Rows, dense, send
+from slipstream.testing.members import FOREVER_S, ByteSlots, Owed, Tensors, owed_by
+from slipstream.transports.wire import Lost, Message, RouteUpdated
+from slipstream.types import Unit
 
 if TYPE_CHECKING:
-    from slipstream.testing.stage import Stage
+    from slipstream.testing.cluster import Stage
+
+SPEEDS = Speeds(1e9, 1e10, 1e9)  # where a strategy chooses by measured ones
 
 Contribute = Callable[[int, int, int], bytes | None]  # rank, round, tensor
 
 
 @dataclass(frozen=True)
 class Conduct:
-    """How one worker behaves: how often it acts compared with others, after how many steps of its
-    own it leaves, and between which times it does nothing at all (and is given up for lost)."""
+    """How one worker behaves.
+
+    Args:
+        speed: How often it acts, compared with others.
+        steps: After how many steps of its own it leaves.
+        away_at: From this time on it does nothing.
+        back_at: From this time on it acts again.
+        given_up: Whether it counts as lost meanwhile.
+    """
 
     speed: float = 1.0
     steps: float = math.inf
@@ -50,18 +63,34 @@ class Worker:
     rounds: int
     contribute: Contribute
     conduct: Conduct
+    rows: Rows
     steps: list[Step] = field(default_factory=list)
     updates: list[Tensors] = field(default_factory=list)  # where it may run ahead of them
 
     def __post_init__(self) -> None:
         plan = self.stage.plan
-        self.together = plan.together
+        self.delivers_every_result = plan.delivers_every_result
         self.member = self.stage.members[plan.cluster.name(self.rank)]
-        self.slots = ByteSlots(plan.specs, weights_return=plan.update == "server")
+        self.slots = ByteSlots(plan.specs, weights_return=plan.update.holder_applies)
         self._read: dict[int, bytes | None] = {}  # by tensor, as the forward pass found it
-        streamed = plan.update == "worker" and not plan.consistency.lockstep
-        kind = UpdateStream if streamed else LinkExchange
-        self.exchange = kind(self.rank, plan, self.member, self.slots, limit_s=FOREVER_S)
+        self._layers = [unit for unit in plan.over_links() if unit.layer is not None]
+        math = ByteLayers(plan, self.slots)
+        self.exchange = round_channel(
+            self.rank, plan, self.member, self.slots, math=math, limit_s=FOREVER_S
+        )
+        self.driver = Driver([self.exchange])
+        self._compact: dict[Unit, LayerRows | None] = {}  # of this step
+        self.choices: LayerChoices | None = None
+        if plan.chooser is not None and plan.choices():
+            self.choices = LayerChoices(
+                plan,
+                plan.chooser.measured(SPEEDS),
+                self.exchange,
+                [self.exchange],
+                self.member,
+                self._row_counts,
+                limit_s=FOREVER_S,
+            )
         if isinstance(self.exchange, UpdateStream):
             self.exchange.apply = self._note
         self.member.on(Lost, self._on_lost)
@@ -71,12 +100,15 @@ class Worker:
         given = range(len(contents))
         self.updates.append(tuple(contents[t] if t in tensors else None for t in given))
 
-    def _on_lost(self, message: Message) -> None:
-        assert isinstance(message.body, Lost)
+    def _row_counts(self) -> list[int]:
+        rows = (self._compact[unit] for unit in self.stage.plan.choices())
+        return [0 if own is None else len(own.first) for own in rows]
+
+    def _on_lost(self, message: Message[Lost]) -> None:
         if message.body.rank != self.rank:
             self.exchange.lose(message.body.rank)
             for server in self.stage.servers:
-                self.member.send(server.member.name, Rerouted(message.body.rank))
+                self.member.send(server.member.name, RouteUpdated(message.body.rank))
 
     @property
     def here(self) -> bool:
@@ -95,12 +127,12 @@ class Worker:
 
     def last(self) -> Tensors:
         """What it has when all is over."""
-        self.exchange.refresh()
+        self.driver.refresh()
         return self._has()
 
     def _has(self) -> Tensors:
         """Where all make every round, what has come back in it; else all, whenever it came."""
-        return self.slots.results() if self.together else self.slots.contents()
+        return self.slots.results() if self.delivers_every_result else self.slots.contents()
 
     def train(self) -> Iterator[bool]:
         while True:
@@ -108,14 +140,14 @@ class Worker:
                 yield False
             if round_ >= self.rounds or len(self.steps) >= self.conduct.steps:
                 break
-            self.exchange.refresh()
+            self.driver.refresh()
             yield from self._forward()
             had = tuple(self._read[tensor] for tensor in range(len(self._read)))
             yield from self._backward(round_, had)
         yield from self._forward()
         while isinstance(self.exchange, UpdateStream) and not self._drained():
             yield False
-        if not self.together:
+        if not self.delivers_every_result:
             while not self._drained():
                 yield False
             self.stage.retire(self.rank, self.member.name)
@@ -123,7 +155,7 @@ class Worker:
     def _next_round(self) -> int | None:
         """The round that this worker is to make next; None: it has not been told yet."""
         rule = self.stage.plan.consistency
-        if self.together or isinstance(rule, BoundedStaleness):
+        if not (rule.agreed or rule.alone):
             return len(self.steps)
         try:
             return self.exchange.open_round()
@@ -140,29 +172,55 @@ class Worker:
             yield True
 
     def _await(self, tensor: int) -> bool:
-        try:
-            self.exchange.wait([tensor])
-        except WaitLimit:
-            return False
-        return True
+        return self._could(lambda: self.driver.wait([tensor]))
 
     def _drained(self) -> bool:
+        return self._could(self.exchange.drain)
+
+    def _decided(self) -> bool:
+        """Whether it is known which layers travel in compact form in this step."""
+        return self.choices is None or self._could(self.choices.decide)
+
+    def _could(self, act: Callable[[], None]) -> bool:
+        """Whether it was done; False if it would have to wait for messages."""
         try:
-            self.exchange.drain()
+            act()
         except WaitLimit:
             return False
         return True
 
     def _backward(self, round_: int, had: Tensors) -> Iterator[bool]:
         specs = self.stage.plan.specs
-        given = tuple(self.contribute(self.rank, round_, t) for t in range(len(specs)))
-        self.exchange.step = len(self.steps)
+        by_tensor = {t: self.contribute(self.rank, round_, t) for t in range(len(specs))}
+        self._compact = {unit: self.rows(self.rank, round_, unit) for unit in self._layers}
+        for unit, rows in self._compact.items():
+            assert unit.layer is not None
+            made = {} if rows is None else dense(self.stage.plan, unit.layer, rows)
+            by_tensor |= {tensor: made.get(tensor) for tensor in unit.tensors}
+        given = tuple(by_tensor[t] for t in range(len(specs)))
+        self.driver.resume(len(self.steps))
+        compact = list(self._compact)
+        if self.choices is not None:
+            self.choices.step = len(self.steps)
+            while not self._decided():
+                yield False
+            compact = [unit for unit in compact if self.choices.takes(unit.index)]
         self.steps.append(Step(round_, had, given))
         self.slots.begin(given)
-        used = [t for t in range(len(specs)) if given[t] is not None]
+        chosen = {t for unit in compact for t in unit.tensors} if self.choices else set()
+        used = [t for t in range(len(specs)) if given[t] is not None and t not in chosen]
         if self.stage.plan.schedule.leaves_during_backward:
             for tensor in sorted(used, key=lambda t: -specs[t].order):
-                self.exchange.ready(tensor)
+                self.driver.ready(tensor)
                 yield True
-        self.exchange.flush()
+        for unit in compact:
+            send(self.exchange, unit, self._compact[unit], early=self._leaves_early(unit, round_))
+            yield True
+        self.driver.flush()
         yield True
+
+    def _leaves_early(self, unit: Unit, round_: int) -> bool:
+        """Whether X leaves in the forward pass: in every second step, if it is sure to be used."""
+        factors = unit.layer is not None and unit.layer.form == "factors"
+        certain = self.choices is None or self.choices.is_certain(unit.index)
+        return factors and certain and (self.rank + round_) % 2 == 0

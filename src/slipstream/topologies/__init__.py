@@ -1,8 +1,12 @@
 """Who holds a chunk, and to whom its holder fans out. Pure."""
 
 from slipstream.topologies.mesh import Mesh
+from slipstream.topologies.one_holder import OneHolder
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.topologies.tree import Tree
 
-__all__ = ["Mesh", "Sharded", "Topology", "Tree"]
+# Every topology that a strategy may name, also one that is read from JSON.
+AnyTopology = Sharded | Mesh | Tree | OneHolder
+
+__all__ = ["AnyTopology", "Mesh", "OneHolder", "Sharded", "Topology", "Tree"]

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from slipstream.types import Cluster, Node, Rank
+from slipstream.parts import Facts, facts
+from slipstream.topologies.protocol import Topology
+from slipstream.types import Cluster, Node
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """All workers hold each chunk; what a holder works out stays with it."""
+class Mesh(Topology, frozen=True):
+    """All workers hold each chunk; what a holder computes stays with it.
+
+    >>> Mesh().deal([100], Cluster(workers=3))
+    ((0, 1, 2),)
+    """
 
     name: ClassVar[str] = "mesh"
     needs_servers: ClassVar[bool] = False
-    relays: ClassVar[bool] = False
     whole_layers: ClassVar[bool] = False
+
+    def facts(self) -> Facts:
+        return facts("every worker holds", "layers stay whole")
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         return (cluster.worker_nodes,) * len(nbytes)
-
-    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        return ()
-
-    def without(self, rank: Rank) -> Mesh:
-        return self

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from slipstream.errors import ConfigError, TooManyServers
-from slipstream.types import Cluster, Node, Rank
+from slipstream.parts import Facts, facts
+from slipstream.topologies.protocol import Topology
+from slipstream.types import Cluster, Node
 
 
-@dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(Topology, frozen=True):
     """Chunks dealt evenly: no shard is more than one chunk heavier than another.
 
-    With ``whole_layers`` the chunks of a layer stay together, and shards may end up uneven.
+    Args:
+        whole_layers: Keep the chunks of a layer together; shards may end up uneven.
+
+    >>> Sharded().deal([100, 40, 60], Cluster(workers=2, servers=2))  # nodes 2 and 3 are servers
+    ((2,), (3,), (3,))
     """
 
     whole_layers: bool = False
 
     name: ClassVar[str] = "sharded"
-    needs_servers: ClassVar[bool] = True
-    relays: ClassVar[bool] = False
+
+    def facts(self) -> Facts:
+        whole = facts("layers stay whole") if self.whole_layers else facts()
+        return facts("servers hold") | whole
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         if cluster.servers < 1:
@@ -44,6 +50,3 @@ class Sharded:
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
         return cluster.worker_nodes if node == holder else ()
-
-    def without(self, rank: Rank) -> Sharded:
-        return self

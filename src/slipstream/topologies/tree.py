@@ -4,51 +4,72 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from slipstream.errors import ConfigError
+from slipstream.parts import Facts, facts
+from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.types import Cluster, Node, Rank
 
 RankTree = tuple[tuple[Rank, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(Topology, frozen=True):
     """A tree for every server, and chunks dealt to servers as ``Sharded`` deals them.
 
-    ``children[k]`` is server k's: whom the server itself sends to, then whom worker 0, 1, … pass
-    on to. ``gone`` are workers that no tree has to reach any more.
+    Args:
+        children: One tree for each server: to whom the server itself sends, then to whom worker
+            0, 1, … forward.
+        gone: Workers that no tree has to reach any more.
+
+    >>> chain = Tree(children=(((0,), (1,), ()),))  # the server to rank 0, rank 0 to rank 1
+    >>> chain.fanout(node=0, holder=2, cluster=Cluster(workers=2, servers=1))
+    (1,)
+    >>> chain.without(0).children
+    (((1,), (), ()),)
     """
 
     children: tuple[RankTree, ...]
     gone: tuple[Rank, ...] = ()
 
     name: ClassVar[str] = "tree"
-    needs_servers: ClassVar[bool] = True
     relays: ClassVar[bool] = True
     whole_layers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        # As it comes from JSON, these are lists.
-        plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
-        object.__setattr__(self, "children", plain)
-        object.__setattr__(self, "gone", tuple(self.gone))
+        # Users who read trees from a file have lists.
+        try:
+            plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
+        except TypeError as error:
+            raise ConfigError(
+                f"Tree({self.children!r}): for every server give a list of lists of ranks: whom "
+                "the server sends to, then whom rank 0, 1, … pass results on to"
+            ) from error
+        msgspec.structs.force_setattr(self, "children", plain)
+        msgspec.structs.force_setattr(self, "gone", tuple(self.gone))
+
+    def facts(self) -> Facts:
+        return facts("servers hold", "workers relay")
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         self.check(cluster)
         return Sharded().deal(nbytes, cluster)
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """Whom ``node`` passes on to what ``holder`` publishes."""
         tree = self.children[holder - cluster.workers]
         if node == holder:
             return tree[0]
         return tree[node + 1] if node < cluster.workers else ()
 
     def check(self, cluster: Cluster) -> None:
-        """Refuse trees that are not this cluster's, or that miss a worker or reach it twice."""
+        """Check the trees.
+
+        Raises:
+            ConfigError: They are not this cluster's, or miss a worker or reach it twice.
+        """
         if len(self.children) != cluster.servers:
             raise ConfigError(
                 f"{len(self.children)} tree(s) for {cluster.servers} server(s); plan one for each"
@@ -58,7 +79,7 @@ class Tree:
                 raise ConfigError(f"the tree of {cluster.name(server)} {fault}; plan it again")
 
     def without(self, rank: Rank) -> Tree:
-        """The same trees once a worker is gone: whoever sent to it sends to its children."""
+        """Whoever sent to the lost worker sends to its children."""
         if rank in self.gone:
             return self
         return Tree(tuple(_bypass(tree, rank) for tree in self.children), (*self.gone, rank))

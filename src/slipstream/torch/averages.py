@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,16 @@ from torch import nn
 
 
 class Averages:
-    """θ̄ ← α θ̄ + (1 − α) θ after every update."""
+    """θ̄ ← α θ̄ + (1 − α) θ after every update, of the parameters that have these names."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, names: Collection[str]) -> None:
         self._decay = decay
-        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._trained = {n: p for n, p in model.named_parameters() if n in names}
+        self.weights: dict[str, torch.Tensor] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Averages begin with the weights."""
         self.weights = {name: p.detach().clone() for name, p in self._trained.items()}
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""A learner that computes on weights of its own: another thread carries them, and its gradients.
+"""A learner that computes on weights of its own: another thread copies them, and its gradients.
 
 For models on a device, and on the CPU where weights must not change under a learner
-(``consistent=True``). When a step ends, its gradients are handed to the carrier and the next step
-begins: the carrier copies them into a slot, and the shared weights into the one of two buffers that
-the model does not use, unless it has brought that version before. At the end of a later step the
+(``consistent=True``). When a step ends, its gradients are handed to a thread and the next step
+begins: that thread copies them into a slot, and the shared weights into the one of two buffers that
+the model does not use, unless it has copied that version before. At the end of a later step the
 model is pointed at the new buffer; nothing is copied for that.
 """
 
@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream.planning.segment import SegmentPlan
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.shared_weights import Settings, SharedWeights
-from slipstream.torch.slot_updates import FiniteSlots, Slot, check_strangers, strangers
+from slipstream.torch.learner_slots import SlotWriter
+from slipstream.torch.shared_weights import SharedWeights
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # to, from
-AHEAD = 1  # steps whose gradients wait for the carrier
-LOOK_S = 0.2
+AHEAD = 1  # steps whose gradients wait to be copied
+TICK_S = 0.2
 
 
-class Way(Protocol):
+class DeviceCopier(Protocol):
     """Between a device and the host's memory."""
 
     def mark(self) -> Any:
@@ -39,7 +37,7 @@ class Way(Protocol):
         """Done when it returns; begins when what was marked is."""
 
 
-class HostWay:
+class HostCopier:
     """The device is the host itself."""
 
     def mark(self) -> None:
@@ -50,7 +48,7 @@ class HostWay:
             target.copy_(source)
 
 
-class CudaWay:
+class CudaCopier:
     """A side stream, so that copies run beside the computing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,177 +79,167 @@ def pin(memory: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Load:
-    """What a step hands over."""
+class FinishedStep:
+    """What a step hands over to the copying thread."""
 
     gradients: list[Tensor | None]
     buffers: Pairs
     settings: list[float]
     version: int
-    step: int
+    number: int  # of the step
     mark: Any
 
 
 @dataclass(slots=True)
-class Offer:
-    """Weights that the model may be pointed at."""
+class FreshWeights:
+    """A buffer with newer weights, which the model may be pointed at."""
 
     buffer: int
     version: int
 
 
 class CarriedUpdates:
-    """Ends steps by handing gradients over; ``deliver`` is called by the carrier."""
+    """Ends steps by handing gradients over; a thread of its own fills slots with them.
+
+    Args:
+        weights: The shared ones; the model has copies of them.
+        holding: Within, nobody changes the shared weights, where that is wanted.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        plan: SegmentPlan,
-        slots: Sequence[Slot],
+        slots: SlotWriter,
         weights: SharedWeights,
-        way: Way,
-        *,
-        reserve: Callable[[], int],
-        deliver: Callable[[Slot], None],
-        version: Callable[[], int],
+        copier: DeviceCopier,
         holding: Callable[[], AbstractContextManager[object]],
-        finite: FiniteGradients | None = None,
     ) -> None:
-        named = dict(model.named_parameters())
-        self._parameters = [named[plan.tensors[g.tensor].name] for g in plan.gradients]
-        self._strangers = strangers(optimizer, self._parameters)
-        self._settings = Settings(optimizer)
-        self._finite = FiniteSlots(plan, finite or FiniteGradients())
-        self._slots, self._weights, self._way = slots, weights, way
-        self._reserve, self._deliver, self._version = reserve, deliver, version
+        self._slots, self._weights, self._copier = slots, weights, copier
         self._holding = holding
-        self._seen = self._brought = self._take_all()
-        # The model uses one, the carrier fills the other.
+        self._seen = self._copied = self._take_all()
+        # The model uses one, the copying thread fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
         self._used = 0
         self._left: Any = None  # the mark after which the other is read no more
-        self._offer: Offer | None = None
+        self._fresh: FreshWeights | None = None
         self._lock = threading.Lock()
-        self._loads: queue.Queue[Load | None] = queue.Queue(AHEAD)
-        self._trouble: BaseException | None = None
+        self._finished: queue.Queue[FinishedStep | None] = queue.Queue(AHEAD)
+        self._error: BaseException | None = None
         self.steps = 0
         self.pulls = 0
         self.skipped = 0
-        self._thread = threading.Thread(target=self._carry, name="carrier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="carrier", daemon=True)
         self._thread.start()
 
     # ---- the training thread
 
     def end_step(self) -> None:
-        check_strangers(self._strangers)
-        load = Load(
-            [parameter.grad for parameter in self._parameters],
+        self._slots.refuse_untracked()
+        step = FinishedStep(
+            [parameter.grad for parameter in self._slots.parameters],
             [(view, own.detach().clone()) for view, own in self._weights.buffers()],
-            self._settings(),
+            self._slots.settings(),
             self._seen,
             self.steps,
-            self._way.mark(),
+            self._copier.mark(),
         )
-        for parameter in self._parameters:
+        for parameter in self._slots.parameters:
             parameter.grad = None
-        self._hand_over(load)
+        self._hand_over(step)
         self.steps += 1
-        self._take_offer()
+        self._take_fresh()
 
-    def settle(self) -> None:
-        """Until all is carried; then the model has the weights of now."""
-        while self._loads.unfinished_tasks:
-            self._raise_trouble()
-            with self._loads.all_tasks_done:
-                self._loads.all_tasks_done.wait(LOOK_S)
-        self._raise_trouble()
-        self._bring()
-        self._take_offer()
+    def finish(self) -> None:
+        """Until all is copied; then the model has the weights of now."""
+        while self._finished.unfinished_tasks:
+            self._raise_error()
+            with self._finished.all_tasks_done:
+                self._finished.all_tasks_done.wait(TICK_S)
+        self._raise_error()
+        self._copy_weights()
+        self._take_fresh()
 
     def begin_anew(self) -> None:
         """The weights have been replaced, and all that is beside them."""
-        self.settle()
-        self._seen = self._brought = self._take_all()
+        self.finish()
+        self._seen = self._copied = self._take_all()
 
     def _take_all(self) -> int:
         with self._holding():
-            version = self._version()
+            version = self._slots.version()
             self._weights.copy_in()
         return version
 
-    def _hand_over(self, load: Load | None) -> None:
+    def _hand_over(self, step: FinishedStep | None) -> None:
         while True:
-            self._raise_trouble()
+            self._raise_error()
             try:
-                self._loads.put(load, timeout=LOOK_S)
+                self._finished.put(step, timeout=TICK_S)
             except queue.Full:
                 continue
             return
 
-    def _raise_trouble(self) -> None:
-        if self._trouble is not None:
-            raise self._trouble
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
-    def _take_offer(self) -> None:
+    def _take_fresh(self) -> None:
         with self._lock:
-            offer, self._offer = self._offer, None
-            if offer is None:
+            fresh, self._fresh = self._fresh, None
+            if fresh is None:
                 return
-            self._used, self._seen = offer.buffer, offer.version
-            self._left = self._way.mark()
-        self._weights.point_at(self._buffers[offer.buffer])
+            self._used, self._seen = fresh.buffer, fresh.version
+            self._left = self._copier.mark()
+        self._weights.point_at(self._buffers[fresh.buffer])
 
     def close(self) -> None:
-        if self._thread.is_alive() and self._trouble is None:
+        if self._thread.is_alive() and self._error is None:
             self._hand_over(None)
             self._thread.join()
 
-    # ---- the carrier
+    # ---- the copying thread
 
-    def _carry(self) -> None:
+    def _run(self) -> None:
         while True:
-            load = self._loads.get()
+            step = self._finished.get()
             try:
-                if load is None:
+                if step is None:
                     return
-                if self._trouble is None:
-                    self._push(load)
-                    self._bring()
+                if self._error is None:
+                    self._push(step)
+                    self._copy_weights()
             except BaseException as error:  # raised again by the training thread
-                self._trouble = error
+                self._error = error
             finally:
-                self._loads.task_done()
+                self._finished.task_done()
 
     @torch.no_grad()
-    def _push(self, load: Load) -> None:
-        slot = self._slots[self._reserve()]
+    def _push(self, step: FinishedStep) -> None:
+        slot = self._slots.next()
         pairs: list[tuple[Tensor, Tensor]] = []
         forms = []
-        for index, gradient in enumerate(load.gradients):
+        for index, gradient in enumerate(step.gradients):
             form, more = slot.place(index, gradient)
             forms.append(form)
             pairs += more
-        pairs += load.buffers
-        self._way.copy(pairs, load.mark)
-        self._finite.leave_out(slot, forms, load.step)
-        slot.describe(forms, load.settings, load.version)
-        self._deliver(slot)
+        pairs += step.buffers
+        self._copier.copy(pairs, step.mark)
+        self._slots.examine(slot, forms, step.number)
+        self._slots.deliver(slot, forms, step.settings, step.version)
 
     @torch.no_grad()
-    def _bring(self) -> None:
+    def _copy_weights(self) -> None:
         """The newest weights, into the buffer that is not used; not twice."""
         with self._lock:
-            if self._version() == self._brought:
+            if self._slots.version() == self._copied:
                 self.skipped += 1
                 return
-            self._offer = None  # the model stays where it is meanwhile
+            self._fresh = None  # the model stays where it is meanwhile
             free, left = 1 - self._used, self._left
         with self._holding():
-            version = self._version()
+            version = self._slots.version()
             pairs = list(zip(self._buffers[free], self._weights.trained(), strict=True))
-            self._way.copy(pairs, left)
-        self._brought = version
+            self._copier.copy(pairs, left)
+        self._copied = version
         self.pulls += 1
         with self._lock:
-            self._offer = Offer(free, version)
+            self._fresh = FreshWeights(free, version)

@@ -17,11 +17,11 @@ from safetensors.torch import save
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime import checkpoint_format
-from slipstream.runtime.checkpoint_format import MOST_HEADER_NBYTES, Piece
-from slipstream.runtime.shared_checkpoint import pieces_at, refuse_to_lose
-from slipstream.runtime.whole_files import write_whole
-from slipstream.torch.inventory import whole_state
+from slipstream.runtime.files import checkpoint_format
+from slipstream.runtime.files.checkpoint_format import MOST_HEADER_NBYTES, Piece
+from slipstream.runtime.files.whole_files import write_whole
+from slipstream.runtime.shared_memory.checkpoints import pieces_at, refuse_to_lose
+from slipstream.torch.inventory import dtype_text, whole_state
 
 
 @dataclass(slots=True)
@@ -33,7 +33,11 @@ class Checkpoint:
     buffers: Collection[str] = ()  # names of tensors that may become infinite on purpose
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Whole or not at all.
+
+        Raises:
+            CheckpointError: It could not be read again, or would replace finite values by others.
+        """
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
         judged = {name: tensor for name, tensor in plain.items() if name not in self.buffers}
@@ -49,6 +53,11 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
+        """A file that was written whole.
+
+        Raises:
+            CheckpointError: There is none, or it is damaged.
+        """
         content = checkpoint_format.read(path)
         tensors = {name: tensor_of(piece) for name, piece in content.pieces.items()}
         for name in content.pairs:
@@ -57,7 +66,11 @@ class Checkpoint:
 
 
 def check_readable(facts: str, content: bytes) -> None:
-    """Nothing is written that would not be read."""
+    """Nothing is written that would not be read.
+
+    Raises:
+        ValueError: Its header is too long, or its facts are nested too deeply.
+    """
     checkpoint_format.check_nesting(facts.encode())
     header = int.from_bytes(content[:8], "little")
     if header > MOST_HEADER_NBYTES:
@@ -74,9 +87,9 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
+    """A tensor as the format without torch has it."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Piece(dtype, tuple(tensor.shape), memoryview(flat))
+    return Piece(dtype_text(tensor.dtype), tuple(tensor.shape), memoryview(flat))
 
 
 def tensor_of(piece: Piece) -> torch.Tensor:
@@ -86,7 +99,14 @@ def tensor_of(piece: Piece) -> torch.Tensor:
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Plain data as JSON; tensors go aside under a name and leave a reference."""
+    """Plain data as JSON; tensors go aside under a name and leave a reference.
+
+    Args:
+        tensors: Where they go.
+
+    Raises:
+        CheckpointError: The value holds something else than tensors and plain data.
+    """
     if isinstance(value, torch.Tensor):
         while name in tensors:  # {"a/b": …} beside {"a": {"b": …}}
             name += "'"
@@ -105,13 +125,18 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all of a model, by the names that a checkpoint has for them."""
     return {
         f"model/{name}": tensor.cpu().contiguous().clone() for name, tensor in whole_state(model)
     }
 
 
 def check_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A checkpoint must hold exactly this model's tensors."""
+    """A checkpoint must hold exactly this model's tensors.
+
+    Raises:
+        ValueError: One is missing, is too many, or has another shape or dtype.
+    """
     here = {f"model/{name}": tensor for name, tensor in whole_state(model)}
     there = {name: t for name, t in tensors.items() if name.startswith("model/")}
     for name in sorted(here.keys() ^ there.keys()):
@@ -122,6 +147,14 @@ def check_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_layout(what: str, saved: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Compare a saved tensor's layout with that of this job.
+
+    Args:
+        what: Names the tensor in the error.
+
+    Raises:
+        ValueError: The saved one has another shape or dtype.
+    """
     if saved.shape != shape or saved.dtype != dtype:
         raise ValueError(
             f"{what} is {tuple(saved.shape)} {saved.dtype} there, "
@@ -129,7 +162,8 @@ def check_layout(what: str, saved: torch.Tensor, shape: torch.Size, dtype: torch
         )
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_model(model: nn.Module, checkpoint: Checkpoint, section: str = "") -> None:
+    """From the section whose names begin so."""
     with torch.no_grad():
         for name, tensor in whole_state(model):
-            tensor.copy_(checkpoint.tensors[f"model/{name}"])
+            tensor.copy_(checkpoint.tensors[f"{section}model/{name}"])

@@ -17,6 +17,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,27 @@ class CompactLayer:
     module: Any
     weight: int
     bias: int | None
+    unit: int = 0  # of the plan
     pending: list[Captured] = field(default_factory=list)
     rows: int = 0  # of the forward passes since the last exchange
     calls: int = 0  # such passes
     once: bool = False  # whether a single one gave all of the last exchange's gradient
     # Captured in passes that may yet break off, by pass: re-entrant checkpointing nests them.
     _open: dict[int, list[Captured]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, module: Any, form: Form, place_of: Mapping[int, int], unit: int = 0
+    ) -> CompactLayer:
+        """A layer of which nothing was captured yet.
+
+        Args:
+            place_of: By a parameter's identity: its place in the inventory.
+        """
+        bias = getattr(module, "bias", None)
+        bias_place = None if bias is None else place_of[id(bias)]
+        shape = shape_of(name, module, form)
+        return cls(shape, module, place_of[id(module.weight)], bias_place, unit)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -68,13 +84,13 @@ class CompactLayer:
         captured = Captured(first.detach(), second.detach(), ahead)
         self._open.setdefault(this_pass, []).append(captured)
 
-    def settle(self) -> bool:
+    def finish(self) -> bool:
         """All uses in this pass have had their backward; whether there were any."""
         captured = self._open.pop(torch._C._current_graph_task_id(), [])
         self.pending += captured
         return bool(captured)
 
-    def own(self) -> None:
+    def detach(self) -> None:
         """Copy what is pending: whoever made the inputs may write to them before they leave."""
         self.pending = [
             replace(c, first=c.first.clone(), second=c.second.clone()) for c in self.pending
@@ -101,12 +117,17 @@ class CompactLayer:
 
     def _distinct(self, ids: Tensor, values: Tensor) -> Captured:
         """Every touched row once."""
-        if self.module.padding_idx is not None:
-            kept = ids != self.module.padding_idx
-            ids, values = ids[kept], values[kept]
+        ids, values = self.without_padding(ids, values)
         touched, where = torch.unique(ids, return_inverse=True)
         summed = values.new_zeros(len(touched), values.shape[1])
         return Captured(touched, summed.index_add_(0, where, values))
+
+    def without_padding(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """An embedding's row for padding has no gradient."""
+        if self.module.padding_idx is None:
+            return ids, values
+        kept = ids != self.module.padding_idx
+        return ids[kept], values[kept]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +137,7 @@ class Ports:
     entered: Callable[[CompactLayer, Tensor], int | None]  # with X; the round for which it left
     takes: Callable[[CompactLayer], bool]  # whether it is wanted in this step
     captured: Callable[[CompactLayer], None]  # one use
-    settled: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
+    finished: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
 
 
 @dataclass(slots=True)
@@ -171,7 +192,8 @@ class _Gradient(torch.autograd.Function):
             use.ports.captured(use.layer)
             return None, None, None
         if use.layer.shape.form == "rows":
-            table = dense_rows(first, second, ctx.weight_shape, use.layer)
+            ids, values = use.layer.without_padding(first, second)
+            table = values.new_zeros(ctx.weight_shape).index_add_(0, ids, values)
             return use.once(table), None, None
         weight = second.t() @ first if ctx.needs_input_grad[0] else None
         bias = second.sum(0) if ctx.needs_input_grad[1] else None
@@ -187,15 +209,9 @@ def accumulates(node: Any) -> bool:
         return False
 
 
-def dense_rows(ids: Tensor, values: Tensor, shape: Sequence[int], layer: CompactLayer) -> Tensor:
-    if layer.module.padding_idx is not None:
-        kept = ids != layer.module.padding_idx
-        ids, values = ids[kept], values[kept]
-    return values.new_zeros(shape).index_add_(0, ids, values)
-
-
 def as_rows(tensor: Tensor) -> Tensor:
-    """All but the last dimension as one; nothing is said of a dimension by elements there are."""
+    """All but the last dimension as one. Rows are computed, not inferred with -1, so that empty
+    tensors work."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -319,13 +335,13 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
     handles: list[Any] = []
     for layer in layers:
         if hasattr(layer.module, "on_factors"):  # an emulated device offers them itself
-            layer.module.on_factors = _offered(layer, ports)
-            handles.append(layer.module.register_forward_pre_hook(_counts_rows(layer)))
+            layer.module.on_factors = partial(_offered, layer, ports)
+            handles.append(layer.module.register_forward_pre_hook(partial(_count_rows, layer)))
         else:
             layer.module.forward = Forward(layer, ports)
         for parameter in layer.parameters:
             if parameter is not None:
-                handles.append(_when_accumulated(parameter, _settled(layer, ports)))
+                handles.append(AccumulationHook(parameter, partial(ports.finished, layer)))
 
     def end() -> None:
         for handle in handles:
@@ -340,7 +356,7 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
     return end
 
 
-class _when_accumulated:  # noqa: N801  # reads like what it does
+class AccumulationHook:
     """Calls when torch is done with a parameter's ``.grad`` in a pass, if it wrote there or not."""
 
     def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
@@ -352,28 +368,19 @@ class _when_accumulated:  # noqa: N801  # reads like what it does
         self._handle.remove()
 
 
-def _settled(layer: CompactLayer, ports: Ports) -> Callable[[], None]:
-    return lambda: ports.settled(layer)
+def _count_rows(layer: CompactLayer, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if torch.is_grad_enabled():
+        layer.calls += 1
+        layer.rows += len(inputs[0])
 
 
-def _counts_rows(layer: CompactLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def entered(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if torch.is_grad_enabled():
-            layer.calls += 1
-            layer.rows += len(inputs[0])
-
-    return entered
-
-
-def _offered(layer: CompactLayer, ports: Ports) -> Callable[[Tensor, Tensor], bool]:
-    def offered(x: Tensor, dy: Tensor) -> bool:
-        if not ports.takes(layer):
-            return False
-        layer.keep(x, dy)
-        ports.captured(layer)
-        return True
-
-    return offered
+def _offered(layer: CompactLayer, ports: Ports, x: Tensor, dy: Tensor) -> bool:
+    """An emulated device offers factors; whether they are taken."""
+    if not ports.takes(layer):
+        return False
+    layer.keep(x, dy)
+    ports.captured(layer)
+    return True
 
 
 # ---- which layers
@@ -394,6 +401,7 @@ def named_forms(model: nn.Module) -> Iterator[tuple[str, nn.Module, Form, str]]:
 
 
 def form_of(module: nn.Module) -> Form | None:
+    """The compact form that a layer's gradient has; None if it has none."""
     if isinstance(module, nn.Linear):
         return "factors"
     return "rows" if isinstance(module, nn.Embedding) else None
@@ -406,6 +414,8 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
     weight = module.weight
     if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
         return "its weight is not trained"
+    if not weight.numel():
+        return "its weight is empty"
     plain = nn.Linear.forward if form == "factors" else nn.Embedding.forward
     if getattr(module.forward, "__func__", None) is not plain and not hasattr(module, "on_factors"):
         return f"this {type(module).__name__} has a forward of its own"

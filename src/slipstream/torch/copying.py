@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from slipstream.runtime.state_chain import StateChain
+from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.torch.inventory import whole_state
 from slipstream.torch.staging import Staging
 from slipstream.types import Values

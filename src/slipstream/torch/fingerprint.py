@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -24,3 +25,9 @@ def fingerprint(model: nn.Module) -> str:
         staging.fetch(key, tensor)
         digest.update(staging.readable(key, tensor).data)
     return digest.hexdigest()
+
+
+def fingerprint_of(models: Sequence[nn.Module]) -> str:
+    """Of one model, or of several in this order."""
+    names = [fingerprint(model) for model in models]
+    return names[0] if len(names) == 1 else hashlib.sha256("".join(names).encode()).hexdigest()

@@ -64,7 +64,7 @@ class FiniteGradients:
         if not self._has_warned:
             self._has_warned = True
             if self._is_first():
-                say_once(f"{error.finding}{ADVICE[self._policy]}")
+                warn_anyway(f"{error.finding}{ADVICE[self._policy]}")
         return self._policy == "pass"
 
     def clear_refused(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -76,8 +76,9 @@ class FiniteGradients:
                 parameter.grad = None
 
 
-def say_once(text: str) -> None:
-    """Also where a filter turns warnings into errors: what passes must not end the job."""
+def warn_anyway(text: str) -> None:
+    """Warn, but never raise, whatever the filters of warnings: a gradient that passes must not end
+    the job."""
     try:
         warnings.warn(text, stacklevel=3)
     except Warning:
@@ -115,19 +116,19 @@ def magnitudes(gradients: Sequence[Tensor]) -> list[float]:
     return [known[id(g)] if id(g) in known else magnitude_of(g) for g in gradients]
 
 
-def before_use(look: Callable[[], None]) -> Callable[..., Any]:
-    """A hook that calls ``look`` when an optimizer's gradients are complete: before its step, or
+def before_use(tick: Callable[[], None]) -> Callable[..., Any]:
+    """A hook that calls ``tick`` when an optimizer's gradients are complete: before its step, or
     after each call of a closure that makes them within the step."""
 
     def on_step(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            look()
+            tick()
             return None
 
         def watched() -> Any:
             loss = closure()
-            look()
+            tick()
             return loss
 
         return args[:1], {**kwargs, "closure": watched}

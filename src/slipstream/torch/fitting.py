@@ -9,21 +9,24 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.runtime.checkpoint_format import (
+from slipstream.runtime.files.checkpoint_format import (
     MOST_STEPS,
     OptimizerState,
     check_names,
     optimizer_in,
+    pairs_in,
+    sections_in,
 )
 from slipstream.torch.checkpoint import check_layout, check_model
 from slipstream.torch.inventory import whole_state
 from slipstream.torch.loop_optimizer import kind_of
+from slipstream.torch.preparing import Pair, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.shard_optimizer import is_elementwise, plain, restored
 from slipstream.torch.staging import as_real
@@ -37,12 +40,48 @@ MEANS = ("foreach", "fused", "capturable", "differentiable")
 SAMPLE = (2,)
 
 
+def check_pairs(tensors: Tensors, facts: Mapping[str, Any], pairs: Sequence[Pair]) -> None:
+    """Check that all of a checkpoint can be loaded into the pairs of this job.
+
+    Raises:
+        ValueError: Something does not fit; it names the pair if there are several.
+    """
+    there, here = pairs_in(facts), len(pairs)
+    if there != here:
+        raise ValueError(f"it holds {counted(there)}, and this job trains {counted(here)}")
+    for number, (about, own) in enumerate(sections_in(facts, tensors)):
+        holds_model = first_with(pairs, number) == number
+        try:
+            check_all(own, about, *pairs[number], holds_model=holds_model)
+        except ValueError as error:
+            raise ValueError(f"pair {number}: {error}" if here > 1 else str(error)) from error
+
+
+def counted(pairs: int) -> str:
+    return f"{pairs} pairs of model and optimizer" if pairs > 1 else "one model and optimizer"
+
+
 def check_all(
-    tensors: Tensors, facts: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+    tensors: Tensors,
+    facts: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    holds_model: bool = True,
 ) -> None:
-    """ValueError unless all of a checkpoint can be loaded into this job."""
+    """Check that all of a pair's section can be loaded into it.
+
+    Args:
+        holds_model: The section has the model's tensors; else an earlier pair's has them.
+
+    Raises:
+        ValueError: Something does not fit.
+    """
     check_names(tensors)
-    check_model(model, tensors)
+    if holds_model:
+        check_model(model, tensors)
+    elif any(name.startswith("model/") for name in tensors):
+        raise ValueError("it holds the model of an earlier pair once more")
     saved = optimizer_in(facts, tensors)
     check_kind(saved, optimizer)
     for number, (group, settings) in enumerate(

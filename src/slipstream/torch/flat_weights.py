@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from slipstream.codecs.partition import Floats
+from slipstream.codecs.residual import Floats
 from slipstream.errors import ConfigError
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import as_real

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,15 +30,20 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
-        layers, obstacles = compact_parts(model)
+        """Everything of a model that is exchanged."""
+        # A tied parameter is part of several layers, and has an obstacle in each.
+        layers: dict[int, dict[str, Any]] = {
+            id(parameter): {"obstacle": obstacle} if obstacle else {"layer": name, "form": form}
+            for name, module, form, obstacle in named_forms(model)
+            for parameter in module.parameters(recurse=False)
+        }
         specs: list[Spec] = []
         tensors: list[torch.Tensor] = []
         places: list[Place | None] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 spec = spec_of(name, parameter, len(specs), "parameter")
-                layer, obstacle = layers.get(id(parameter), ""), obstacles.get(id(parameter), "")
-                specs.append(replace(spec, layer=layer, obstacle=obstacle))
+                specs.append(replace(spec, **layers.get(id(parameter), {})))
                 tensors.append(parameter)
                 places.append(None)
         for name, buffer in model.named_buffers():
@@ -46,12 +53,38 @@ class Inventory:
                 places.append(place_of(model, name))
         return cls(tuple(specs), tuple(tensors), tuple(places))
 
-    def only(self, keep: set[int]) -> Inventory:
-        """Without the tensors whose index is not in ``keep``; orders stay."""
+    @property
+    def parameters(self) -> list[int]:
+        """The numbers of those tensors that are parameters."""
+        return [i for i, spec in enumerate(self.specs) if spec.role == "parameter"]
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return [self.specs[i].name for i in self.parameters]
+
+    def of_optimizer(
+        self, optimizer: torch.optim.Optimizer, without: Collection[int] = ()
+    ) -> Inventory:
+        """The parameters that an optimizer holds, and buffers; orders stay.
+
+        Args:
+            without: Identities of buffers that are left out.
+        """
+        groups = groups_of(optimizer)
+        kept = [
+            i
+            for i, (spec, tensor) in enumerate(zip(self.specs, self.tensors, strict=True))
+            if (id(tensor) not in without if spec.role == "buffer" else id(tensor) in groups)
+        ]
+        return self.only(kept)
+
+    def only(self, keep: Iterable[int]) -> Inventory:
+        """The tensors with these numbers; orders stay."""
+        kept = sorted(keep)
         return Inventory(
-            tuple(spec for i, spec in enumerate(self.specs) if i in keep),
-            tuple(tensor for i, tensor in enumerate(self.tensors) if i in keep),
-            tuple(place for i, place in enumerate(self.places) if i in keep),
+            tuple(self.specs[i] for i in kept),
+            tuple(self.tensors[i] for i in kept),
+            tuple(self.places[i] for i in kept),
         )
 
 
@@ -60,31 +93,22 @@ def place_of(model: nn.Module, buffer: str) -> Place:
     return model.get_submodule(owner), attribute
 
 
-def compact_parts(model: nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-    """By parameter: the layer it is part of, if that one's gradient has a compact form; and why
-    not, if it might have had one."""
-    layers: dict[int, str] = {}
-    obstacles: dict[int, str] = {}
-    for name, module, _, obstacle in named_forms(model):
-        for parameter in module.parameters(recurse=False):
-            if obstacle:
-                obstacles[id(parameter)] = obstacle
-            else:
-                layers[id(parameter)] = name
-    return layers, obstacles
-
-
 def dtype_name(tensor: torch.Tensor) -> str:
     """The dtype that travels: a complex number travels as two real ones."""
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    return dtype_text(dtype)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def spec_of(name: str, tensor: torch.Tensor, order: int, role: str) -> Spec:
+def spec_of(
+    name: str, tensor: torch.Tensor, order: int, role: Literal["parameter", "buffer"]
+) -> Spec:
     shape = (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
-    return Spec(
-        name, shape, dtype_name(tensor), order, "parameter" if role == "parameter" else "buffer"
-    )
+    return Spec(name, shape, dtype_name(tensor), order, role)
 
 
 def whole_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -108,8 +132,26 @@ def whole_vector(model: nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """By parameter's identity: the number of its group."""
+    return {
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+
+
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but the parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Every parameter the optimizer holds must be the model's."""
+    """Every parameter the optimizer holds must be the model's.
+
+    Raises:
+        ForeignParameters: One is not.
+    """
     known = {id(parameter) for parameter in model.parameters()}
     foreign = [
         f"group {g}, parameter {p} of shape {tuple(parameter.shape)}"
@@ -126,6 +168,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
+    """The error for a parameter that trains without having been exchanged."""
     return RuntimeFault(
         f"a parameter of shape {tuple(parameter.shape)} has a gradient but took no part in "
         "job.distribute (frozen or unknown then): unfreeze parameters before job.distribute and "
@@ -133,11 +176,11 @@ def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
     )
 
 
-def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """One line for each thing that must be equal on all ranks."""
     lines = [
         f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}: "
-        f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f"{tuple(tensor.shape)} {dtype_text(tensor.dtype)}"
         f"{'' if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ' frozen'}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
@@ -145,8 +188,7 @@ def portrait(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     for index, group in enumerate(optimizer.param_groups):
         settings = ", ".join(
             f"{key}={float(value) if isinstance(value, torch.Tensor) else value!r}"
-            for key, value in sorted(group.items())
-            if key != "params"
+            for key, value in sorted(group_settings(group).items())
         )
         lines.append(f"{kind} group {index}: {len(group['params'])} parameters, {settings}")
     return lines

@@ -6,24 +6,30 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream._native import Rings
 from slipstream.errors import WaitLimit
-from slipstream.planning.one_machine import OneMachine
 from slipstream.planning.segment import SegmentPlan
-from slipstream.runtime.shared_optimizer import SharedOptimizer
-from slipstream.torch.carried_updates import CarriedUpdates, CudaWay, HostWay, Way, pin
+from slipstream.routes import SharedMemory as SharedMemoryRoute
+from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
+from slipstream.torch.carried_updates import (
+    CarriedUpdates,
+    CudaCopier,
+    DeviceCopier,
+    HostCopier,
+    pin,
+)
 from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, settings_of
-from slipstream.torch.slot_updates import Slot, SlotUpdates, slots_of
+from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
 
-LOOK_S = 0.2  # how often a wait in native code lets Python look at signals
+TICK_S = 0.2  # how often a wait in native code lets Python look at signals
 
 
 class Learner:
@@ -33,15 +39,17 @@ class Learner:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        about: OneMachine,
+        about: SharedMemoryRoute,
+        direct: bool,
         rank: int,
         memory: SharedMemory,
         plan: SegmentPlan,
         limit_s: float,
         finite: FiniteGradients,
     ) -> None:
-        self._model, self._optimizer, self._about = model, optimizer, about
-        self._rank, self._memory, self._plan, self._limit_s = rank, memory, plan, limit_s
+        self._model, self._optimizer = model, optimizer
+        self._about, self._direct = about, direct
+        self.rank, self._memory, self._plan, self._limit_s = rank, memory, plan, limit_s
         self._finite = finite
         self.rings = Rings(memory.memory)
         self.weights = SharedWeights(model, plan, memory, self.rings.weights_at)
@@ -50,46 +58,51 @@ class Learner:
         self.moved = 0
         self.updates: SlotUpdates | CarriedUpdates | None = None
 
+    @property
+    def steps(self) -> int:
+        """That this learner has made."""
+        return 0 if self.updates is None else self.updates.steps
+
     def start(self) -> torch.optim.Optimizer:
         """Hook into the model; the loop uses what is returned."""
-        self.rings.bury(self._rank)  # what an earlier life may have held
+        self.rings.release_dead(self.rank)  # what an earlier incarnation may have held
         deliver = self._publish
-        if self._about.apply == "direct":
+        if self._direct:
             self._own = SharedOptimizer(
                 self._plan, type(self._optimizer).__name__, settings_of(self._optimizer)
             )
             self._all = self._memory.view(self.rings.weights_at, self._plan.weights_nbytes)
             deliver = self._apply
-        ways: dict[str, Any] = {
-            "reserve": self._reserve,
-            "deliver": deliver,
-            "version": lambda: self.rings.version,
-            "finite": self._finite,
-        }
-        slots = slots_of(self._memory, self.rings, self._plan, self._rank)
-        parts = (self._model, self._optimizer, self._plan, slots)
+        slots = SlotWriter(
+            self._model,
+            self._optimizer,
+            self._plan,
+            slots_of(self._memory, self.rings, self._plan, self.rank),
+            reserve=self._reserve,
+            deliver=deliver,
+            version=lambda: self.rings.version,
+            finite=self._finite,
+        )
         if self._about.consistent or not self.weights.on_host:
-            way = self._way()
-            self.updates = CarriedUpdates(*parts, self.weights, way, holding=self._reading, **ways)
+            self.updates = CarriedUpdates(slots, self.weights, self._copier(), self._reading)
         else:
             self.weights.bind()
-            share_buffers = self.weights.copy_out_buffers
-            self.updates = SlotUpdates(*parts, share_buffers=share_buffers, **ways)
+            self.updates = SlotUpdates(self._model, self._plan, slots, self.weights)
         loop = LoopOptimizer(self._optimizer)
-        loop.synchronizer = self.updates
+        loop.end_step = self.updates.end_step
         return loop
 
-    def _way(self) -> Way:
+    def _copier(self) -> DeviceCopier:
         if self.weights.on_host:
-            return HostWay()
+            return HostCopier()
         pin(torch.frombuffer(self._memory.memory, dtype=torch.uint8))
-        return CudaWay(next(self._model.parameters()).device)
+        return CudaCopier(next(self._model.parameters()).device)
 
     # ---- slots
 
     def _reserve(self) -> int:
         begun = time.monotonic()
-        while (slot := self.rings.reserve(self._rank, LOOK_S)) is None:
+        while (slot := self.rings.reserve(self.rank, TICK_S)) is None:
             if time.monotonic() - begun > self._limit_s:
                 raise WaitLimit("the server to empty a slot", self._limit_s, ["server"])
         self.wait_s += time.monotonic() - begun
@@ -97,7 +110,7 @@ class Learner:
 
     def _publish(self, slot: Slot) -> None:
         self.moved += slot.filled_nbytes
-        self.rings.publish(self._rank)
+        self.rings.publish(self.rank)
 
     def _apply(self, slot: Slot) -> None:
         """What the server would do; this learner's optimizer remembers its own gradients."""
@@ -107,49 +120,51 @@ class Learner:
         before = self.rings.advance() - 1
         self.ages[max(0, before - slot.version)] += 1
         # One more step of this learner's, and its slot is free again.
-        self.rings.publish(self._rank)
-        self.rings.release(self._rank)
+        self.rings.publish(self.rank)
+        self.rings.release(self.rank)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        if not self._about.consistent:
-            yield
-            return
-        if not self.rings.begin_writing(self._rank, self._limit_s):
+        """Within, this learner alone uses the weights, if they are to be consistent."""
+        consistent = self._about.consistent
+        if consistent and not self.rings.begin_writing(self.rank, self._limit_s):
             raise WaitLimit("the others to let go of the weights", self._limit_s, ["learners"])
         try:
             yield
         finally:
-            self.rings.end_writing()
+            if consistent:
+                self.rings.end_writing()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        if not self._about.consistent:
-            yield
-            return
-        if not self.rings.begin_reading(self._rank, self._limit_s):
+        """Within, nobody changes the weights, if they are to be consistent."""
+        consistent = self._about.consistent
+        if consistent and not self.rings.begin_reading(self.rank, self._limit_s):
             raise WaitLimit("whoever changes the weights", self._limit_s, ["server"])
         try:
             yield
         finally:
-            self.rings.end_reading(self._rank)
+            if consistent:
+                self.rings.end_reading(self.rank)
 
     def wait(self) -> None:
-        """Until all gradients of this learner are applied; then it has the weights of now."""
+        """Until all gradients of this learner are applied; then it has the weights of now.
+
+        Raises:
+            WaitLimit: The server has not applied them in time.
+        """
         assert self.updates is not None
-        self.updates.settle()
+        self.updates.finish()
         begun = time.monotonic()
-        while self.rings.taken(self._rank) < self.rings.pushed(self._rank):
+        while self.rings.taken(self.rank) < self.rings.pushed(self.rank):
             if time.monotonic() - begun > self._limit_s:
                 raise WaitLimit("the server to apply gradients", self._limit_s, ["server"])
             time.sleep(0.0005)
-        self.updates.settle()
+        self.updates.finish()
 
     def begin_anew(self) -> None:
         """The shared weights have been replaced, and all that is beside them."""
         assert self.updates is not None
-        if isinstance(self.updates, SlotUpdates):
-            self.weights.copy_in_unbound()
         self.updates.begin_anew()
 
     def close(self) -> None:

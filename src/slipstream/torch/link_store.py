@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import distributed
 
-from slipstream.runtime.gathering import Gathering
+from slipstream.runtime.members.gathering import Gathering
 
 
 class LinkStore(distributed.Store):

@@ -2,150 +2,175 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from slipstream.errors import CheckpointError, DamagedCheckpoint
-from slipstream.runtime.checkpoint_format import OptimizerState, misfit, optimizer_in
-from slipstream.runtime.joining import Membership
-from slipstream.torch.averages import Averages
+from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.files.checkpoint_format import (
+    OptimizerState,
+    is_model,
+    misfit,
+    optimizer_in,
+    section_name,
+    sections_in,
+)
+from slipstream.runtime.members.joining import Membership
 from slipstream.torch.checkpoint import Checkpoint, load_model
 from slipstream.torch.copying import copy_state
-from slipstream.torch.fitting import averages_in, check_all
+from slipstream.torch.fitting import averages_in, check_pairs
+from slipstream.torch.inventory import dtype_text
+from slipstream.torch.kept_state import KeptState
+from slipstream.torch.preparing import Pair, distinct_models, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.replica import Replica
 from slipstream.torch.saving import share_outcome
-from slipstream.torch.shard_optimizer import AVERAGE
 from slipstream.torch.staging import Staging
 
-Optimizer = torch.optim.Optimizer
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What a checkpoint has of one pair."""
+
+    step: int
+    saved: OptimizerState
+    averages: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+
+
+def sections_of(checkpoint: Checkpoint) -> list[Section]:
+    """What a checkpoint has of each pair."""
+    return [
+        Section(int(facts["step"]), optimizer_in(facts, own), averages_in(own), own)
+        for facts, own in sections_in(checkpoint.facts, checkpoint.tensors)
+    ]
+
+
+def load_alone(path: Path, pairs: Sequence[Pair], states: Sequence[KeptState]) -> list[int]:
+    """Read a checkpoint into this process. Nothing changes if it does not fit.
+
+    Returns:
+        The step of each pair.
+
+    Raises:
+        CheckpointError: The file cannot be read, or does not fit.
+    """
+    checkpoint = read_fitting(path, pairs)
+    load_models(pairs, checkpoint)
+    sections = sections_of(checkpoint)
+    for pair, state, section in zip(pairs, states, sections, strict=True):
+        restore_pair(pair, state, section)
+    restore_generators(checkpoint, rank=0)
+    return [section.step for section in sections]
 
 
 def load_job(
     path: Path,
     occasion: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    replica: Replica | None,
-    membership: Membership | None,
-    averages: Averages | None,
-) -> int:
-    """Rank 0 reads and checks; everybody ends with the same state. Returns the step.
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    membership: Membership,
+) -> list[int]:
+    """Rank 0 reads and checks; everybody ends with the same state.
 
     Nothing changes anywhere before rank 0 has found all of it to fit.
+
+    Args:
+        occasion: The name of this gathering, which is another one each time.
+
+    Returns:
+        The step of each pair.
+
+    Raises:
+        CheckpointError: The file cannot be read or does not fit, or a worker died meanwhile.
     """
+    rank, gathering, chain = membership.env.rank, membership.gathering, replicas[0].chain
     checkpoint, problem = Checkpoint(), ""
-    if membership is None or membership.env.rank == 0:
+    if rank == 0:
         try:
-            checkpoint = read_fitting(path, model, optimizer)
+            checkpoint = read_fitting(path, pairs)
         except CheckpointError as error:
-            if membership is None:
-                raise
             problem = str(error)
-    if membership is not None and replica is not None:
-        with replica.chain.opened():
-            # Nobody sends before everybody would take it.
-            membership.gathering.gather(f"{occasion}/begun", True, bool)
-            share_outcome(membership, occasion, problem)
-            if membership.env.rank == 0:
-                load_model(model, checkpoint)
-            whole = copy_state(replica.chain, model)
-            checkpoint, rest = spread(checkpoint, occasion, replica, membership)
-            if not all(membership.gathering.gather(f"{occasion}/whole", whole and rest, bool)):
-                raise CheckpointError(f"a worker died while {path} was copied: load it again")
+    with chain.opened():
+        # Nobody sends before everybody would take it.
+        gathering.gather(f"{occasion}/begun", True, bool)
+        share_outcome(membership, occasion, problem)
+        if rank == 0:
+            load_models(pairs, checkpoint)
+        copied = [copy_state(chain, model) for model in distinct_models(pairs)]
+        checkpoint, rest = spread(checkpoint, occasion, chain, membership)
+        if not all(gathering.gather(f"{occasion}/whole", all(copied) and rest, bool)):
+            raise CheckpointError(f"a worker died while {path} was copied: load it again")
+        sections = sections_of(checkpoint)
+        for replica, section in zip(replicas, sections, strict=True):
+            for channel in replica.link_exchanges:
+                channel.forget_residuals()
             if replica.residuals is not None:
-                replica.residuals.restore(checkpoint.tensors)
-    else:
-        load_model(model, checkpoint)
-    restore_optimizer(model, optimizer, checkpoint, replica, membership)
-    if averages is not None:
-        averages.load(averages_in(checkpoint.tensors))
-    if membership is not None:
-        # Rank 0's weights travel from their own memory: nobody trains before all have them.
-        membership.gathering.gather(f"{occasion}/done", True, bool)
-    rank = membership.env.rank if membership is not None else 0
-    if rank < len(checkpoint.facts["random"]) and checkpoint.facts["random"][rank]:
-        Generators.of(checkpoint.facts["random"][rank]).restore()
-    return int(checkpoint.facts["step"])
+                replica.residuals.restore(section.tensors)
+    for pair, replica, section in zip(pairs, replicas, sections, strict=True):
+        restore_pair(pair, replica.state, section)
+    # Rank 0's weights travel from their own memory: nobody trains before all have them.
+    gathering.gather(f"{occasion}/done", True, bool)
+    restore_generators(checkpoint, rank)
+    return [section.step for section in sections]
 
 
-def read_fitting(path: Path, model: nn.Module, optimizer: Optimizer) -> Checkpoint:
-    """A checkpoint that can be loaded without anything left to go wrong."""
+def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
+    """All but the model itself, wherever it is kept."""
+    for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
+        group.update(settings)
+    state.restore(section.saved, section.averages)
+
+
+def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:
+    for number, pair in enumerate(pairs):
+        if first_with(pairs, number) == number:
+            load_model(pair.model, checkpoint, section_name(number, len(pairs)))
+
+
+def restore_generators(checkpoint: Checkpoint, rank: int) -> None:
+    """Of ranks that the writing job had too."""
+    saved = checkpoint.facts["random"]
+    if rank < len(saved) and saved[rank]:
+        Generators.of(saved[rank]).restore()
+
+
+def read_fitting(path: Path, pairs: Sequence[Pair]) -> Checkpoint:
+    """A checkpoint that can be loaded without anything left to go wrong.
+
+    Raises:
+        DamagedCheckpoint: It is not what was written.
+        CheckpointError: It cannot be read, or is of another model, optimizer or job.
+    """
     try:
         checkpoint = Checkpoint.read(path)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{error}; load an earlier checkpoint") from error
     try:
-        check_all(checkpoint.tensors, checkpoint.facts, model, optimizer)
+        check_pairs(checkpoint.tensors, checkpoint.facts, pairs)
     except ValueError as error:
         raise misfit(path, error) from error
     return checkpoint
 
 
 def spread(
-    checkpoint: Checkpoint, occasion: str, replica: Replica, membership: Membership
+    checkpoint: Checkpoint, occasion: str, chain: StateChain, membership: Membership
 ) -> tuple[Checkpoint, bool]:
-    """Everything but the model, from rank 0 to all; and whether all of it has come."""
+    """Everything but the models, from rank 0 to all; and whether all of it has come."""
     gathering, rank = membership.gathering, membership.env.rank
     if rank == 0:
-        rest = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("model/")}
-        shapes = [[n, list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in rest.items()]
+        rest = {n: t for n, t in checkpoint.tensors.items() if not is_model(n)}
+        shapes = [[n, list(t.shape), dtype_text(t.dtype)] for n, t in rest.items()]
         gathering.post(f"{occasion}/rest", [shapes, checkpoint.facts])
     else:
         shapes, facts = gathering.read(f"{occasion}/rest", 0, list[Any])
         rest = {n: torch.empty(shape, dtype=getattr(torch, kind)) for n, shape, kind in shapes}
         checkpoint = Checkpoint(facts=facts)
     staging = Staging()
-    whole = replica.chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
+    whole = chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
     checkpoint.tensors.update(rest)
     return checkpoint, whole
-
-
-def restore_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    checkpoint: Checkpoint,
-    replica: Replica | None,
-    membership: Membership | None,
-) -> None:
-    saved = optimizer_in(checkpoint.facts, checkpoint.tensors)
-    for group, settings in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update(settings)
-    if replica is not None and replica.server_state is not None:
-        if membership is not None and membership.env.rank == 0:
-            restore_servers(saved, averages_in(checkpoint.tensors), replica)
-        return
-    by_name = dict(model.named_parameters())
-    optimizer.state.clear()
-    for name, entries in saved.state.items():
-        parameter = by_name[name]
-        optimizer.state[parameter] = {
-            key: placed(value, parameter) for key, value in entries.items()
-        }
-
-
-def restore_servers(
-    saved: OptimizerState, averages: dict[str, torch.Tensor], replica: Replica
-) -> None:
-    """Weights, state and averages go to whichever servers hold them now."""
-    assert replica.server_state is not None
-    assert replica.service is not None
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for index, spec in enumerate(replica.plan.specs):
-        entries = saved.state.get(spec.name, {})
-        state[index] = {k: torch.as_tensor(v) for k, v in entries.items() if v is not None}
-        if spec.name in averages:
-            state[index][AVERAGE] = averages[spec.name]
-    replica.server_state.send_weights()
-    replica.server_state.restore(state)
-    replica.service.accounts()  # answered after all of it has come
-
-
-def placed(value: Any, parameter: torch.Tensor) -> Any:
-    """State of the parameter's shape lives where the parameter does; counters stay put."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-        return value.to(parameter.device)
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,18 +13,19 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     return type(optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer)
 
 
-class EndsSteps(Protocol):
-    def end_step(self) -> None: ...
-
-
 class LoopOptimizer(torch.optim.Optimizer):
-    """Shares the user's parameter groups and state; ``step`` ends a step of the synchronizer."""
+    """Shares the user's parameter groups and state.
+
+    Attributes:
+        local: The user's own optimizer.
+        end_step: What ``step`` does.
+    """
 
     def __init__(self, local: torch.optim.Optimizer) -> None:
         super().__init__(local.param_groups, local.defaults)
         self.local = local
         self.param_groups, self.state = local.param_groups, local.state
-        self.synchronizer: EndsSteps | None = None
+        self.end_step: Callable[[], None] = lambda: None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.local.load_state_dict(state_dict)
@@ -35,8 +36,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.synchronizer is not None:
-            self.synchronizer.end_step()
+        self.end_step()
         # A scheduler made before job.distribute watches the local one.
         setattr(self.local, "_opt_called", True)  # noqa: B010
         return loss

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-
-from slipstream.runtime.partial_exchange import PartialExchange
+from slipstream.runtime.engine import Hook
+from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.synchronizer import Synchronizer
+from slipstream.updates import Add
 
 
-class PartialUpdates(Synchronizer):
-    """What the user's optimizer does to the weights is what travels, so any optimizer will do: its
-    momentum and the like are of this worker's gradients alone."""
+class PartialUpdates:
+    """What the user's optimizer does to the weights is what travels; implements ``Applier``.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        super().__init__(*args)
-        assert self.plan.slices is not None
-        self._optimizer, self._slices = optimizer, self.plan.slices
-        (self._exchange,) = (e for e in self._exchanges if isinstance(e, PartialExchange))
+    Any optimizer will do: its momentum and the like are of this worker's gradients alone.
+
+    Args:
+        loop: The optimizer that the training loop uses; its ``step`` ends a step here.
+        on_applied: Called after each update of the weights.
+    """
+
+    single_pass = ""  # nothing leaves before the step
+    hooks: Sequence[Hook] = ()
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        loop: LoopOptimizer,
+        channel: GossipChannel,
+        on_applied: Callable[[], None],
+    ) -> None:
+        outer = synchronizer.plan.update.outer
+        assert isinstance(outer, Add)
+        self._synchronizer, self._optimizer = synchronizer, loop.local
+        self._channel, self._outer, self._on_applied = channel, outer, on_applied
+        loop.end_step = self.end_step
 
     def pass_ended(self) -> None:
         """Nothing leaves before the step."""
 
-    def end_step(self) -> None:
-        """Step, owe it to the others, and wait for them if they are far behind."""
-        self.tap.end()
-        self._check_all_exchanged(self._optimizer)
-        self._clear_refused()
-        self._exchange.let_in()
-        coefficient = self._slices.coefficient(self.step, self._exchange.workers)
-        self._exchange.give(self._exchange.weights.stepped(self._optimizer.step, coefficient))
-        self._exchange.wait()
-        self.after_step()
-
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         """Weights are never complete while others train; ``job.flush`` makes them so."""
+
+    def begin_step(self) -> None:
+        """Nothing is remembered from step to step."""
+
+    def end_step(self) -> None:
+        """Step, owe it to the others, and wait for them if they are far behind."""
+        synchronizer, channel = self._synchronizer, self._channel
+        synchronizer.tap.end()
+        synchronizer.gradients.refuse_unknown(self._optimizer)
+        synchronizer.gradients.clear_refused()
+        synchronizer.gradients.clip()
+        channel.admit_joiners()
+        coefficient = self._outer.coefficient(synchronizer.step, channel.workers)
+        channel.give(channel.weights.stepped(self._optimizer.step, coefficient))
+        self._on_applied()
+        channel.wait()
+        synchronizer.end_step()

@@ -4,92 +4,170 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.errors import (
-    ConfigError,
-    FrameRefused,
-    LaunchError,
-    LeftBehind,
-    ModelMismatch,
-    SlipstreamError,
-)
-from slipstream.runtime.configuration import OptimizerRecipe
-from slipstream.runtime.consensus import Consensus
-from slipstream.runtime.exchange import Exchange, LinkExchange, rank_of
-from slipstream.runtime.joining import Membership
-from slipstream.runtime.link_watch import LinkWatch
-from slipstream.runtime.member import HUB, PATIENCE
-from slipstream.runtime.partial_exchange import PartialExchange
-from slipstream.runtime.portraits import difference
-from slipstream.runtime.returning import Doorkeeper
-from slipstream.runtime.shard_service import ShardService
-from slipstream.runtime.shards import LAST, Shards, choose_cluster
-from slipstream.runtime.state_chain import StateChain
-from slipstream.runtime.update_stream import UpdateStream
-from slipstream.strategy import Plan, Strategy
-from slipstream.torch.collective_exchange import CollectiveExchange
-from slipstream.torch.compact_exchange import CompactExchange
-from slipstream.torch.compact_layers import CompactLayer, named_forms, shape_of
-from slipstream.torch.copying import copy_state
+from slipstream.plan import Plan
+from slipstream.routes import Collective
+from slipstream.runtime.assembly import round_channel
+from slipstream.runtime.engine import Applier
+from slipstream.runtime.exchange.channel import Channel
+from slipstream.runtime.exchange.choices import LayerChoices
+from slipstream.runtime.exchange.consensus import Consensus
+from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.runtime.exchange.handover import JoinCoordinator
+from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.members.link_watch import LinkWatch
+from slipstream.runtime.servers.configuration import OptimizerRecipe
+from slipstream.runtime.servers.shard_service import ShardService
+from slipstream.runtime.servers.shards import Shards
+from slipstream.torch.averages import Averages
+from slipstream.torch.collective_channel import CollectiveChannel, collectives_for
+from slipstream.torch.compact_gradients import CompactGradients
+from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.flat_weights import FlatWeights
-from slipstream.torch.forward_gate import ForwardGate
-from slipstream.torch.inventory import (
-    Inventory,
-    check_optimizer,
-    portrait,
-    whole_vector,
-)
-from slipstream.torch.link_store import LinkStore
+from slipstream.torch.gossip import accept_joiners, make_partial
+from slipstream.torch.inventory import Inventory, groups_of, whole_vector
+from slipstream.torch.kept_state import KeptState, OwnState
+from slipstream.torch.layer_math import TorchLayerMath
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.partial_updates import PartialUpdates
+from slipstream.torch.preparing import Pair
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
-from slipstream.torch.shard_optimizer import check_elementwise, settings_of
-from slipstream.torch.slices import keep_the_door, make_partial
+from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
-from slipstream.torch.synchronizer import Synchronizer, WorkerUpdates
-from slipstream.transports.collective import Collectives
-from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Lost, Message, Rerouted
+from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.worker_updates import WorkerUpdates
+
+
+@dataclass(slots=True)
+class SharedParts:
+    """What all pairs of a job use, on one worker.
+
+    Attributes:
+        shards: all servers.
+        chain: copies rank 0's state to everybody.
+        consensus: finds the mean of the first pair's weights.
+        wired: how many replicas were made; the next one's messages carry this number.
+        calls: how often ``job.distribute`` was called.
+    """
+
+    membership: Membership
+    shards: Shards
+    chain: StateChain
+    consensus: Consensus
+    wired: int = 0
+    calls: int = 0
+
+    @classmethod
+    def of(cls, membership: Membership, first: Pair) -> SharedParts:
+        """The parts of a job that no pair uses yet.
+
+        Args:
+            first: The pair whose weights ``job.consensus`` is about.
+        """
+        env, member, limit_s = membership.env, membership.member, membership.limits.wait_s
+        chain = StateChain(env.rank, env.world_size, member, limit_s)
+        numel = len(whole_vector(first.model))
+        consensus = Consensus(env.rank, env.world_size, member, numel, limit_s)
+        return cls(membership, Shards(), chain, consensus)
+
+    def key(self, what: str) -> str:
+        """The name of a gathering, another one in every call of ``job.distribute``."""
+        return what if self.calls == 1 else f"{what}/{self.calls}"
+
+    def next_endpoint(self) -> Endpoint:
+        """For a replica of its own."""
+        self.wired += 1
+        return self.membership.member.for_pair(self.wired - 1)
+
+    def close(self) -> None:
+        self.shards.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """A worker's channels: at most one for each transport."""
+
+    collective: CollectiveChannel | None = None
+    partial: GossipChannel | None = None
+    links: RoundChannel | None = None
+
+    @property
+    def all(self) -> tuple[Channel, ...]:
+        return (*([] if self.collective is None else [self.collective]), *self.of_messages)
+
+    @property
+    def of_messages(self) -> tuple[GossipChannel | RoundChannel, ...]:
+        """Those that send messages over links, and can do without a lost worker."""
+        found = (self.partial, self.links)
+        return tuple(channel for channel in found if channel is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The parts, wired together."""
+    """One pair's parts, wired together.
+
+    Attributes:
+        optimizer: what the training loop uses: the user's own, or a ``LoopOptimizer``.
+        compact: captures layers that may travel in compact form, if there are any.
+        service: asks servers, where these deal batches or have accounts worth asking for.
+        state: the optimizer's state, and averaged weights, wherever they are kept.
+        residuals: brings codecs' memories into checkpoints, where gradients travel over links.
+        join_coordinator: rank 0's, where workers may come back.
+    """
 
     plan: Plan
     synchronizer: Synchronizer
     optimizer: torch.optim.Optimizer
-    exchanges: tuple[Exchange, ...]
+    channels: Channels
     shards: Shards
+    member: Endpoint
     chain: StateChain
-    server_state: ServerState | None
-    gate: ForwardGate | None
-    collectives: Collectives | None
-    compact: CompactExchange | None = None
-    service: ShardService | None = None
-    residuals: Residuals | None = None
-    consensus: Consensus | None = None
-    doorkeeper: Doorkeeper | None = None
+    consensus: Consensus
+    compact: CompactGradients | None
+    service: ShardService | None
+    state: KeptState
+    residuals: Residuals | None
+    join_coordinator: JoinCoordinator | None
 
     @property
-    def partial(self) -> PartialExchange | None:
-        return next((e for e in self.exchanges if isinstance(e, PartialExchange)), None)
+    def exchanges(self) -> tuple[Channel, ...]:
+        return self.channels.all
 
     @property
-    def link_exchanges(self) -> tuple[LinkExchange, ...]:
-        return tuple(e for e in self.exchanges if isinstance(e, LinkExchange))
+    def partial(self) -> GossipChannel | None:
+        return self.channels.partial
+
+    @property
+    def link_exchanges(self) -> tuple[RoundChannel, ...]:
+        return () if self.channels.links is None else (self.channels.links,)
+
+    @property
+    def loop(self) -> LoopOptimizer | None:
+        """What stands for the user's optimizer, where that does not run here."""
+        return self.optimizer if isinstance(self.optimizer, LoopOptimizer) else None
+
+    @property
+    def needs_store(self) -> bool:
+        """Whether the store in which the ranks met is used while training."""
+        collective = self.channels.collective
+        on_gpu = collective is not None and collective.collectives.device.type == "cuda"
+        return self.plan.rotation is not None or on_gpu
 
     @property
     def round(self) -> int:
@@ -111,270 +189,191 @@ class Replica:
 
     def close(self) -> None:
         self.synchronizer.close()
-        if self.gate is not None:
-            self.gate.remove()
-        if self.collectives is not None:
-            self.collectives.close()
-        self.shards.close()
+        if self.channels.collective is not None:
+            self.channels.collective.collectives.close()
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
-    """What will be exchanged; refuses what cannot work, before anything starts."""
-    check_optimizer(model, optimizer)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(
-            "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
+class Wiring:
+    """One pair's parts, made one after the other; all ranks make them in the same order.
+
+    Args:
+        loop: what the loop uses as this pair's optimizer since an earlier call, if it is not the
+            optimizer itself.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        plan: Plan,
+        inventory: Inventory,
+        shared: SharedParts,
+        loop: LoopOptimizer | None = None,
+    ) -> None:
+        self._model, self._optimizer = pair
+        self._plan, self._inventory, self._loop = plan, inventory, loop
+        self._membership = membership = shared.membership
+        self._shards = shared.shards.for_pair(plan.cluster.servers)
+        self._chain, self._consensus = shared.chain, shared.consensus
+        self._member = shared.next_endpoint()
+        self._limit_s = membership.limits.wait_s
+        self._finite = FiniteGradients(
+            membership.env.nonfinite,
+            membership.env.rank,
+            lambda: membership.gathering.is_first(self._key("nonfinite")),
         )
-    if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
-        raise ConfigError(
-            "LBFGS runs backward itself, several times a step, so nobody can run ahead of its "
-            "updates: use another optimizer, or rounds of all workers, such as push_pull()"
+        self._slots = LiveTensors(plan, inventory, Staging(), self._finite)
+        self._layers = compact_layers(self._model, plan, inventory)
+
+    def _key(self, what: str) -> str:
+        """The name of a gathering of this pair's."""
+        return f"{what}/pair {self._member.pair}" if self._member.pair else what
+
+    def configure(self) -> Callable[[], None]:
+        """Servers work out the plan; the result waits for them."""
+        holder_applies = self._plan.update.holder_applies
+        recipe = recipe_for(self._optimizer, self._inventory) if holder_applies else None
+        return self._shards.configure(self._plan, self._membership, self._member, recipe)
+
+    def finish(self) -> Replica:
+        """Make everything else; all ranks have rank 0's weights."""
+        channels = self._channels()
+        joins, compact = self._join_coordinator(channels), self._compact(channels)
+        averages, service = self._averages(), self._service()
+        on_applied = (lambda: None) if averages is None else averages.follow
+        optimizer, applier = self._applier(channels, on_applied)
+        synchronizer = Synchronizer(
+            self._model, self._plan, self._inventory, self._slots, channels.all, applier
         )
-    inventory = Inventory.of(model)
-    if not inventory.specs:
-        raise ConfigError("the model has no parameter that requires a gradient")
-    if strategy.slices is not None:
-        FlatWeights(inventory)
-    if strategy.update != "server":
-        return inventory
-    check_elementwise(optimizer)
-    if optimizer.state:
-        raise ConfigError(
-            "the optimizer already has state, which update='server' would not take over: give a "
-            "new one, and use job.load to continue from a checkpoint"
+        state = self._state(optimizer, averages, service)
+        if compact is not None:
+            synchronizer.capture_compact(compact)
+        return Replica(
+            self._plan,
+            synchronizer,
+            optimizer,
+            channels,
+            self._shards,
+            self._member,
+            self._chain,
+            self._consensus,
+            compact,
+            service,
+            state,
+            self._residuals(channels),
+            joins,
         )
-    groups = groups_of(optimizer)
-    kept = {
-        i
-        for i, (spec, tensor) in enumerate(zip(inventory.specs, inventory.tensors, strict=True))
-        if spec.role == "buffer" or id(tensor) in groups
-    }
-    return inventory.only(kept)
 
+    # ---- channels
 
-def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    return {
-        id(parameter): g
-        for g, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    def _channels(self) -> Channels:
+        """One for each transport that the plan uses."""
+        plan, membership, collective = self._plan, self._membership, None
+        if any(isinstance(route.over, Collective) for route in plan.routes):
+            collectives = collectives_for(self._inventory, membership, self._key("collectives"))
+            collective = CollectiveChannel(
+                plan, self._inventory.tensors, collectives, self._member, self._finite
+            )
+        if plan.rotation is not None:
+            slices = make_partial(plan, plan.rotation, self._inventory, membership)
+            return Channels(collective, partial=slices)
+        return Channels(collective, links=self._links() if plan.over_links() else None)
 
-
-def agree(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    membership: Membership,
-) -> Inventory:
-    """``prepare`` on every rank; an error of one, or a difference, is the same error on all."""
-    problem, inventory = None, None
-    try:
-        inventory = prepare(model, optimizer, strategy)
-    except SlipstreamError as error:
-        problem = error
-    lines = [] if inventory is None else portrait(model, optimizer)
-    if inventory is not None:
-        lines += strategy.portrait(inventory.specs, membership.env.world_size)
-        lines.append(f"servers: {membership.env.servers or 'one a host'}")
-    said = membership.gathering.gather("model", [str(problem or ""), lines], list[Any])
-    if problem is not None:
-        raise problem
-    for rank, (trouble, other) in enumerate(said):
-        if trouble:
-            raise ConfigError(f"rank {rank}: {trouble}")
-        if other != said[0][1]:
-            raise ModelMismatch(difference(rank, said[0][1], other, "rank 0"))
-    assert inventory is not None
-    return inventory
-
-
-def replicate(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    membership: Membership,
-) -> Replica:
-    """Plan, start servers, copy rank 0's state, and hook into the model."""
-    if strategy.one_machine is not None:
-        raise LaunchError(
-            f"learners of {strategy.name} share memory, which their launcher gives them: start "
-            f"them with `slipstream run --workers N --strategy {strategy.name} SCRIPT`"
+    def _links(self) -> RoundChannel:
+        modules = {layer.shape.name: layer.module for layer in self._layers}
+        channel = round_channel(
+            self._membership.env.rank,
+            self._plan,
+            self._member,
+            self._slots,
+            math=TorchLayerMath(self._inventory.tensors, modules, self._slots.results),
+            colocated=self._shards.colocated,
+            limit_s=self._limit_s,
         )
-    if membership.env.life and strategy.slices is None:
-        raise LaunchError(
-            f"a worker cannot come back with {strategy.name}: only where workers exchange slices, "
-            "as ako does; start the job again from a checkpoint"
-        )
-    inventory = agree(model, optimizer, strategy, membership)
-    plan = strategy.plan(inventory.specs, choose_cluster(strategy, inventory.specs, membership))
-    shards = Shards()
-    membership.member.lockstep = plan.together and plan.slices is None
-    goes_on = plan.outlives_workers or plan.consistency.agreed or plan.consistency.alone
-    if goes_on and not plan.together:
-        membership.member.roster.worker_silence_s = PATIENCE * membership.limits.silence_s
-    try:
-        shards.start(plan, membership)
-        replica = _wire(model, optimizer, plan, inventory, shards, membership)
-    except BaseException:
-        shards.close()
-        raise
-    if goes_on:  # not before: nobody could handle a loss while the job starts
-        go_on_without_the_lost(membership, shards, plan)
-    return replica
+        cluster, transport = self._plan.cluster, self._member.transport
+        servers = [cluster.name(node) for node in cluster.server_nodes]
+        elsewhere = [name for name in servers if name not in self._shards.colocated]
+        links = LinkWatch(transport, elsewhere, self._plan.congested_below, time.monotonic)
+        channel.congested, channel.rate = links.congested, RateShare(self._optimizer)
+        return channel
 
+    def _join_coordinator(self, channels: Channels) -> JoinCoordinator | None:
+        if channels.partial is None:
+            return None
+        member = self._membership.member
+        return accept_joiners(self._model, self._plan, channels.partial, self._chain, member)
 
-def go_on_without_the_lost(membership: Membership, shards: Shards, plan: Plan) -> None:
-    """Where rounds do not need every worker, one that is stopped for a while is not an error; where
-    they do, the rest make them without it, and it has missed too much to come back."""
-    member = membership.member
+    def _compact(self, channels: Channels) -> CompactGradients | None:
+        links = channels.links
+        if not self._layers or links is None:
+            return None
+        plan, chooser, choices = self._plan, self._plan.chooser, None
+        if chooser is not None and plan.choices():
+            speeds = measure_speeds(self._membership) if chooser.needs_speeds else None
+            by_unit = {layer.unit: layer for layer in self._layers}
+            choices = LayerChoices(
+                plan,
+                chooser.measured(speeds),
+                links,
+                channels.all,
+                self._member,
+                lambda: [by_unit[unit.index].rows for unit in plan.choices()],
+                limit_s=self._limit_s,
+            )
+        tensors = self._inventory.tensors
+        return CompactGradients(plan, self._layers, links, choices, tensors, self._finite)
 
-    def on_lost(name: str) -> None:
-        shards.retire(rank_of(name), member)
-        if plan.together:
-            for rank in range(membership.env.world_size):
-                member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
+    # ---- updates
 
-    def on_return(name: str) -> None:
-        # What was sent while it could not be reached may be lost.
-        if member.is_hub:
-            member.send(name, Lost(rank_of(name)), priority=CONTROL)
+    def _applier(
+        self, channels: Channels, on_applied: Callable[[], None]
+    ) -> tuple[torch.optim.Optimizer, Callable[[Synchronizer], Applier]]:
+        """The optimizer that the loop uses, and what makes the applier."""
+        plan, own, links, slices = self._plan, self._optimizer, channels.links, channels.partial
+        if plan.update.holder_applies:
+            assert links is not None
+            remote = self._loop or RemoteOptimizer(own)
+            return remote, partial(ServerUpdates, loop=remote, links=links)
+        if plan.runs_ahead:
+            assert isinstance(links, UpdateStream)
+            loop = self._loop or LoopOptimizer(own)
+            return loop, partial(StreamedUpdates, loop=loop, stream=links, on_applied=on_applied)
+        if slices is not None:
+            loop = self._loop or LoopOptimizer(own)
+            return loop, partial(PartialUpdates, loop=loop, channel=slices, on_applied=on_applied)
+        return own, partial(WorkerUpdates, optimizer=own, on_applied=on_applied)
 
-    member.on_lost = on_lost
-    if plan.together:
-        member.on_return = on_return
+    def _averages(self) -> Averages | None:
+        """Where holders update, they average."""
+        average = self._plan.update.average
+        if average is None or self._plan.update.holder_applies:
+            return None
+        return Averages(self._model, average.decay, self._inventory.parameter_names)
 
+    # ---- servers
 
-def left_behind(silence_s: float) -> str:
-    return (
-        f"was not heard for {silence_s:.0f} s, and the others went on without it: it has missed "
-        "updates and cannot come back; start it again from a checkpoint, or give slipstream.init a "
-        "longer silence_limit_s"
-    )
+    def _service(self) -> ShardService | None:
+        """Where servers update, they deal batches; and their accounts are worth asking for, as they
+        are where workers may be lost."""
+        servers = self._plan.cluster.servers
+        wanted = self._plan.update.holder_applies or self._plan.consistency.goes_on
+        return ShardService(servers, self._member, self._limit_s) if servers and wanted else None
 
+    def _state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        averages: Averages | None,
+        service: ShardService | None,
+    ) -> KeptState:
+        if not self._plan.update.holder_applies or service is None:
+            return OwnState(self._model, optimizer, averages)
+        state = ServerState(self._plan, self._inventory, self._member, service, self._limit_s)
+        state.begin()
+        return state
 
-def reroute_around_the_lost(
-    exchanges: Sequence[Exchange], shards: Shards, membership: Membership
-) -> None:
-    """What a worker does when rank 0 has lost another one."""
-    member = membership.member
-
-    def on_lost(message: Message) -> None:
-        assert isinstance(message.body, Lost)
-        lost = message.body.rank
-        if message.sender != HUB:
-            raise FrameRefused(f"{message.sender} does not say who is lost")
-        if lost == membership.env.rank:
-            if not all(e.entered for e in exchanges if isinstance(e, PartialExchange)):
-                return  # it is about the life before
-            member.fail(LeftBehind(member.name, left_behind(member.roster.silence_s)))
-            return
-        if not member.is_hub:
-            member.lost.append(f"rank {lost}")
-        for exchange in exchanges:
-            if isinstance(exchange, LinkExchange | PartialExchange):
-                exchange.lose(lost)
-        for k in range(len(shards.addresses)):
-            # Rank 0's after its word that this one is lost.
-            member.send(f"server {k}", Rerouted(lost), priority=LAST)
-
-    member.on(Lost, on_lost)
-
-
-def _wire(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    inventory: Inventory,
-    shards: Shards,
-    membership: Membership,
-) -> Replica:
-    env, member, limits = membership.env, membership.member, membership.limits
-    by_server = plan.update == "server"
-    recipe = recipe_for(optimizer, inventory) if by_server else None
-    chain = StateChain(env.rank, env.world_size, member, limits.wait_s)
-    shards.configure(plan, membership, recipe)
-    membership.gathering.gather("configured", True, bool)
-    if not env.life:
-        copy_state(chain, model)
-    chain.open = False
-    numel = len(whole_vector(model))
-    consensus = Consensus(env.rank, env.world_size, member, numel, limits.wait_s)
-    finite = FiniteGradients(
-        env.nonfinite, env.rank, lambda: membership.gathering.is_first("nonfinite")
-    )
-    slots = LiveTensors(plan, inventory, Staging(), finite)
-    exchanges, collectives = make_exchanges(plan, inventory, slots, shards, membership)
-    door = None
-    for exchange in exchanges:
-        if isinstance(exchange, PartialExchange):
-            door = keep_the_door(model, plan, exchange, chain, member)
-    if plan.outlives_workers and plan.together:
-        reroute_around_the_lost(exchanges, shards, membership)
-    compact = make_compact(model, plan, inventory, exchanges, membership, finite)
-    if compact is not None:
-        exchanges = (compact, *exchanges)
-    parts = (model, plan, inventory, slots, exchanges)
-    server_state, gate, service = None, None, make_service(plan, membership)
-    synchronizer: Synchronizer
-    if by_server:
-        remote = RemoteOptimizer(optimizer)
-        synchronizer = remote.synchronizer = ServerUpdates(remote, *parts)
-        server_state = ServerState(plan, inventory, member, limits.wait_s)
-        for exchange in exchanges:
-            exchange.settings = synchronizer.settings
-        index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
-        gate = ForwardGate(model, index_of, synchronizer.wait, synchronizer.begin_forward)
-        if env.rank == 0:
-            server_state.send_weights()
-            assert service is not None
-            service.accounts()  # answered after the weights have come: nobody updates before
-        optimizer = remote
-    elif plan.slices is not None:
-        loop = LoopOptimizer(optimizer)
-        synchronizer = loop.synchronizer = PartialUpdates(optimizer, *parts)
-        optimizer = loop
-    elif runs_ahead(plan):
-        loop = LoopOptimizer(optimizer)
-        synchronizer = loop.synchronizer = StreamedUpdates(optimizer, *parts)
-        optimizer = loop
-    else:
-        synchronizer = WorkerUpdates(optimizer, *parts)
-    for exchange in exchanges:
-        if isinstance(exchange, LinkExchange):
-            exchange.rate = RateShare(optimizer)
-            servers = [plan.cluster.name(node) for node in plan.cluster.server_nodes]
-            elsewhere = [name for name in servers if name not in shards.beside]
-            links = LinkWatch(member.transport, elsewhere, plan.narrow_below, time.monotonic)
-            exchange.narrow = links.narrow
-    if compact is not None:
-        synchronizer.capture_compact(compact)
-    # Nobody trains before everybody can take a gradient.
-    membership.gathering.gather("distributed", True, bool)
-    membership.gathering.limit_s = limits.wait_s
-    if plan.slices is None and (collectives is None or collectives.device.type != "cuda"):
-        membership.close_store()  # else workers that come back meet there, or NCCL uses it
-    return Replica(
-        plan,
-        synchronizer,
-        optimizer,
-        exchanges,
-        shards,
-        chain,
-        server_state,
-        gate,
-        collectives,
-        compact,
-        service,
-        make_residuals(plan, exchanges, membership),
-        consensus,
-        door,
-    )
-
-
-def runs_ahead(plan: Plan) -> bool:
-    """Whether updates are applied by workers that need not have waited for them."""
-    later = not plan.consistency.lockstep or plan.travels == "steps"
-    return plan.update == "worker" and later and plan.slices is None
+    def _residuals(self, channels: Channels) -> Residuals | None:
+        if self._plan.update.holder_applies or channels.links is None:
+            return None
+        return Residuals(self._plan, channels.links, self._member, self._limit_s)
 
 
 class RateShare:
@@ -399,25 +398,8 @@ def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
     return max((float(g[name]) for g in groups if isinstance(g.get(name), numbers)), default=0.0)
 
 
-def make_service(plan: Plan, membership: Membership) -> ShardService | None:
-    """Where servers update, they deal batches; and their accounts are worth asking for, as they are
-    where workers may be lost."""
-    if not plan.cluster.servers or (plan.update != "server" and not plan.outlives_workers):
-        return None
-    return ShardService(plan.cluster.servers, membership.member, membership.limits.wait_s)
-
-
-def make_residuals(
-    plan: Plan, exchanges: Sequence[Exchange], membership: Membership
-) -> Residuals | None:
-    """What brings codecs' memories into checkpoints, where gradients travel over links."""
-    links = [exchange for exchange in exchanges if isinstance(exchange, LinkExchange)]
-    if plan.update == "server" or not links:
-        return None
-    return Residuals(plan, links[0], membership.member, membership.limits.wait_s)
-
-
 def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
+    """What servers need to make the same optimizer."""
     groups = groups_of(optimizer)
     return OptimizerRecipe(
         type(optimizer).__name__,
@@ -426,96 +408,12 @@ def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> Optimi
     )
 
 
-def make_exchanges(
-    plan: Plan,
-    inventory: Inventory,
-    slots: LiveTensors,
-    shards: Shards,
-    membership: Membership,
-) -> tuple[tuple[Any, ...], Collectives | None]:
-    """One exchange for each road the plan uses."""
-    exchanges: list[Any] = []
-    collectives = None
-    roads = {route.road for route in plan.routes}
-    if "collective" in roads:
-        device = collective_device(inventory)
-        # NCCL copies the store it is given, which only torch's own can be.
-        on_links = device.type != "cuda"
-        collectives = Collectives(
-            LinkStore(membership.gathering) if on_links else membership.rendezvous.store,
-            membership.env.rank,
-            membership.env.world_size,
-            host=membership.host,
-            device=device,
-            limit_s=membership.limits.wait_s,
-            check=membership.member.check,
-            grace_s=membership.limits.silence_s + 2,
-        )
-        exchanges.append(
-            CollectiveExchange(
-                plan, inventory.tensors, collectives, membership.member, slots.finite
-            )
-        )
-    if plan.slices is not None:
-        exchanges.append(make_partial(plan, plan.slices, inventory, membership))
-    elif "links" in roads:
-        kind = UpdateStream if runs_ahead(plan) else LinkExchange
-        exchanges.append(
-            kind(
-                membership.env.rank,
-                plan,
-                membership.member,
-                slots,
-                beside=shards.beside,
-                limit_s=membership.limits.wait_s,
-            )
-        )
-    return tuple(exchanges), collectives
-
-
-def make_compact(
-    model: nn.Module,
-    plan: Plan,
-    inventory: Inventory,
-    dense: tuple[Exchange, ...],
-    membership: Membership,
-    finite: FiniteGradients,
-) -> CompactExchange | None:
-    """The exchange of layers that may travel in compact form, if the strategy wants that."""
-    layers = compact_layers(model, plan, inventory)
-    if plan.hybrid is None or not layers:
-        return None
-    speeds = measure_speeds(membership) if plan.hybrid.needs_speeds else None
-    return CompactExchange(
-        membership.env.rank,
-        plan,
-        layers,
-        plan.hybrid,
-        speeds,
-        inventory.tensors,
-        dense,
-        membership.member,
-        limit_s=membership.limits.wait_s,
-        finite=finite,
-    )
-
-
 def compact_layers(model: nn.Module, plan: Plan, inventory: Inventory) -> list[CompactLayer]:
     """In forward order, like the plan's tensors."""
-    index_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
-    wanted = {spec.layer for spec in plan.specs if spec.layer}
-    layers = []
-    for name, module, form, _ in named_forms(model):
-        if name in wanted:
-            bias: Any = getattr(module, "bias", None)
-            weight = index_of[id(module.weight)]
-            place = None if bias is None else index_of[id(bias)]
-            layers.append(CompactLayer(shape_of(name, module, form), module, weight, place))
-    return layers
-
-
-def collective_device(inventory: Inventory) -> torch.device:
-    """NCCL where all parameters are on one CUDA device; the CPU otherwise."""
-    devices = {tensor.device for tensor in inventory.tensors}
-    device = next(iter(devices))
-    return device if len(devices) == 1 and device.type == "cuda" else torch.device("cpu")
+    place_of = {id(tensor): i for i, tensor in enumerate(inventory.tensors)}
+    units = {unit.layer.name: unit.index for unit in plan.units if unit.layer is not None}
+    return [
+        CompactLayer.of(name, module, form, place_of, units[name])
+        for name, module, form, _ in named_forms(model)
+        if name in units
+    ]

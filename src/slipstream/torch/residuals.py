@@ -1,4 +1,4 @@
-"""What codecs still owe, in checkpoints: every worker's towards the servers, and every server's.
+"""Codecs' residuals in checkpoints: every worker's towards the servers, and every server's.
 
 A worker's residual counts with its share of the mean, 1/n. Loaded into another number of workers it
 is dealt out anew so that the sum over workers, with their share, stays what it was.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from slipstream.codecs import InPlace
 from slipstream.errors import FrameRefused
-from slipstream.runtime.exchange import LinkExchange, rank_of
-from slipstream.runtime.member import HUB, Member
-from slipstream.strategy import Plan
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.members.member import HUB
 from slipstream.transports.wire import Fetch, Message, State, checksum
 from slipstream.types import Chunk
 
@@ -25,12 +29,17 @@ HEAD = "residual/"
 class Residuals:
     """One worker's part in gathering and restoring them; rank 0's is to keep them all."""
 
-    def __init__(self, plan: Plan, exchange: LinkExchange, member: Member, limit_s: float) -> None:
+    def __init__(
+        self, plan: Plan, exchange: RoundChannel, member: Endpoint, limit_s: float
+    ) -> None:
         self._plan, self._exchange, self._member, self._limit_s = plan, exchange, member, limit_s
-        self._answers: dict[tuple[str, int], Message] = {}
+        self._answers: dict[tuple[str, int], Message[Any]] = {}
         self._owed = [c for c in plan.chunks if any(m is not None for m in exchange.memories(c))]
         self._published = [
-            c for c in plan.chunks if plan.route(c).publish.init(1, c.dtype) is not None
+            chunk
+            for chunk in plan.chunks
+            if not isinstance(down := plan.routes[chunk.route].down, InPlace)
+            and down.init(1, chunk.dtype) is not None
         ]
         member.on(State, self._on_state)
 
@@ -96,9 +105,9 @@ class Residuals:
                 stacklevel=2,
             )
         # By rank; one that was lost before is not among them.
-        debtors = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
-        before, now = len(debtors), self._plan.cluster.workers
-        mine = debtors[rank_of(self._member.name) :: now]
+        saved_ranks = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
+        before, now = len(saved_ranks), self._plan.cluster.workers
+        mine = saved_ranks[rank_of(self._member.name) :: now]
         for chunk in self._owed:
             for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
                 name = self._plan.specs[segment.tensor].name
@@ -123,11 +132,10 @@ class Residuals:
         )
 
     def _server(self, chunk: Chunk) -> str:
-        return self._plan.cluster.name(self._plan.holders[chunk.index][0])
+        return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
 
-    def _on_state(self, message: Message) -> None:
+    def _on_state(self, message: Message[State]) -> None:
         body = message.body
-        assert isinstance(body, State)
         if body.chunk >= len(self._plan.chunks):
             raise FrameRefused(f"there is no chunk {body.chunk}")
         chunk = self._plan.chunks[body.chunk]
@@ -137,6 +145,5 @@ class Residuals:
             raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
         if checksum(message.frames) != body.crc:
             raise FrameRefused(f"checksum of chunk {body.chunk}'s residuals does not match")
-        with self._member.changed:
+        with self._member.updating():
             self._answers[message.sender, body.chunk] = message
-            self._member.changed.notify_all()

@@ -61,7 +61,7 @@ class LeasedBatches(Sampler[list[int]]):
             batch, self._ahead = self._ahead or self._next(returned), None
             returned = 0
             if batch.epoch > self.epoch:
-                # By one: who was away for an epoch has as many passes as the others.
+                # By one: a worker that was away for an epoch makes as many passes as the others.
                 self.epoch, self._ahead = self.epoch + 1, batch
                 return
             yield self._content(batch)

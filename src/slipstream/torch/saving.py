@@ -1,8 +1,13 @@
-"""``job.save``: gather what is spread over ranks and servers, and write it."""
+"""``job.save``: gather what is spread over ranks and servers, and write it.
+
+A file has a section for every pair of a model and an optimizer. The only section of a job with one
+pair has plain names, see ``checkpoint_format``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,103 +15,137 @@ import torch
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime.checkpoint_format import FORMAT
-from slipstream.runtime.joining import Membership
+from slipstream.runtime.files.checkpoint_format import FORMAT, section_name
+from slipstream.runtime.members.joining import Membership
 from slipstream.torch.checkpoint import Checkpoint, model_tensors, pack
-from slipstream.torch.inventory import whole_state
+from slipstream.torch.inventory import group_settings, whole_state
+from slipstream.torch.kept_state import Held, KeptState
 from slipstream.torch.loop_optimizer import kind_of
+from slipstream.torch.preparing import Pair, first_with
 from slipstream.torch.random_state import random_state
 from slipstream.torch.replica import Replica
-from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS
 
 Optimizer = torch.optim.Optimizer
+
+
+@dataclass(slots=True)
+class Section:
+    """What a file holds of one pair: tensors by name, and the optimizer's state and settings."""
+
+    optimizer: dict[str, Any]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)  # names of tensors that may become infinite
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], number: int, held: Held) -> Section:
+        """With the model, unless an earlier pair has the same one."""
+        model, optimizer = pairs[number]
+        section = cls(described(optimizer, held.state))
+        if first_with(pairs, number) == number:
+            section.tensors = model_tensors(model)
+            section.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
+        section.tensors |= {f"averaged/{name}": tensor for name, tensor in held.averages.items()}
+        return section
+
+
+def save_alone(
+    path: Path, pairs: Sequence[Pair], states: Sequence[KeptState], facts: Mapping[str, Any]
+) -> None:
+    """Write what this process has, which is everything."""
+    sections = [Section.of(pairs, number, state.fetch()) for number, state in enumerate(states)]
+    write(path, sections, {**facts, "random": [random_state()]})
 
 
 def save_job(
     path: Path,
     occasion: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    replica: Replica | None,
-    membership: Membership | None,
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    membership: Membership,
+    *,
     facts: Mapping[str, Any],
-    averages: Mapping[str, torch.Tensor],
 ) -> None:
     """Rank 0 writes everything; all ranks leave together, with the same error if there is one."""
-    generators = [random_state()]
-    if membership is not None:
-        own = [membership.env.rank, generators[0]]
-        said = dict(membership.gathering.gather(f"{occasion}/random", own, list[Any]))
-        generators = [said.get(rank, {}) for rank in range(membership.env.world_size)]
+    env = membership.env
+    own = [env.rank, random_state()]
+    said = dict(membership.gathering.gather(f"{occasion}/random", own, list[Any]))
+    generators = [said.get(rank, {}) for rank in range(env.world_size)]
     problem = ""
-    owed = replica.residuals.gather() if replica is not None and replica.residuals else {}
-    if membership is None or membership.env.rank == 0:
+    owed = [replica.residuals.gather() if replica.residuals else {} for replica in replicas]
+    if env.rank == 0:
         try:
-            state = optimizer_state(model, optimizer, replica)
-            write(
-                path,
-                model,
-                {**model_tensors(model), **owed},
-                state,
-                averages,
-                {**facts, "random": generators},
-            )
+            sections = []
+            for number, replica in enumerate(replicas):
+                sections.append(Section.of(pairs, number, replica.state.fetch()))
+                sections[-1].tensors |= owed[number]
+            write(path, sections, {**facts, "random": generators})
         except CheckpointError as error:
-            if membership is None:
-                raise
             problem = str(error)
-    if membership is not None:
-        share_outcome(membership, occasion, problem)
+    share_outcome(membership, occasion, problem)
 
 
 def save_servers(
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    replica: Replica,
-    facts: Mapping[str, Any],
+    path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], facts: Mapping[str, Any]
 ) -> None:
-    """Write what the servers have, all of one round where they agree on rounds."""
-    assert replica.server_state is not None
-    fetched = by_name(replica)
-    tensors = model_tensors(model)
-    averages = {}
-    for name, entries in fetched.items():
-        tensors[f"model/{name}"] = entries.pop(WEIGHTS)
-        if AVERAGE in entries:
-            averages[name] = entries.pop(AVERAGE)
-    state = described(optimizer, fetched)
-    if replica.plan.consistency.agreed:
-        facts = {**facts, "step": facts["step"] + replica.server_state.round}
-    facts = {**facts, "random": [random_state()]}
-    write(path, model, tensors, state, averages, facts)
+    """Write what the servers have; of each pair, all of one round where they agree on rounds."""
+    sections: list[Section] = []
+    weights: dict[int, torch.Tensor] = {}  # by identity: models may share tensors
+    steps = list(facts["steps"])
+    for number, (pair, replica) in enumerate(zip(pairs, replicas, strict=True)):
+        held = replica.state.fetch()
+        own = named_tensors(pair.model)
+        weights |= {id(own[name]): tensor for name, tensor in held.weights.items()}
+        sections.append(Section.of(pairs, number, held))
+        if replica.plan.consistency.agreed:
+            steps[number] += held.round
+    for pair, section in zip(pairs, sections, strict=True):
+        for name, tensor in named_tensors(pair.model).items():
+            if f"model/{name}" in section.tensors and id(tensor) in weights:
+                section.tensors[f"model/{name}"] = weights[id(tensor)]
+    facts = {**facts, "step": steps[0], "steps": steps, "random": [random_state()]}
+    write(path, sections, facts)
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def take_weights(model: nn.Module, replica: Replica) -> None:
     """The servers' weights become the model's."""
     own = dict(whole_state(model))
     with torch.no_grad():
-        for name, entries in by_name(replica).items():
-            own[name].data.copy_(entries[WEIGHTS])
+        for name, weights in replica.state.fetch().weights.items():
+            own[name].data.copy_(weights)
 
 
-def write(
-    path: Path,
-    model: nn.Module,
-    tensors: dict[str, torch.Tensor],
-    optimizer: dict[str, Any],
-    averages: Mapping[str, torch.Tensor],
-    facts: Mapping[str, Any],
-) -> None:
-    checkpoint = Checkpoint({**tensors, **{f"averaged/{n}": t for n, t in averages.items()}})
-    checkpoint.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
-    packed = pack(optimizer, "optimizer", checkpoint.tensors)
-    checkpoint.facts = {"format": FORMAT, **facts, "optimizer": packed}
-    checkpoint.write(path)
+def write(path: Path, sections: Sequence[Section], facts: Mapping[str, Any]) -> None:
+    """All sections as one file; ``facts["steps"]`` are by pair."""
+    tensors: dict[str, torch.Tensor] = {}
+    buffers: set[str] = set()
+    packed = []
+    for number, section in enumerate(sections):
+        # References within a section are to names within it.
+        packed.append(pack(section.optimizer, "optimizer", section.tensors))
+        head = section_name(number, len(sections))
+        tensors |= {head + name: tensor for name, tensor in section.tensors.items()}
+        buffers |= {head + name for name in section.buffers}
+    known = {name: fact for name, fact in facts.items() if name != "steps"}
+    if len(sections) == 1:
+        known |= {"optimizer": packed[0]}
+    else:
+        known |= {"optimizer": {"$list": packed}, "steps": facts["steps"]}
+    Checkpoint(tensors, {"format": FORMAT, **known}, buffers).write(path)
 
 
 def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
-    """Rank 0's success or failure becomes everybody's."""
+    """Rank 0's success or failure becomes everybody's.
+
+    Args:
+        problem: What rank 0 has failed with; empty if it has not.
+
+    Raises:
+        CheckpointError: Rank 0 has failed.
+    """
     if membership.env.rank == 0:
         membership.gathering.post(f"{occasion}/outcome", problem)
     said = membership.gathering.read(f"{occasion}/outcome", 0, str)
@@ -114,32 +153,13 @@ def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
         raise CheckpointError(said)
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: Optimizer, replica: Replica | None
-) -> dict[str, Any]:
-    """State by parameter name, wherever it lives, and the groups' settings."""
-    if replica is not None and replica.server_state is not None:
-        state: dict[str, Any] = by_name(replica)
-        for entries in state.values():
-            entries.pop(WEIGHTS)
-            entries.pop(AVERAGE, None)
-    else:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        state = {names[id(p)]: dict(entries) for p, entries in optimizer.state.items()}
-    return described(optimizer, state)
-
-
-def by_name(replica: Replica) -> dict[str, dict[str, Any]]:
-    """What servers know of every tensor."""
-    assert replica.server_state is not None
-    specs = replica.plan.specs
-    return {specs[i].name: dict(entries) for i, entries in replica.server_state.fetch().items()}
+def kept_averages(replica: Replica) -> dict[str, torch.Tensor]:
+    """Averaged weights by the parameter's name, if any are kept."""
+    return {} if replica.plan.update.average is None else replica.state.fetch().averages
 
 
 def described(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    """An optimizer's kind, state and settings, as a section has them."""
+    groups = [group_settings(group) for group in optimizer.param_groups]
     kept = {name: entries for name, entries in state.items() if entries}
     return {"kind": kind_of(optimizer).__name__, "state": kept, "groups": groups}

@@ -7,34 +7,51 @@ from collections.abc import Mapping
 import torch
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.member import Member
-from slipstream.runtime.server import DECIDING
-from slipstream.strategy import Plan
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.shard_optimizer import WEIGHTS, bytes_of, is_scalar, tensor_of
+from slipstream.plan import Plan
+from slipstream.runtime.files.checkpoint_format import OptimizerState
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.servers.senders import COORDINATOR
+from slipstream.runtime.servers.shard_service import ShardService
+from slipstream.torch.inventory import Inventory, dtype_text
+from slipstream.torch.kept_state import Held
+from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS, bytes_of, is_scalar, tensor_of
 from slipstream.torch.staging import as_real
 from slipstream.transports.wire import Fetch, Load, Message, Snapshot, State, checksum
 from slipstream.types import Chunk
 
-StateByTensor = dict[int, dict[str, torch.Tensor]]
-
 
 class ServerState:
-    """Used by rank 0 for all; chunks and segments are its own affair."""
+    """Chunk by chunk, for callers that need not know of chunks; implements ``KeptState``.
 
-    def __init__(self, plan: Plan, inventory: Inventory, member: Member, limit_s: float) -> None:
-        self._plan = plan
+    Args:
+        service: Asks servers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inventory: Inventory,
+        member: Endpoint,
+        service: ShardService,
+        limit_s: float,
+    ) -> None:
+        self._plan, self._service = plan, service
         self._tensors = inventory.tensors
         self._member = member
         self._limit_s = limit_s
-        self._answers: dict[int, Message] = {}
-        self.round = 0  # of what was fetched last
+        self._answers: dict[int, Message[State]] = {}
         member.on(State, self._on_state)
 
     def _server(self, chunk: Chunk) -> str:
-        return self._plan.cluster.name(self._plan.holders[chunk.index][0])
+        return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
 
-    def send_weights(self) -> None:
+    def begin(self) -> None:
+        """Servers take rank 0's weights; nobody updates before they have them."""
+        if self._member.is_hub:
+            self._send_weights()
+            self._service.accounts()  # answered after the weights have come
+
+    def _send_weights(self) -> None:
         """The weights as they are here become the servers'."""
         flat = {i: as_real(tensor).cpu().reshape(-1) for i, tensor in enumerate(self._tensors)}
         for chunk in self._plan.chunks:
@@ -42,14 +59,11 @@ class ServerState:
             body = Load(chunk.index, checksum(frames))
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
-    def fetch(self) -> StateByTensor:
-        """Everything that servers know of every tensor, put together.
-
-        Where servers agree on rounds, all of it is of the same one.
-        """
+    def fetch(self) -> Held:
+        """Everything that servers know of every tensor, put together."""
         self._answers.clear()
         if self._plan.consistency.agreed:
-            self._member.send(DECIDING, Snapshot())
+            self._member.send(COORDINATOR, Snapshot())
         else:
             for chunk in self._plan.chunks:
                 self._member.send(self._server(chunk), Fetch(chunk.index))
@@ -62,21 +76,22 @@ class ServerState:
                 {self._server(c) for c in self._plan.chunks if c.index not in self._answers}
             ),
         )
-        self.round = max((state_of(m).round for m in self._answers.values()), default=0)
-        pieces: dict[int, dict[str, list[tuple[int, torch.Tensor]]]] = {}
+        held = Held(round=max((m.body.round for m in self._answers.values()), default=0))
+        pieces: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
         for index, message in self._answers.items():
-            for (s, name, dtype), frame in zip(
-                state_of(message).entries, message.frames, strict=True
-            ):
+            for (s, name, dtype), frame in zip(message.body.entries, message.frames, strict=True):
                 segment = self._plan.chunks[index].segments[s]
                 value = tensor_of(frame, getattr(torch, dtype)).clone()
-                pieces.setdefault(segment.tensor, {}).setdefault(name, []).append(
-                    (segment.start, value)
-                )
-        return {
-            tensor: {name: self._join(tensor, name, parts) for name, parts in names.items()}
-            for tensor, names in pieces.items()
-        }
+                pieces.setdefault((segment.tensor, name), []).append((segment.start, value))
+        for (tensor, name), parts in pieces.items():
+            value = self._join(tensor, name, parts)
+            spec = self._plan.specs[tensor]
+            apart = {WEIGHTS: held.weights, AVERAGE: held.averages}
+            if name in apart:
+                apart[name][spec.name] = value
+            else:
+                held.state.setdefault(spec.name, {})[name] = value
+        return held
 
     def _join(self, tensor: int, name: str, parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
         if is_scalar(name):
@@ -85,24 +100,36 @@ class ServerState:
         joined = joined.reshape(self._plan.specs[tensor].shape)
         return torch.view_as_complex(joined) if self._tensors[tensor].is_complex() else joined
 
-    def restore(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Hand optimizer state back to whichever servers now hold it."""
+    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+        """Rank 0 hands everything back to whichever servers hold it now."""
+        if not self._member.is_hub:
+            return
+        state = {
+            name: {k: torch.as_tensor(v) for k, v in entries.items() if v is not None}
+            for name, entries in saved.state.items()
+        }
+        for name, average in averages.items():
+            state.setdefault(name, {})[AVERAGE] = average
+        self._send_weights()
+        self._send_state(state)
+        self._service.accounts()  # answered after all of it has come
+
+    def _send_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """By tensor's and entry's name."""
         for chunk in self._plan.chunks:
             entries, frames = [], []
             for s, segment in enumerate(chunk.segments):
-                for name, value in state.get(segment.tensor, {}).items():
+                name = self._plan.specs[segment.tensor].name
+                for entry, value in state.get(name, {}).items():
                     part = value
-                    if name == WEIGHTS:
-                        continue  # they have been sent
-                    if not is_scalar(name):
+                    if not is_scalar(entry):
                         part = as_real(value).reshape(-1)[segment.start : segment.stop]
-                    entries.append((s, name, str(part.dtype).removeprefix("torch.")))
+                    entries.append((s, entry, dtype_text(part.dtype)))
                     frames.append(bytes_of(part))
             body = State(chunk.index, entries, checksum(frames))
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
-    def _on_state(self, message: Message) -> None:
-        assert isinstance(message.body, State)
+    def _on_state(self, message: Message[State]) -> None:
         index = message.body.chunk
         if index >= len(self._plan.chunks) or message.sender != self._server(
             self._plan.chunks[index]
@@ -112,11 +139,5 @@ class ServerState:
             raise FrameRefused(f"state of chunk {index} is incomplete")
         if checksum(message.frames) != message.body.crc:
             raise FrameRefused(f"checksum of the state of chunk {index} does not match")
-        with self._member.changed:
+        with self._member.updating():
             self._answers[index] = message
-            self._member.changed.notify_all()
-
-
-def state_of(message: Message) -> State:
-    assert isinstance(message.body, State)
-    return message.body

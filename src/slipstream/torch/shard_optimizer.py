@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from slipstream.errors import ConfigError, FrameRefused
-from slipstream.runtime.configuration import OptimizerRecipe
-from slipstream.strategy import Plan
+from slipstream.plan import Plan
+from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.transports.wire import Fetch, Load, Message, Setting, Settings, State, checksum
 from slipstream.types import Chunk, Node, Values
 
@@ -30,7 +30,11 @@ ELEMENTWISE = (
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that servers cannot run on pieces of tensors."""
+    """Refuse an optimizer that servers cannot run on pieces of tensors.
+
+    Raises:
+        ConfigError: It is not known to be elementwise.
+    """
     kind = type(optimizer)
     if is_elementwise(kind):
         return
@@ -53,6 +57,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def plain(value: Any) -> Setting:
+    """A setting as it travels.
+
+    Raises:
+        ConfigError: It is neither a number, nor text, nor several numbers.
+    """
     if isinstance(value, torch.Tensor):
         return float(value)
     if isinstance(value, tuple | list):
@@ -72,7 +81,7 @@ class ShardOptimizer:
             raise ConfigError(f"{recipe.name} is not an elementwise optimizer")
         self._recipe = recipe
         self._chunks = {
-            chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.held_by(node)
+            chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.chunks_of(node)
         }
         warm_up(recipe)
 
@@ -81,7 +90,12 @@ class ShardOptimizer:
             raise FrameRefused(f"chunk {index} is not held here")
         return self._chunks[index]
 
-    def examine(self, chunk: Chunk, settings: Settings | None) -> None:
+    def examine(self, settings: Settings | None) -> None:
+        """Check settings that came with a gradient; None: they are as before.
+
+        Raises:
+            FrameRefused: They are not this optimizer's.
+        """
         known = self._recipe.settings
         if settings is None:
             return  # as they were
@@ -102,6 +116,17 @@ class ShardOptimizer:
         rate: float = 1.0,
         whole: bool = False,
     ) -> Sequence[Values | None]:
+        """Update a chunk's weights with the mean gradient.
+
+        Args:
+            mean: By segment; None: nobody contributed to it.
+            settings: The optimizer's, by group; None: as they were.
+            rate: What learning rates are multiplied by.
+            whole: Return all segments, not just those that have changed.
+
+        Returns:
+            The new weights, by segment.
+        """
         held = self._chunk(chunk.index)
         if any(values is not None for values in mean):
             held.update(mean, settings, rate)
@@ -111,18 +136,25 @@ class ShardOptimizer:
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
         return self._chunk(chunk.index).current([True] * len(chunk.segments))
 
-    def load(self, message: Message) -> None:
-        assert isinstance(message.body, Load)
+    def load(self, message: Message[Load]) -> None:
+        """Take weights over.
+
+        Raises:
+            FrameRefused: They are damaged, or do not fit the chunk.
+        """
         refuse_damaged(message, message.body.crc)
         self._chunk(message.body.chunk).load(message.frames)
 
-    def load_state(self, message: Message) -> None:
-        assert isinstance(message.body, State)
+    def load_state(self, message: Message[State]) -> None:
+        """Take optimizer state and averages over.
+
+        Raises:
+            FrameRefused: They are damaged, or do not fit the chunk.
+        """
         refuse_damaged(message, message.body.crc)
         self._chunk(message.body.chunk).load_state(message.body.entries, message.frames)
 
-    def fetch(self, message: Message) -> tuple[State, list[bytes]]:
-        assert isinstance(message.body, Fetch)
+    def fetch(self, message: Message[Fetch]) -> tuple[State, list[bytes]]:
         return self.state(message.body.chunk)
 
     def state(self, chunk: int) -> tuple[State, list[bytes]]:
@@ -137,7 +169,12 @@ def warm_up(recipe: OptimizerRecipe) -> None:
     getattr(torch.optim, recipe.name)([parameter]).step()
 
 
-def refuse_damaged(message: Message, crc: int) -> None:
+def refuse_damaged(message: Message[Any], crc: int) -> None:
+    """Compare frames with their checksum.
+
+    Raises:
+        FrameRefused: They differ.
+    """
     if checksum(message.frames) != crc:
         raise FrameRefused("checksum does not match the bytes")
 
@@ -148,8 +185,7 @@ class ChunkOptimizer:
     def __init__(self, plan: Plan, chunk: Chunk, recipe: OptimizerRecipe) -> None:
         self._chunk = chunk
         self._dtype: torch.dtype = getattr(torch, chunk.dtype)
-        self._groups: list[int] = []
-        self._parameters = []
+        self._parameters: list[torch.Tensor] = []
         groups: dict[int, dict[str, Any]] = {}
         for segment in chunk.segments:
             values = torch.zeros(segment.numel, dtype=self._dtype)
@@ -161,10 +197,12 @@ class ChunkOptimizer:
                 settings = {key: restored(v) for key, v in recipe.settings[group].items()}
                 groups.setdefault(group, {**settings, "params": []})["params"].append(parameter)
         self._groups = list(groups)
-        self._decay = plan.averaged
-        self._averages: list[torch.Tensor] = []
+        average = plan.update.average
+        self._decay = None if average is None else average.decay
         kind = getattr(torch.optim, recipe.name)
         self._optimizer = kind(list(groups.values()), **groups_defaults(groups)) if groups else None
+        self._averages: list[torch.Tensor] = []
+        self._begin_averages()
 
     def update(self, mean: Sequence[Values | None], settings: Settings | None, rate: float) -> None:
         if self._optimizer is None:
@@ -214,26 +252,22 @@ class ChunkOptimizer:
         with torch.no_grad():
             for parameter, frame in zip(self._parameters, frames, strict=True):
                 parameter.copy_(tensor_of(frame, self._dtype))
+        self._begin_averages()
+
+    def _begin_averages(self) -> None:
+        """Averages begin with the weights."""
         if self._decay is not None and self._optimizer is not None:
             self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
     def state(self) -> tuple[list[tuple[int, str, str]], list[bytes]]:
         """Weights, averages and every tensor of the optimizer's state, by segment and name."""
-        entries: list[tuple[int, str, str]] = []
-        frames: list[bytes] = []
-        for name, tensors in ((WEIGHTS, self._parameters), (AVERAGE, self._averages)):
-            for index, tensor in enumerate(tensors):
-                entries.append((index, name, str(tensor.dtype).removeprefix("torch.")))
-                frames.append(bytes_of(tensor))
-        for index, parameter in enumerate(self._parameters):
+        found = [(i, WEIGHTS, parameter) for i, parameter in enumerate(self._parameters)]
+        found += [(i, AVERAGE, average) for i, average in enumerate(self._averages)]
+        for i, parameter in enumerate(self._parameters):
             state = self._optimizer.state.get(parameter, {}) if self._optimizer else {}
-            for name, value in state.items():
-                if value is None:
-                    continue
-                tensor = torch.as_tensor(value)
-                entries.append((index, name, str(tensor.dtype).removeprefix("torch.")))
-                frames.append(bytes_of(tensor))
-        return entries, frames
+            found += [(i, n, torch.as_tensor(v)) for n, v in state.items() if v is not None]
+        entries = [(i, name, str(t.dtype).removeprefix("torch.")) for i, name, t in found]
+        return entries, [bytes_of(tensor) for _, _, tensor in found]
 
     def load_state(self, entries: Sequence[tuple[int, str, str]], frames: Sequence[Any]) -> None:
         if len(entries) != len(frames):
@@ -291,10 +325,12 @@ def kind_of(value: Setting) -> str:
 
 
 def restored(value: Setting) -> Any:
+    """A setting as the optimizer has it."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def tensor_of(buffer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Raw memory as a flat tensor; copied if it is read-only."""
     raw = np.frombuffer(buffer, dtype=np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()

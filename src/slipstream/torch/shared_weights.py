@@ -18,16 +18,20 @@ from slipstream.planning.segment import (
     SharedTensor,
     settings_vector,
 )
-from slipstream.runtime.checkpoint_format import SHORT
+from slipstream.runtime.files.checkpoint_format import SHORT
 from slipstream.torch.compact_layers import named_forms
-from slipstream.torch.inventory import place_of, whole_state
+from slipstream.torch.inventory import dtype_text, group_settings, groups_of, place_of, whole_state
 from slipstream.transports.shared_memory import SharedMemory
 
 TRAINED = ("float32", "float64")
 
 
 def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the native update of shared weights cannot do."""
+    """Refuse what the native update of shared weights cannot do.
+
+    Raises:
+        ConfigError: This optimizer, or a tensor's dtype, cannot be shared.
+    """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in RULES:
         raise ConfigError(
@@ -37,14 +41,14 @@ def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ConfigError("gadei has no amsgrad=True: use Adam without it, or async_sgd")
     for name, tensor in whole_state(model):
-        if (dtype := str(tensor.dtype).removeprefix("torch.")) not in SHORT:
+        if (dtype := dtype_text(tensor.dtype)) not in SHORT:
             raise ConfigError(
                 f"{name!r} is {dtype}, which gadei's checkpoints cannot keep: make it two real "
                 "tensors, or use async_sgd"
             )
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = groups_of(optimizer)
     for name, parameter in model.named_parameters():
-        dtype = str(parameter.dtype).removeprefix("torch.")
+        dtype = dtype_text(parameter.dtype)
         if id(parameter) in trained and parameter.requires_grad and dtype not in TRAINED:
             raise ConfigError(
                 f"{name!r} is {dtype}; gadei trains weights in {' or '.join(TRAINED)}: keep them "
@@ -54,11 +58,7 @@ def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[SharedTensor]:
     """All of the model, in its order; the embeddings that touch few rows are marked."""
-    group_of = {
-        id(parameter): number
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = groups_of(optimizer)
     in_rows = {
         id(module.weight)
         for _, module, form, obstacle in named_forms(model)
@@ -73,7 +73,7 @@ def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[S
             SharedTensor(
                 name,
                 tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
+                dtype_text(tensor.dtype),
                 tensor.element_size(),
                 group_of.get(id(own), FROZEN) if trained else FROZEN,
                 trained and id(own) in in_rows,
@@ -85,10 +85,7 @@ def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[S
 def settings_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
     """By group, as the native update reads them."""
     kind = type(optimizer).__name__
-    return [
-        settings_vector(kind, {key: value for key, value in group.items() if key != "params"})
-        for group in optimizer.param_groups
-    ]
+    return [settings_vector(kind, group_settings(group)) for group in optimizer.param_groups]
 
 
 class Settings:
@@ -157,6 +154,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def bind(self) -> None:
+        """Make the model's floating-point tensors views of the shared ones."""
         for view, tensor in self._pairs:
             if tensor.is_floating_point():
                 tensor.data = view
@@ -185,6 +183,7 @@ class SharedWeights:
     # ---- the model's are its own
 
     def trained(self) -> list[torch.Tensor]:
+        """The shared tensors that are trained, in the order of the slots' gradients."""
         return [self.views[i] for i in self._trained]
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -216,6 +215,7 @@ class SharedWeights:
 def view_of(
     memory: SharedMemory, at: int, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
+    """A tensor that is a view of shared memory."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from slipstream._native import largest
 from slipstream.codecs import Dense
 from slipstream.errors import RuntimeFault
-from slipstream.strategy import Plan
+from slipstream.plan import Plan
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import Staging
 from slipstream.types import Values
+
+
+class GradientPlaces(Protocol):
+    """By tensor's number: where a gradient is. A list will do, or the parameters' own ``.grad``."""
+
+    def __getitem__(self, tensor: int, /) -> Tensor | None: ...
+
+    def __setitem__(self, tensor: int, gradient: Tensor | None, /) -> None: ...
+
+
+class OwnGradients:
+    """The parameters' own ``.grad``; implements ``GradientPlaces``."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, tensor: int) -> Tensor | None:
+        return self._tensors[tensor].grad
+
+    def __setitem__(self, tensor: int, gradient: Tensor | None) -> None:
+        self._tensors[tensor].grad = gradient
 
 
 class LiveTensors:
@@ -22,6 +46,12 @@ class LiveTensors:
     Where workers update, a parameter's result is its mean gradient; where servers update, it is
     the parameter's new value. A gradient that servers will read later is copied, because the next
     backward pass may reuse its memory before it has left.
+
+    Attributes:
+        contributions: What parameters contribute. Where the optimizer's steps travel, whoever ends
+            a step puts them there.
+        results: Where gradients that come back go. Where a worker runs ahead of them, they are of
+            another clock than the gradients of the loop, and have memory of their own.
     """
 
     def __init__(
@@ -37,7 +67,7 @@ class LiveTensors:
         self._tensors = inventory.tensors
         self._places = inventory.places
         self._is_buffer = [spec.role == "buffer" for spec in plan.specs]
-        self._weights_return = plan.update == "server"
+        self._weights_return = plan.update.holder_applies
         self._gradients = staging
         self._weights = Staging()
         # Batch norm changes its statistics without telling autograd, so only contents can tell.
@@ -46,6 +76,11 @@ class LiveTensors:
             for i, tensor in enumerate(self._tensors)
             if self._is_buffer[i]
         }
+        own = OwnGradients(self._tensors)
+        apart: list[Tensor | None] = [None] * len(self._tensors)
+        steps_travel = plan.runs_ahead and plan.update.inner.travels == "steps"
+        self.contributions: GradientPlaces = list(apart) if steps_travel else own
+        self.results: GradientPlaces = apart if plan.runs_ahead else own
         self._fetched: dict[int, torch.Tensor] = {}
         self._counts: dict[int, bool] = {}  # by tensor, of those that have been looked at
 
@@ -72,15 +107,20 @@ class LiveTensors:
             self._gradients.fetch(tensor, content, always=self._weights_return)
 
     def _contribution(self, tensor: int) -> torch.Tensor | None:
-        live = self._live(tensor)
         if not self._is_buffer[tensor]:
-            gradient = live.grad
+            gradient = self.contributions[tensor]
             if gradient is not None and gradient.is_sparse:
                 gradient = gradient.to_dense()
             return gradient
+        live = self._live(tensor)
         return None if torch.equal(live, self._known[tensor]) else live.detach()
 
     def source(self, tensor: int) -> Values | None:
+        """What this worker contributes, in host memory; None if it has nothing that counts.
+
+        Raises:
+            NonFiniteGradient: It is not finite, and the job is to stop.
+        """
         if tensor not in self._fetched:
             self.fetch(tensor)
         content = self._fetched.get(tensor)
@@ -112,12 +152,12 @@ class LiveTensors:
         if self._is_buffer[tensor]:
             self._live(tensor).data.copy_(self._known[tensor])
         else:
-            self._live(tensor).grad = None
+            self.contributions[tensor] = None
 
     def sink(self, tensor: int) -> Values:
         return self._weights.writable(tensor, self._target(tensor))
 
-    def settle(self, tensor: int) -> None:
+    def finish(self, tensor: int) -> None:
         self._weights.commit(tensor, self._target(tensor))
         if self._is_buffer[tensor]:
             self._known[tensor].copy_(self._live(tensor))
@@ -132,16 +172,17 @@ class LiveTensors:
         if self._is_buffer[tensor] or self._weights_return:
             return live.data  # whose changes autograd does not count: they are not the user's
         # The mean over workers is dense, even where each one's gradient is sparse.
-        if live.grad is None or live.grad.is_sparse:
-            live.grad = torch.empty_like(live, requires_grad=False)
-        return live.grad
+        result = self.results[tensor]
+        if result is None or result.is_sparse:
+            result = self.results[tensor] = torch.empty_like(live, requires_grad=False)
+        return result
 
 
 def wire_dtypes(plan: Plan) -> list[str]:
     """By tensor: the dtype that a contribution is cast to, which may be too short for it."""
     found = [spec.dtype for spec in plan.specs]
     for chunk in plan.chunks:
-        codec = plan.route(chunk).push
+        codec = plan.routes[chunk.route].up
         if isinstance(codec, Dense):  # the others cast finite values to finite ones
             for segment in chunk.segments:
                 found[segment.tensor] = codec.wire_dtype(chunk.dtype)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from slipstream.runtime.whole_files import read_own, replace_file
+from slipstream.runtime.files.whole_files import read_own, replace_file
 
 MOST_NBYTES = 1 << 20
 

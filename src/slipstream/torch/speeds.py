@@ -18,8 +18,8 @@ import torch
 from slipstream._native import mean_into
 from slipstream.errors import FrameRefused
 from slipstream.planning.costs import Speeds
-from slipstream.runtime.joining import Membership
-from slipstream.runtime.member import Member
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.members.member import Member
 from slipstream.torch.speed_cache import OwnSpeeds, cache_file, cached, this_machine
 from slipstream.transports.wire import Echo, Message, Probe
 
@@ -99,16 +99,13 @@ def send_probe(member: Member, peer: str, number: int, nbytes: int) -> None:
         member.send(peer, Probe(number, index == frames - 1), [frame])
 
 
-def answer(member: Member, message: Message) -> None:
-    assert isinstance(message.body, Probe)
+def answer(member: Member, message: Message[Probe]) -> None:
     if message.body.last:
         member.send(message.sender, Echo(message.body.number))
 
 
-def note(member: Member, message: Message, echoes: dict[int, int]) -> None:
-    assert isinstance(message.body, Echo)
+def note(member: Member, message: Message[Echo], echoes: dict[int, int]) -> None:
     if message.body.number > len(echoes) + 1:
         raise FrameRefused("an answer to nothing that was asked")
-    with member.changed:
+    with member.updating():
         echoes[message.body.number] = 1
-        member.changed.notify_all()

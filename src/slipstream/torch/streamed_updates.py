@@ -1,107 +1,149 @@
 """Where updates come back some clocks later: every worker applies the same ones in the same order.
 
-What enters the optimizer may travel, or what the optimizer makes of it (``travels="steps"``).
+What enters the optimizer may travel, or what the optimizer makes of it (``payload="update"``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.errors import RuntimeFault
-from slipstream.runtime.update_stream import UpdateStream
+from slipstream.runtime.engine import Hook
+from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.torch.inventory import group_settings
+from slipstream.torch.layer_math import is_shared
+from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.synchronizer import Synchronizer
 
 Settings = list[dict[str, Any]]  # by parameter group
 
 
-class StreamedUpdates(Synchronizer):
-    """An update is applied with the settings of its own clock, whatever the worker is at by then:
-    a learning rate that changes would else make weights differ."""
+class StreamedUpdates:
+    """Applies updates of earlier clocks from memory of its own; implements ``Applier``.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        super().__init__(*args)
-        self._timeline = Timeline(optimizer, self.plan.consistency.rate(0))
-        self._optimizer = optimizer
-        self._trained = [
-            (tensor, parameter)
-            for tensor, parameter in enumerate(self._inventory.tensors)
-            if self.plan.specs[tensor].role == "parameter"
-        ]
-        (self._stream,) = (e for e in self._exchanges if isinstance(e, UpdateStream))
-        self._stream.apply = self._apply
+    An update is applied with the settings of its own clock, whatever the worker is at by then: a
+    learning rate that changes would else make weights differ.
+
+    Args:
+        loop: The optimizer that the training loop uses; its ``step`` ends a step here.
+        stream: Brings the updates; they are in ``synchronizer.slots.results``.
+        on_applied: Called after each update of the weights.
+    """
+
+    hooks: Sequence[Hook] = ()
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        loop: LoopOptimizer,
+        stream: UpdateStream,
+        on_applied: Callable[[], None],
+    ) -> None:
+        plan, inventory = synchronizer.plan, synchronizer.inventory
+        self.single_pass = str(plan.consistency)
+        self._synchronizer, self._optimizer = synchronizer, loop.local
+        self._timeline = Timeline(loop.local, plan.consistency.rate(0))
+        self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
+        self._stream, self._on_applied = stream, on_applied
+        loop.end_step, stream.apply = self.end_step, self._apply
+        self._steps = plan.update.inner.travels == "steps"
+        self._updates = synchronizer.slots.results
+        layers = (unit.layer for unit in plan.units if unit.layer is not None)
+        self._of_layers = [tensor for layer in layers for tensor in layer.tensors]
         self._clock = 0
 
-    def _gradient_ready(self, tensor: int) -> None:
-        self._refuse_second_pass(str(self.plan.consistency))
-        super()._gradient_ready(tensor)
+    def begin_step(self) -> None:
+        """Clocks go on where they are, whatever the step."""
 
     def pass_ended(self) -> None:
-        if self.plan.schedule.leaves_during_backward:
-            self.flush()
-            self._note_left()
+        if self._synchronizer.plan.schedule.leaves_during_backward:
+            self._synchronizer.flush()
+            self._synchronizer.gradients.note_left()
 
     def end_step(self) -> None:
-        """Contribute this step, and apply updates until the next may begin."""
-        self._check_all_exchanged(self._optimizer)
-        self.tap.end()
-        if self._changed_since():
+        """Contribute this step, and apply updates until the next may begin.
+
+        Raises:
+            RuntimeFault: Gradients were changed that had left already.
+        """
+        synchronizer = self._synchronizer
+        synchronizer.gradients.refuse_unknown(self._optimizer)
+        synchronizer.tap.end()
+        if synchronizer.gradients.changed_since():
             raise RuntimeFault(
                 "gradients were changed between backward() and step() (clipping, a GradScaler?), "
-                f"but with {self.plan.consistency} they have already left: use overlap=False, or "
+                f"but with {self.single_pass} they have already left: use overlap=False, or "
                 "staleness=0 to see and change the averaged ones"
             )
-        self._left = []
         self._timeline.note(self._clock)
-        if self.plan.travels == "steps":
-            self._clear_refused()  # before the optimizer remembers them
-            self._step_aside()
-        self.before_step()
+        if self._steps:
+            synchronizer.gradients.clear_refused()  # before the optimizer remembers them
+            synchronizer.gradients.clip()
+            self._make_step()
+        synchronizer.end_exchange()
+        if self._steps:
+            self._forget_step()
         self._clock += 1
-        for exchange in self._exchanges:
-            exchange.wait()
-        self.after_step()
+        synchronizer.driver.wait()
+        synchronizer.end_step()
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         """Until all steps that this worker has ended are in its weights."""
-        with self._gradients_aside():
-            self._stream.drain(self._clock)
-
-    @contextmanager
-    def _gradients_aside(self) -> Iterator[None]:
-        """Updates are applied through ``.grad``; the loop may have its own there."""
-        aside = [(parameter, parameter.grad) for _, parameter in self._trained]
-        for parameter, _ in aside:
-            parameter.grad = None
-        yield
-        for parameter, gradient in aside:
-            parameter.grad = gradient
+        self._stream.drain(self._clock)
 
     @torch.no_grad()
-    def _step_aside(self) -> None:
+    def _make_step(self) -> None:
         """The optimizer's own step becomes what travels; weights stay as they are."""
-        moved = [p for _, p in self._trained if p.grad is not None]
-        before = [p.detach().clone() for p in moved]
+        before = [p.detach().clone() if p.grad is not None else None for _, p in self._trained]
         with self._timeline.at(self._clock):
             self._optimizer.step()
-        for parameter, old in zip(moved, before, strict=True):
-            parameter.grad = parameter - old
-            parameter.copy_(old)
+        contributions = self._synchronizer.slots.contributions
+        for (tensor, parameter), old in zip(self._trained, before, strict=True):
+            contributions[tensor] = None if old is None else parameter - old
+            if old is not None:
+                parameter.copy_(old)
+
+    def _forget_step(self) -> None:
+        """It has been encoded; what is under way keeps its memory alive by itself."""
+        for tensor, _ in self._trained:
+            self._synchronizer.slots.contributions[tensor] = None
 
     @torch.no_grad()
     def _apply(self, clock: int, updated: Collection[int]) -> None:
-        for tensor, parameter in self._trained:
-            if tensor not in updated:
-                parameter.grad = None
-            elif self.plan.travels == "steps":
-                assert parameter.grad is not None
-                parameter.add_(parameter.grad)
-        if self.plan.travels == "gradients":
-            with self._timeline.at(clock):
+        """One update, which is in memory; the gradients of the loop stay as they are."""
+        updates = [self._updates[t] if t in updated else None for t, _ in self._trained]
+        if self._steps:
+            for (_, parameter), update in zip(self._trained, updates, strict=True):
+                if update is not None:
+                    parameter.add_(update)
+        else:
+            with self._as_gradients(updates), self._timeline.at(clock):
                 self._optimizer.step()
+        for tensor in self._of_layers:
+            self._updates[tensor] = None  # the next product would else be added to this one
+        self._on_applied()
+
+    @contextmanager
+    def _as_gradients(self, updates: Sequence[Tensor | None]) -> Iterator[None]:
+        """Torch's optimizers read ``.grad`` and nothing else, so the update is there while one
+        steps. The loop's own gradients are put back, the same objects."""
+        own = [parameter.grad for _, parameter in self._trained]
+        for (_, parameter), update in zip(self._trained, updates, strict=True):
+            parameter.grad = None if update is None else update.detach()
+        try:
+            yield
+        finally:
+            for (_, parameter), gradient in zip(self._trained, own, strict=True):
+                parameter.grad = gradient
+        for tensor, _ in self._trained:
+            held = self._updates[tensor]
+            if held is not None and is_shared(held):
+                self._updates[tensor] = None  # the optimizer has kept it
 
 
 class Timeline:
@@ -135,26 +177,22 @@ class Timeline:
     @contextmanager
     def at(self, clock: int) -> Iterator[None]:
         """Within, the optimizer has the settings of this clock."""
-        visible = [settings_of(group) for group in self._groups]
+        visible = [group_settings(group) for group in self._groups]
         changes = self._changes.pop(clock)
         for used, changed in zip(self._used, changes, strict=True):
             used.update(changed)
         for group, used in zip(self._groups, self._used, strict=True):
             group.update({**used, "lr": used["lr"] * self._factor} if "lr" in used else used)
-        entered = [settings_of(group) for group in self._groups]
+        entered = [group_settings(group) for group in self._groups]
         try:
             yield
         finally:
             for place, group in enumerate(self._groups):
-                for name, value in settings_of(group).items():
+                for name, value in group_settings(group).items():
                     if name in entered[place] and value is entered[place][name]:
                         group[name] = visible[place][name]
                     else:  # the step itself has changed it
                         self._used[place][name] = self._seen[place][name] = value
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def snapshot(groups: Sequence[dict[str, Any]]) -> Settings:
@@ -162,7 +200,7 @@ def snapshot(groups: Sequence[dict[str, Any]]) -> Settings:
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in settings_of(group).items()
+            for name, value in group_settings(group).items()
         }
         for group in groups
     ]

@@ -27,6 +27,7 @@ class BackwardTap:
         on_end: Callable[[], None],
     ) -> None:
         self.paused = False
+        self.on_paused: Callable[[], None] = lambda: None  # for each gradient while paused
         self._open = False
         self._touched = False
         self._on_ready = on_ready
@@ -40,9 +41,11 @@ class BackwardTap:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
-            if not self.paused:
-                self.touch()
-                self._on_ready(index)
+            if self.paused:
+                self.on_paused()
+                return
+            self.touch()
+            self._on_ready(index)
 
         return accumulated
 
@@ -62,7 +65,7 @@ class BackwardTap:
     def _inert() -> BackwardTap:
         copied = BackwardTap.__new__(BackwardTap)
         copied.paused, copied._open, copied._touched = True, False, False
-        copied._handles = []
+        copied._handles, copied.on_paused = [], lambda: None
         return copied
 
     @torch.compiler.disable

@@ -21,6 +21,7 @@ class Collectives:
     def __init__(
         self,
         store: Any,
+        key: str,
         rank: int,
         world_size: int,
         *,
@@ -34,7 +35,7 @@ class Collectives:
         self._limit_s = limit_s
         self._check = check
         self._grace_s = grace_s
-        store = distributed.PrefixStore("collectives", store)
+        store = distributed.PrefixStore(key, store)
         limit = timedelta(seconds=limit_s)
         if device.type == "cuda":
             nccl = distributed.ProcessGroupNCCL.Options()
@@ -51,6 +52,7 @@ class Collectives:
         return self._group.allreduce([tensor])
 
     def wait(self, work: Any) -> None:
+        """Wait for an operation; raises the fault of the job, or WaitLimit."""
         deadline = time.monotonic() + self._limit_s
         if self.device.type == "cuda":
             # NCCL takes a time given to wait() for the operation's own limit, and aborts at it.
@@ -79,4 +81,5 @@ class Collectives:
         raise WaitLimit("a collective, which broke off", self._grace_s, []) from error
 
     def close(self) -> None:
+        """End the process group, and operations under way."""
         self._group.abort()

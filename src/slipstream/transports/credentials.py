@@ -30,9 +30,9 @@ class Credentials:
     """Everything that follows from the key of one run: all of its members can derive all of it.
 
     ``encrypt=True`` is ZeroMQ CURVE: authenticated and encrypted, both ways. ``encrypt=False`` is
-    PLAIN: whoever connects shows a token, which is enough where nobody else can read the network.
-    The token is another one for each listener: whoever takes the port of a member that has died is
-    shown one that no other member accepts.
+    PLAIN: a peer that connects shows a token, which is enough where nobody else can read the
+    network. Each listener has a token of its own: a process that takes a dead member's port is
+    shown a token that no other member accepts.
     """
 
     key: bytes
@@ -40,10 +40,11 @@ class Credentials:
 
     @classmethod
     def for_run(cls, master: bytes, run: bytes, *, encrypt: bool) -> Credentials:
-        """From the job's key, and what tells this run from every other."""
+        """From the job's key, and bytes that no other run has."""
         return cls(hmac.digest(master, b"slipstream/run/" + run, "sha256"), encrypt)
 
     def derive(self, purpose: str) -> bytes:
+        """A key for one purpose."""
         return hmac.digest(self.key, f"slipstream/{purpose}".encode(), "sha256")
 
     def process_of(self, server: str) -> int:
@@ -51,9 +52,11 @@ class Credentials:
         return process_number(self.derive(f"process/{server}"))
 
     def sign(self, content: bytes) -> bytes:
+        """A signature of this run."""
         return hmac.digest(self.derive("sign"), content, hashlib.sha256)
 
     def genuine(self, content: bytes, signature: bytes) -> bool:
+        """Whether a signature is of this content and run."""
         return hmac.compare_digest(self.sign(content), signature)
 
     def _keys(self, side: str) -> tuple[bytes, bytes]:
@@ -70,10 +73,11 @@ class Credentials:
             socket.plain_server = True
 
     def token(self, listener: str) -> bytes:
+        """What a listener's peers show, in hexadecimal."""
         return self.derive(f"token/{listener}").hex().encode()
 
     def present(self, socket: zmq.Socket[bytes], listener: str) -> None:
-        """Make a socket prove its membership to whoever listens at that address."""
+        """Make a socket prove its membership to the listener at that address."""
         if self.encrypt:
             socket.curve_serverkey = self._keys("listen")[0]
             socket.curve_publickey, socket.curve_secretkey = self._keys("connect")
@@ -82,6 +86,7 @@ class Credentials:
             socket.plain_password = self.token(listener)
 
     def admits(self, mechanism: bytes, proof: list[bytes], listener: str) -> bool:
+        """Whether a proof shows membership to this listener."""
         if mechanism == b"CURVE" and self.encrypt and len(proof) == 1:
             return hmac.compare_digest(proof[0], z85.decode(self._keys("connect")[0]))
         if mechanism == b"PLAIN" and not self.encrypt and len(proof) == 2:

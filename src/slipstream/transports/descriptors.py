@@ -16,7 +16,7 @@ from slipstream.errors import OutOfDescriptors
 
 WANTED = 65536
 SHARE = 2  # connections are cut when so large a part of the limit is in use
-IDLE_MS = 1000  # a member that has just connected is heard before
+IDLE_MS = 1000  # a member that has just connected sends earlier
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
 TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # of tcp_info: up to when data last came in and went out
 LAST_DATA_RECEIVED = 19  # in milliseconds, among these
@@ -30,63 +30,73 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it says
+        with contextlib.suppress(ValueError, OSError):  # macOS allows less than it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def descriptor_limit() -> int:
+    """How many descriptors this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if soft == resource.RLIM_INFINITY else soft
 
 
 def open_descriptors() -> list[int]:
+    """The descriptors that this process has open."""
     place = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     return [int(name) for name in os.listdir(place)]
 
 
 def out_of_descriptors(doing: str) -> OutOfDescriptors:
+    """The error of something that needs one more."""
     return OutOfDescriptors(doing, descriptor_limit())
 
 
 class ConnectionGuard:
-    """Keeps connections of people who are not in the job from using up this process's descriptors.
+    """Keeps connections of others than the members from using up this process's descriptors.
 
     ZeroMQ and torch's store take any number of connections; ZeroMQ ends those that do not
     authenticate after some seconds, the store never ends one. When descriptors run short, this ends
     idle connections: to the store, which ranks need only until they have met, and to ``link_port``,
-    unless a member has spoken over them (``spoken``: the descriptors of those).
+    unless a member has sent messages over them (``used``: the descriptors of those).
     """
 
-    def __init__(self, link_port: int, spoken: Collection[int]) -> None:
-        self._link_port, self._spoken = link_port, spoken
+    def __init__(self, link_port: int, used: Collection[int]) -> None:
+        self._link_port, self._used = link_port, used
         self.store_port: int | None = None
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        # Connections are examined at this number. It is replaced, never given back, because the
+        # threads that accept connections would take a descriptor that is free for a moment.
+        self._copy = os.dup(self._null)
+        self._closed = False
 
-    def look(self) -> int:
+    def tick(self) -> int:
         """Call it now and then, always from one thread; how many connections it has ended."""
-        self.close()  # looking takes a descriptor, too, and there may be no other
+        if self._closed:
+            return 0
+        limit = descriptor_limit()
         try:
-            opened = open_descriptors()
-            if len(opened) <= descriptor_limit() // SHARE:
-                return 0
-            return sum(self._end(fd) for fd in opened)
+            opened: Collection[int] = open_descriptors()
         except OSError:
-            return 0  # another thread was quicker to use it; the next look may have more luck
-        finally:
-            with contextlib.suppress(OSError):
-                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            opened = range(limit)  # none is left to read the list with
+        if len(opened) <= limit // SHARE:
+            return 0
+        ended = sum(self._end(fd) for fd in opened if fd not in (self._null, self._copy))
+        os.dup2(self._null, self._copy, inheritable=False)
+        return ended
 
     def close(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        """Close its own descriptors."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._copy)
+            os.close(self._null)
 
     def _end(self, fd: int) -> bool:
-        with borrowed(fd) as connection:
+        with borrowed(fd, self._copy) as connection:
             if connection is None:
                 return False
             port = came_in_at(connection)
-            known = port == self._link_port and fd in self._spoken
+            known = port == self._link_port and fd in self._used
             ours = port is not None and port in (self._link_port, self.store_port)
             if known or not ours or not is_idle(connection):
                 return False
@@ -96,20 +106,33 @@ class ConnectionGuard:
 
 
 @contextmanager
-def borrowed(fd: int) -> Iterator[socket.socket | None]:
-    """A copy of a socket that other code owns and may close at any time; None if it is none."""
-    try:
-        # Of a file, closing a copy would release the locks that this process has on it.
-        copy = os.dup(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else None
-    except OSError:
-        copy = None
-    if copy is None:
+def borrowed(fd: int, copy: int) -> Iterator[socket.socket | None]:
+    """A socket that other code owns and may close at any time, copied to the number ``copy``.
+
+    Yields None if ``fd`` is not a socket. The copy stays open afterwards.
+    """
+    if not copied(fd, copy):
         yield None
         return
     blocking = os.get_blocking(copy)
-    with socket.socket(fileno=copy) as connection:
+    connection = socket.socket(fileno=copy)
+    try:
         os.set_blocking(copy, blocking)  # socket's default timeout would change the owner's, too
         yield connection
+    finally:
+        connection.detach()
+
+
+def copied(fd: int, copy: int) -> bool:
+    """Copy a socket to the number ``copy``; False if ``fd`` is none."""
+    try:
+        # Of a file, closing a copy would release the locks that this process has on it.
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+        os.dup2(fd, copy, inheritable=False)
+    except OSError:
+        return False
+    return True
 
 
 def came_in_at(connection: socket.socket) -> int | None:

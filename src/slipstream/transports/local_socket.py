@@ -1,4 +1,4 @@
-"""Messages between two processes of one machine over a socket that both were born with.
+"""Messages between two processes of one machine over a socket that both were started with.
 
 Nobody else can connect: such a socket has no address. A message is a typed msgpack body, and may
 bring a descriptor along.
@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+import stat
 import struct
 import threading
 from typing import Generic, TypeVar
@@ -39,6 +40,7 @@ class LocalSocket(Generic[Body]):
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
+        """The descriptor of this end."""
         return self._end.fileno()
 
     def send(self, body: object, descriptor: int | None = None) -> None:
@@ -56,7 +58,7 @@ class LocalSocket(Generic[Body]):
             except OSError as error:
                 raise Hangup(str(error)) from error
 
-    def has_come(self) -> bool:
+    def has_input(self) -> bool:
         """Whether there is something to receive; two messages may have come as one."""
         return bool(self._received) or bool(select.select([self._end], [], [], 0)[0])
 
@@ -95,15 +97,24 @@ class LocalSocket(Generic[Body]):
             self._descriptors += descriptors
 
     def hang_up(self) -> None:
-        """The other side hears of it, whoever else has this end."""
+        """End the connection for both sides, whichever process has this end too."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close this end, and descriptors that were never taken."""
         self._end.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def is_socket(descriptor: int) -> bool:
+    """A process that a worker started finds its variables, but not its descriptors."""
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 def socket_pair(send_s: float | None = None) -> tuple[socket.socket, socket.socket]:

@@ -8,6 +8,7 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.errors import FrameRefused
 from slipstream.transports.wire import AnyBody, Message, decode_header, encode_header
@@ -48,6 +49,7 @@ class MemoryNetwork:
         self._endpoints: dict[str, MemoryTransport] = {}
 
     def endpoint(self, name: str) -> MemoryTransport:
+        """The transport of a member, made at the first call."""
         return self._endpoints.setdefault(name, MemoryTransport(name, self))
 
     def post(
@@ -59,6 +61,7 @@ class MemoryNetwork:
         priority: int,
         address: str | None = None,
     ) -> DeliveryTicket:
+        """Queue a message on a link."""
         waiting = Waiting(priority, next(self._order), header, frames, DeliveryTicket(), address)
         heapq.heappush(self._links[source, peer], waiting)
         return waiting.ticket
@@ -93,7 +96,7 @@ class MemoryTransport:
         self.received: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._network = network
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Message[Any]] = deque()
         self._peers: dict[str, str] = {}
 
     def connect(self, peer: str, address: str) -> None:
@@ -102,27 +105,35 @@ class MemoryTransport:
         self._peers[peer] = address
 
     def send(
-        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+        self,
+        peer: str,
+        body: AnyBody,
+        frames: Sequence[Buffer] = (),
+        *,
+        priority: int = 0,
+        pair: int = 0,
     ) -> DeliveryTicket:
         if peer not in self._peers:
             raise KeyError(peer)
-        header = encode_header(self.name, body, self.process)
+        header = encode_header(self.name, body, self.process, pair)
         self.sent[peer] += len(header) + sum(memoryview(frame).nbytes for frame in frames)
         known = self._peers[peer]
         address = known if known.startswith(SCHEME) else None  # what a test made up stands for any
         return self._network.post(self.name, peer, header, frames, priority, address)
 
     def arrive(self, header: bytes, frames: Sequence[Buffer]) -> None:
+        """Take a message from the network; one that cannot be read is counted."""
         try:
             envelope = decode_header(header)
         except FrameRefused as error:
-            self.refuse(error)
+            self.refused[type(error).__name__] += 1
             return
         size = len(header) + sum(memoryview(frame).nbytes for frame in frames)
         self.received[envelope.sender] += size
-        self._inbox.append(Message(envelope.sender, envelope.body, frames, envelope.process))
+        process, pair = envelope.process, envelope.pair
+        self._inbox.append(Message(envelope.sender, envelope.body, frames, process, pair))
 
-    def receive(self, timeout_s: float) -> Message | None:
+    def receive(self, timeout_s: float) -> Message[Any] | None:
         """The next arrived message; lets the network move while there is none."""
         while not self._inbox and self._network.deliver():
             pass
@@ -140,9 +151,6 @@ class MemoryTransport:
 
     def wake(self) -> None:
         """Nothing to do: one thread does everything."""
-
-    def refuse(self, error: FrameRefused) -> None:
-        self.refused[type(error).__name__] += 1
 
     def close(self, linger_s: float) -> None:
         self._peers.clear()

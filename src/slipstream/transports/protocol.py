@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer
 
-# For heartbeats and bad news: these have a way of their own, so that seconds of gradients queued on
+# For heartbeats and faults: these have a lane of their own, so that seconds of gradients queued on
 # a slow link do not look like silence. They keep no order with other messages.
 CONTROL = -1_000_000
 
@@ -17,32 +17,42 @@ class Ticket(Protocol):
     """Tells when a message's frames may be changed again."""
 
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether they may be changed."""
 
 
 class Transport(Protocol):
     """Sends to members by name. ``send`` may be called from any thread, the rest from one."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """Where peers reach this transport."""
 
     @property
     def process(self) -> int:
         """The number of this process, which goes with every message; see ``wire.Envelope``."""
         ...
 
-    def connect(self, peer: str, address: str) -> None: ...
+    def connect(self, peer: str, address: str) -> None:
+        """Set where a peer listens; another address than before cuts the old link."""
 
     def send(
-        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+        self,
+        peer: str,
+        body: AnyBody,
+        frames: Sequence[Buffer] = (),
+        *,
+        priority: int = 0,
+        pair: int = 0,
     ) -> Ticket:
         """Queue a message; its frames must stay unchanged until the ticket is done."""
         ...
 
-    def receive(self, timeout_s: float) -> Message | None: ...
+    def receive(self, timeout_s: float) -> Message[Any] | None:
+        """The next message, or None if none comes in time."""
 
     def link_alive(self, peer: str) -> bool:
-        """Whether the link itself still answers, even if the peer's program says nothing."""
+        """Whether the link itself still answers, even if the peer's program sends nothing."""
         ...
 
     def delivered(self, peer: str) -> tuple[int, float]:
@@ -51,7 +61,7 @@ class Transport(Protocol):
         ...
 
     def link_refused(self, peer: str) -> bool:
-        """Whether the peer's host says that nobody listens there any more: it has died."""
+        """Whether the peer's host refuses connections to its port: the peer has died."""
         ...
 
     def wake(self) -> None:

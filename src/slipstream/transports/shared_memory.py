@@ -1,7 +1,7 @@
 """Memory that processes of one machine share.
 
-It has no name: whoever has its descriptor can map it, nobody else can find it, and the kernel
-takes it back when the last one that has it is gone, however that ends.
+It has no name: only processes that have its descriptor can map it, and the kernel frees it when the
+last of them has ended, however that ends.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class SharedMemory:
         return cls(descriptor)
 
     def view(self, at: int, nbytes: int) -> memoryview:
+        """So many bytes from ``at`` on."""
         return memoryview(self.memory)[at : at + nbytes]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What Linux counts of a TCP connection, whoever opened it."""
+"""Linux's counters of a TCP connection that other code owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTER = struct.Struct("@Q")
 def acknowledged(fd: int, port: int) -> tuple[int, float]:
     """Bytes that the other end has acknowledged, and in how many seconds some were under way.
 
-    Both are 0 where the kernel does not tell, or where the descriptor is by now another's than the
+    Both are 0 where the kernel does not count, or where the descriptor is by now another's than the
     connection to this port.
     """
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""What members say to each other: typed headers, raw payload frames, nothing that runs code.
+"""The messages between members: typed headers, raw payload frames, nothing that runs code.
 
 A message is one msgpack header frame and any number of payload frames. Headers are decoded into
 the types below and nothing else; payload frames are checked against the announced plan by the
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -36,121 +38,115 @@ class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Push(Body, tag="push", frozen=True):
-    """A worker's contribution to one chunk; ``present`` marks the segments that have a payload.
+    """A worker's contribution to one unit; ``counts`` are the frames of each of its segments, or of
+    its layer: 0 where the worker has no gradient.
 
-    ``read`` is how many results of the chunk were in the weights it was computed from. ``settings``
+    ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
     are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
-    rate as a part of the highest so far.
+    rate as a part of the highest so far. Where ``early`` is True, the first frames of a layer have
+    come before, in an Early.
     """
 
-    chunk: Count
+    unit: Count
     round: Count
     step: Count
-    present: bytes
+    counts: list[Count]
     crc: Checksum
     settings: Settings | None = None
     read: Count = 0
     rate: Share = 1.0
-
-
-class Publish(Body, tag="publish", frozen=True):
-    """A holder's result for one chunk; a segment nobody contributed to is not present."""
-
-    chunk: Count
-    round: Count
-    present: bytes
-    crc: Checksum
-
-
-class Compact(Body, tag="compact", frozen=True):
-    """A worker's gradient of one layer in compact form: two matrices of ``rows`` rows each.
-
-    ``present`` is False where the worker did not use the layer. Each matrix comes in ``dtypes``'
-    precision, as one frame or several, each as large as may be; an empty one as none. Where
-    ``early`` is True the first matrix has come before, in an Early.
-    """
-
-    layer: Count
-    round: Count
-    step: Count
-    present: bool
-    rows: Count
-    dtypes: tuple[Name, Name]
-    crc: Checksum
     early: bool = False
 
 
-class Early(Body, tag="early", frozen=True):
-    """A layer's first matrix, known since its forward; the Compact says whether it holds."""
+class Publish(Body, tag="publish", frozen=True):
+    """A holder's result for one chunk of a unit (``part``: which of its chunks); ``counts`` are the
+    frames of each segment, 0 where nobody contributed.
 
-    layer: Count
+    ``dropped`` are ranks that get this result although their own contribution is not in it: what
+    they sent goes back into their residual.
+    """
+
+    unit: Count
+    part: Count
     round: Count
-    rows: Count
-    dtype: Name
+    counts: list[Count]
+    crc: Checksum
+    dropped: list[Count] = []
+
+
+class Early(Body, tag="early", frozen=True):
+    """The first frames of a layer's contribution to a round, known since its forward; the Push says
+    whether they are valid."""
+
+    unit: Count
+    round: Count
     crc: Checksum
 
 
 class Part(Body, tag="part", frozen=True):
     """A worker's updates of some weights since it last sent these: fp32, from weight ``start`` on.
 
-    ``steps`` is how many the worker has made, known to be complete with the ``last`` message of a
-    part. ``number`` counts the messages on this link in this ``life`` of the worker, so that a lost
-    one is noticed.
+    Where ``packed`` is not 0, so many values are packed as the filter packs them: zeros are left
+    out. ``steps`` is how many the worker has made, known to be complete with the ``last`` message
+    of a part. ``number`` counts the messages on this link in this ``incarnation`` of the worker, so
+    that a lost one is noticed.
     """
 
-    life: Count
+    incarnation: Count
     number: Count
     steps: Count
     start: Count
     last: bool
     crc: Checksum
+    packed: Count = 0
 
 
 class Tail(Body, tag="tail", frozen=True):
-    """All of my updates have been sent, for the ``drain``-th time; ``final``: I make no more."""
+    """The sender has sent all of its updates, for the ``drain``-th time; ``final``: it makes no
+    more."""
 
-    life: Count
+    incarnation: Count
     number: Count
     drain: Count
     final: bool
 
 
-class Adopted(Body, tag="adopted", frozen=True):
-    """A worker to rank 0, after all that it has sent before: this rank, which is back in such a
-    life, gets my updates from myself from now on."""
+class HandoverDone(Body, tag="handover_done", frozen=True):
+    """A worker to rank 0, after all that it has sent before: from now on the sender itself sends
+    its updates to ``rank``, which has come back in incarnation ``back_in``."""
 
-    life: Count
+    incarnation: Count
     number: Count
     rank: Count
     back_in: Count
 
 
 class Return(Body, tag="return", frozen=True):
-    """A worker that was started again to rank 0: I am here, for the ``life``-th time."""
+    """A worker that was started again to rank 0: asks to be admitted."""
 
     address: Address
-    life: Count
+    incarnation: Count
 
 
 class Returned(Body, tag="returned", frozen=True):
-    """Rank 0 to workers: this one is back, and counts as having drained so many times."""
+    """Rank 0 to workers: ``rank`` is back, and counts as having drained so many times."""
 
     rank: Count
     address: Address
     process: Count
-    life: Count
+    incarnation: Count
     drains: Count
 
 
 class Greeting(Body, tag="greeting", frozen=True):
-    """A worker to one that has come back: your updates are welcome."""
+    """A worker to one that has come back: the sender takes its updates."""
 
 
 class Welcome(Body, tag="welcome", frozen=True):
-    """Rank 0 to one that has come back: where the job stands, who else is there, and for those who
-    have come back before, where they listen and their process.
+    """Rank 0 to one that has come back: the state of the job, its peers, and of peers that have
+    come back before, their address and process.
 
-    My weights follow as updates, to be added to zeros.
+    Rank 0's weights follow as updates, to be added to zeros.
     """
 
     steps: Count
@@ -162,12 +158,12 @@ class Welcome(Body, tag="welcome", frozen=True):
 
 
 class Ask(Body, tag="ask", frozen=True):
-    """Rank 0 to a worker: tell me your weights."""
+    """Rank 0 to a worker: asks for its weights."""
 
 
-class Opinion(Body, tag="opinion", frozen=True):
-    """A worker's weights from ``start`` on, fp32, to rank 0; or everybody's mean, from it, and how
-    far apart they are."""
+class WeightsReply(Body, tag="opinion", frozen=True):
+    """A worker's weights from ``start`` on, fp32, to rank 0; or all workers' mean, from rank 0, and
+    their ``spread`` around it."""
 
     start: Count
     spread: float
@@ -175,55 +171,56 @@ class Opinion(Body, tag="opinion", frozen=True):
 
 
 class Rows(Body, tag="rows", frozen=True):
-    """Rank 0's word on a step: how many rows each layer's compact gradient had there."""
+    """Rank 0 to workers: how many rows each layer's compact gradient had there in a step."""
 
     step: Count
     rows: list[Count]
 
 
 class Arrived(Body, tag="arrived", frozen=True):
-    """A server to the one that decides: all I get of this worker's gradient is here."""
+    """A server to server 0: its whole part of this worker's gradient has arrived."""
 
     rank: Count
     round: Count
 
 
 class Commit(Body, tag="commit", frozen=True):
-    """The server that decides to all: this round is made by these workers."""
+    """Server 0 to all servers: this round consists of these workers' gradients."""
 
     round: Count
     ranks: list[Count]
 
 
 class Serve(Body, tag="serve", frozen=True):
-    """The server that decides to all: send this worker what is open now, which is this round."""
+    """Server 0 to all servers: send this worker the current weights; its next round is this."""
 
     round: Count
     rank: Count
 
 
-class Retire(Body, tag="retire", frozen=True):
-    """To servers, from a worker that leaves or from rank 0 who has lost it: do not wait for it."""
+class WorkerLeft(Body, tag="retire", frozen=True):
+    """To servers, from a worker that leaves or from rank 0, which has lost it: do not wait for
+    it."""
 
     rank: Count
 
 
 class Lost(Body, tag="lost", frozen=True):
-    """Rank 0 to workers: this one is gone, and the rest go on; pass results on without it."""
+    """Rank 0 to workers: ``rank`` is lost, and the rest go on; pass results on without it."""
 
     rank: Count
 
 
-class Rerouted(Body, tag="rerouted", frozen=True):
-    """A worker to servers: I pass results on without this one."""
+class RouteUpdated(Body, tag="route_updated", frozen=True):
+    """A worker to servers: the sender passes results on without ``rank``."""
 
     rank: Count
 
 
 class Lease(Body, tag="lease", frozen=True):
-    """A worker to the server that decides: which batch, of so many an epoch, is mine?
+    """A worker to server 0: asks for a batch, of so many an epoch.
 
-    The last ``returned`` that it leased it has not trained on, and will not.
+    It gives back the last ``returned`` batches that it leased, unused.
     """
 
     batches: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -231,30 +228,30 @@ class Lease(Body, tag="lease", frozen=True):
 
 
 class Leased(Body, tag="leased", frozen=True):
-    """This one."""
+    """Server 0's answer to a Lease."""
 
     epoch: Count
     number: Count
 
 
 class Snapshot(Body, tag="snapshot", frozen=True):
-    """A worker to the server that decides: have all servers send me the state of their chunks."""
+    """A worker to server 0: asks for the state of all servers' chunks."""
 
 
 class Dump(Body, tag="dump", frozen=True):
-    """The server that decides to all: send this worker the state of your chunks, as it is now."""
+    """Server 0 to all servers: send this worker the state of your chunks, as it is now."""
 
     rank: Count
 
 
 class Final(Body, tag="final", frozen=True):
-    """Rank 0 to all: everybody is done; take my weights, or keep yours."""
+    """Rank 0 to workers: nobody trains any more; ``copied``: rank 0's weights follow."""
 
     copied: bool
 
 
 class Inquire(Body, tag="inquire", frozen=True):
-    """A worker to a server: tell me your figures."""
+    """A worker to a server: asks for its figures."""
 
 
 class Account(Body, tag="account", frozen=True):
@@ -275,7 +272,8 @@ class Echo(Body, tag="echo", frozen=True):
 
 
 class Contribute(Body, tag="contribute", frozen=True):
-    """A rank to rank 0: I take part in the gathering of this key; the payload is my value.
+    """A rank to rank 0: the sender takes part in the gathering of this key; the payload is its
+    value.
 
     Values come from ``source``: every rank, whichever rank is the first to give one, or one rank. A
     rank that ``asks`` is sent the values; one that has none to give sends no payload.
@@ -294,17 +292,17 @@ class Gathered(Body, tag="gathered", frozen=True):
 
 
 class Rejoin(Body, tag="rejoin", frozen=True):
-    """A worker that was started again to rank 0, before all else: answer me at this address."""
+    """A worker that was started again to rank 0, before all else: its address."""
 
     address: Address
-    life: Count
+    incarnation: Count
 
 
 class Beat(Body, tag="beat", frozen=True):
-    """I am alive; rounds begun, by member.
+    """A heartbeat: rounds begun, by member.
 
-    Rank 0 tells everybody everybody's, who is done, and for which gatherings it still waits for
-    whom.
+    Rank 0 sends all members' rounds to all, who is done, and by key of a gathering, for whom it
+    still waits.
     """
 
     rounds: dict[Name, Count]
@@ -313,21 +311,21 @@ class Beat(Body, tag="beat", frozen=True):
 
 
 class Leave(Body, tag="leave", frozen=True):
-    """I am done (or failed, with the reason); the payload is my summary.
+    """The sender is done (or failed, with the reason); the payload is its summary.
 
-    ``told``: the reason will be said by the sender itself, so that nobody else needs to.
-    ``round``: rounds begun, when done; whoever begins more would wait for the sender in vain.
+    ``reported``: the sender prints the reason itself, so nobody else has to.
+    ``round``: rounds begun, when done; a worker that begins more would wait for the sender in vain.
     ``about``: the member that the sender has seen fail, if it is not the sender itself.
     """
 
     reason: Text | None = None
-    told: bool = False
+    reported: bool = False
     round: Count = 0
     about: Name | None = None
 
 
 class Fault(Body, tag="fault", frozen=True):
-    """Rank 0's word that a member is lost (no reason) or failed (its reason)."""
+    """Rank 0 to all: a member is lost (no reason) or failed (its reason)."""
 
     peer: Name
     reason: Text | None
@@ -336,6 +334,10 @@ class Fault(Body, tag="fault", frozen=True):
 
 class Configure(Body, tag="configure", frozen=True):
     """Rank 0 to a server: the plan, as JSON in the payload."""
+
+
+class Release(Body, tag="release", frozen=True):
+    """Rank 0 to a server: the pair is not trained under this number; forget its shard."""
 
 
 class Ready(Body, tag="ready", frozen=True):
@@ -361,7 +363,7 @@ class Load(Body, tag="load", frozen=True):
 
 
 class Fetch(Body, tag="fetch", frozen=True):
-    """Ask a server for the state of a chunk: its weights, the optimizer's entries, averages."""
+    """Asks a server for the state of a chunk: its weights, the optimizer's entries, averages."""
 
     chunk: Count
 
@@ -378,73 +380,41 @@ class State(Body, tag="state", frozen=True):
     round: Count = 0
 
 
-AnyBody = (
-    Push
-    | Publish
-    | Compact
-    | Early
-    | Part
-    | Tail
-    | Adopted
-    | Return
-    | Returned
-    | Greeting
-    | Welcome
-    | Ask
-    | Opinion
-    | Rows
-    | Arrived
-    | Commit
-    | Serve
-    | Retire
-    | Lost
-    | Rerouted
-    | Lease
-    | Leased
-    | Snapshot
-    | Dump
-    | Final
-    | Inquire
-    | Account
-    | Probe
-    | Echo
-    | Contribute
-    | Gathered
-    | Rejoin
-    | Beat
-    | Leave
-    | Fault
-    | Configure
-    | Ready
-    | Piece
-    | Load
-    | Fetch
-    | State
-)
+if TYPE_CHECKING:
+    AnyBody = Body
+else:
+    AnyBody = reduce(or_, Body.__subclasses__())  # the types above, and no others
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header frame: who sends, from which process, and what.
+    """The header frame: who sends, from which process, what, and for which pair.
 
-    A name belongs to one process; messages of another process under this name are refused.
+    A name belongs to one process; messages of another process under this name are refused. A pair
+    is a model with its optimizer; what concerns the whole job is for pair 0.
     """
 
     sender: Name
     body: AnyBody
     process: Count = 0
+    pair: Count = 0
+
+
+B = TypeVar("B", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A decoded header with its payload."""
+class Message(Generic[B]):
+    """A decoded header with its payload. A handler names the type of body it is registered for."""
 
     sender: str
-    body: AnyBody
+    body: B
     frames: Sequence[Buffer] = ()
     process: int = 0
+    pair: int = 0
 
     @property
     def nbytes(self) -> int:
+        """The size of the payload."""
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
 
@@ -452,8 +422,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
-def encode_header(sender: str, body: AnyBody, process: int = 0) -> bytes:
-    return _encoder.encode(Envelope(sender, body, process))
+def encode_header(sender: str, body: AnyBody, process: int = 0, pair: int = 0) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(Envelope(sender, body, process, pair))
 
 
 def decode_header(header: Buffer) -> Envelope:
@@ -468,6 +439,7 @@ def decode_header(header: Buffer) -> Envelope:
 
 
 def checksum(frames: Sequence[Buffer]) -> int:
+    """CRC-32C over all frames."""
     crc = 0
     for frame in frames:
         crc = crc32c(frame, crc)

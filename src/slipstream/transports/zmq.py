@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -116,7 +117,7 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def refuses(address: str) -> bool:
-    """Whether the host is there and says that nobody listens."""
+    """Whether the host is there and refuses connections to the port."""
     try:
         socket.create_connection(place_of(address), ASKING_S).close()
     except ConnectionRefusedError:
@@ -166,8 +167,8 @@ class ZmqTransport:
         self._zap.bind(_ZAP)
         self._inbound = self._listen(host, largest_frame_bytes)
         self.address: str = bytes(self._inbound.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._spoken: set[int] = set()  # descriptors of connections that brought a message
-        self.guard = ConnectionGuard(place_of(self.address)[1], self._spoken)
+        self._used: set[int] = set()  # descriptors of connections that brought a message
+        self.guard = ConnectionGuard(place_of(self.address)[1], self._used)
         self._poller = zmq.Poller()
         for readable in (self._zap, self._inbound, self._woken):
             self._poller.register(readable, zmq.POLLIN)
@@ -210,7 +211,7 @@ class ZmqTransport:
             except OutOfDescriptors:
                 if time.monotonic() > deadline:
                     raise
-                self.guard.look()
+                self.guard.tick()
                 time.sleep(MAKE_ROOM_S / 50)
 
     def _try_open(self, lane: Lane) -> Outbound:
@@ -241,7 +242,7 @@ class ZmqTransport:
             # a peer that was only stopped for a while.
             link.heartbeat_ivl = round(PING_S * 1000)
             link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
-        self._watch(lane, link)  # first: of a connection that is there already nothing is told
+        self._watch(lane, link)  # first: an existing connection causes no event
         link.connect(address)
 
     def _watch(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
@@ -250,15 +251,15 @@ class ZmqTransport:
         self._poller.register(monitor, zmq.POLLIN)
 
     def _note_link(self, monitor: zmq.Socket[bytes]) -> None:
-        told, (peer, for_control) = recv_monitor_message(monitor), self._monitors[monitor]
+        event, (peer, for_control) = recv_monitor_message(monitor), self._monitors[monitor]
         if for_control:
-            self._note_life(peer, told["event"])
-        elif told["event"] == zmq.EVENT_CONNECTED:
-            self._connections[peer] = told["value"]
-        elif told["event"] == zmq.EVENT_DISCONNECTED:
+            self._note_control(peer, event["event"])
+        elif event["event"] == zmq.EVENT_CONNECTED:
+            self._connections[peer] = event["value"]
+        elif event["event"] == zmq.EVENT_DISCONNECTED:
             self._connections.pop(peer, None)
 
-    def _note_life(self, peer: str, event: int) -> None:
+    def _note_control(self, peer: str, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._alive.add(peer)
         elif event == zmq.EVENT_DISCONNECTED:
@@ -282,9 +283,15 @@ class ZmqTransport:
         return refuses(self._addresses[peer])
 
     def send(
-        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+        self,
+        peer: str,
+        body: AnyBody,
+        frames: Sequence[Buffer] = (),
+        *,
+        priority: int = 0,
+        pair: int = 0,
     ) -> SendTicket:
-        parts: list[Buffer] = [encode_header(self.name, body, self.process), *frames]
+        parts: list[Buffer] = [encode_header(self.name, body, self.process, pair), *frames]
         posted = Posted(priority, next(self._order), parts, SendTicket())
         with self._lock:
             self._posted.append((peer, posted))
@@ -299,7 +306,7 @@ class ZmqTransport:
             self._waking = True
             self._wake.send(b"\0")
 
-    def receive(self, timeout_s: float) -> Message | None:
+    def receive(self, timeout_s: float) -> Message[Any] | None:
         """The next message that can be read, or None when the time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -325,7 +332,7 @@ class ZmqTransport:
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
-        self._waking = False  # only now: whoever posts from here on writes a byte of their own
+        self._waking = False  # only now: a thread that posts from here on writes a byte of its own
 
     def _dispatch_posted(self) -> None:
         touched = []
@@ -377,7 +384,7 @@ class ZmqTransport:
             self._blocked.add(lane)
             self._poller.register(outbound.link, zmq.POLLOUT)
 
-    def _take(self) -> Message | None:
+    def _take(self) -> Message[Any] | None:
         try:
             parts = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -385,16 +392,12 @@ class ZmqTransport:
         try:
             envelope = decode_header(parts[0].buffer)
         except FrameRefused as error:
-            self.refuse(error)
+            self.refused[type(error).__name__] += 1
             return None
-        self._spoken.add(parts[0].get(zmq.SRCFD))
+        self._used.add(parts[0].get(zmq.SRCFD))
         frames = tuple(part.buffer for part in parts[1:])
         self.received[envelope.sender] += sum(len(part) for part in parts)
-        return Message(envelope.sender, envelope.body, frames, envelope.process)
-
-    def refuse(self, error: FrameRefused) -> None:
-        """Count a message that did not fit; whoever sent it is not worth more work."""
-        self.refused[type(error).__name__] += 1
+        return Message(envelope.sender, envelope.body, frames, envelope.process, envelope.pair)
 
     def close(self, linger_s: float) -> None:
         deadline = time.monotonic() + linger_s

@@ -42,7 +42,7 @@ def test_a_comparison_leaves_missing_peers_out_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(comparison, "Nursery", nullcontext)
+    monkeypatch.setattr(comparison, "ForkServer", nullcontext)
     monkeypatch.setattr(
         comparison, "_run_once", lambda outcome, *_: ran.append(outcome.system) or "done"
     )
@@ -71,8 +71,8 @@ def test_without_accumulation_only_the_last_update_is_sent() -> None:
     owed = LastOnly(Rotation(2), 0, [1], 4)
     owed.add(np.array([1, 2, 3, 4], np.float32))
     owed.add(np.array([5, 6, 7, 8], np.float32))
-    (debt,) = owed.debts
-    assert {start: part.tolist() for start, part in (owed.take(debt), owed.take(debt))} == {
+    (due,) = owed.accumulators
+    assert {start: part.tolist() for start, part in (owed.take(due), owed.take(due))} == {
         0: [5, 6],
         2: [7, 8],
     }

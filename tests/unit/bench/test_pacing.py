@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.bench import pacing
 from slipstream.bench.pacing import Pace
 
-LOOK_S = 1e-6
+TICK_S = 1e-6
 STEP_S = 0.3  # two layers: each 0.05 s forward and 0.1 s backward
 
 
@@ -20,7 +20,7 @@ class Clock:
         self.now = 0.0
 
     def perf_counter(self) -> float:
-        self.now += LOOK_S
+        self.now += TICK_S
         return self.now
 
     def sleep(self, seconds: float) -> None:

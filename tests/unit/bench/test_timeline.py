@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipstream.bench.timeline import SPIN_S, Timeline
 
-LOOK_S = 1e-6  # what reading the clock takes
+TICK_S = 1e-6  # what reading the clock takes
 
 
 class SlackClock:
@@ -18,7 +18,7 @@ class SlackClock:
         self._oversleep_s = oversleep_s or [0.0]
 
     def __call__(self) -> float:
-        self.now += LOOK_S
+        self.now += TICK_S
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -49,7 +49,7 @@ def test_the_sum_is_right_however_late_each_sleep_ends(
     timeline = clock.timeline()
     took = elapsed(clock, timeline, pieces_s)
     # At worst the last sleep is late, and there is nothing after it to make it good.
-    overhead = 5 * LOOK_S * (len(pieces_s) + 2)
+    overhead = 5 * TICK_S * (len(pieces_s) + 2)
     assert sum(pieces_s) - overhead <= took <= sum(pieces_s) + max(oversleep_s) + overhead
     assert timeline.busy_s == pytest.approx(sum(pieces_s))
 
@@ -57,8 +57,8 @@ def test_the_sum_is_right_however_late_each_sleep_ends(
 def test_most_is_slept_and_the_last_bit_is_spun() -> None:
     clock = SlackClock()
     took = elapsed(clock, clock.timeline(), [0.01])
-    assert took == pytest.approx(0.01, abs=3 * LOOK_S)
-    assert clock.slept == [pytest.approx(0.01 - SPIN_S, abs=5 * LOOK_S)]
+    assert took == pytest.approx(0.01, abs=3 * TICK_S)
+    assert clock.slept == [pytest.approx(0.01 - SPIN_S, abs=5 * TICK_S)]
 
 
 def test_the_hosts_own_overhead_hides_behind_the_device() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import floats
 
 from slipstream.codecs import OneBit
-from slipstream.errors import FrameRefused, IncompatibleRoute
+from slipstream.errors import FrameRefused
 from slipstream.types import Spec, Values
 
 CODEC = OneBit()
@@ -17,13 +17,13 @@ def test_a_segment_becomes_two_means_and_its_signs() -> None:
     memory = CODEC.init(5, "float32")
     (frame,) = CODEC.encode(floats(1, -2, 3, -4, 2), memory)
     assert bytes(frame) == np.array([-3, 2], "<f4").tobytes() + bytes([0b10101])
-    assert memory.tolist() == [-1, 1, 1, -1, 0]
+    assert memory.values.tolist() == [-1, 1, 1, -1, 0]
 
 
 def test_the_second_time_the_residual_is_sent_too() -> None:
     memory = CODEC.init(4, "float32")
     CODEC.encode(floats(4, 0, -1, -1), memory)
-    assert memory.tolist() == [2, -2, 0, 0]
+    assert memory.values.tolist() == [2, -2, 0, 0]
     out = Values.empty(4, "float32")
     CODEC.decode_into(CODEC.encode(floats(0, 0, 0, 0), memory), out)
     # The two zeros count among what is not negative.
@@ -36,7 +36,7 @@ def test_a_round_that_is_not_finite_is_seen_and_then_forgotten() -> None:
     out = Values.empty(3, "float32")
     CODEC.decode_into(CODEC.encode(floats(np.nan, 1, 1), memory), out)
     assert np.isnan(out.data.view(np.float32)).all()
-    assert memory.tolist() == [1, -1, 0]
+    assert memory.values.tolist() == [1, -1, 0]
 
 
 @given(st.integers(0, 100), st.integers(0, 40))
@@ -51,5 +51,13 @@ def test_only_the_announced_size_passes(numel: int, nbytes: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16", "int64"])
 def test_other_dtypes_are_refused_with_the_way_out(dtype: str) -> None:
-    with pytest.raises(IncompatibleRoute, match=rf"'w' is {dtype}; .* route it to Dense\(\)"):
-        CODEC.check(Spec("w", (2, 2), dtype, 0))
+    told = CODEC.obstacle(Spec("w", (2, 2), dtype, 0))
+    assert told.startswith(f"it is {dtype}")
+    assert told.endswith("route it to Dense()")
+
+
+def test_what_was_dropped_returns_to_the_residual() -> None:
+    memory = CODEC.init(5, "float32")
+    frames = CODEC.encode(floats(1, -2, 3, -4, 2), memory)
+    memory.put_back(CODEC, [bytes(memoryview(frame)) for frame in frames])
+    assert memory.values.tolist() == [1, -2, 3, -4, 2]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.consistency import Rounds
+from slipstream.consistency import FirstOf
 from slipstream.consistency.agreement import Agreement, Decision, Late, Made
 from slipstream.errors import FrameRefused
 
@@ -15,7 +15,7 @@ from slipstream.errors import FrameRefused
 def agreement(
     workers: int, first: int, holders: int = 1, close_after_s: float | None = None
 ) -> Agreement:
-    rule = Rounds(first=first, close_after_s=close_after_s).among(workers)
+    rule = FirstOf(first=first, close_after_s=close_after_s).among(workers)
     return Agreement(rule, workers, holders)
 
 
@@ -34,6 +34,27 @@ def test_two_reports_of_one_holder_are_one() -> None:
     state = agreement(2, first=1, holders=2)
     assert state.arrived(0, 1, 0, 0.0) == state.arrived(0, 1, 0, 0.0) == []
     assert state.arrived(1, 1, 0, 0.0) == [Made(0, (1,))]
+
+
+def test_a_gradient_that_was_late_is_answered_once_however_often_it_is_reported() -> None:
+    state = agreement(2, first=1, holders=2)
+    for holder in (0, 1):
+        decided = state.arrived(holder, 0, 0, 0.0)
+    assert decided == [Made(0, (0,))]
+    assert state.arrived(0, 1, 0, 0.1) == []
+    assert state.arrived(1, 1, 0, 0.1) == [Late(1, 1)]
+    for holder in (0, 1, 0, 1):
+        assert state.arrived(holder, 1, 0, 0.2) == []
+    assert state.dropped == Counter({1: 1})
+
+
+def test_reports_that_never_become_whole_take_no_memory() -> None:
+    state = agreement(2, first=1, holders=2)
+    for round_ in range(50):
+        for holder in (0, 1):
+            state.arrived(holder, 0, round_, float(round_))
+        assert state.arrived(0, 1, round_, float(round_)) == []  # never at the other holder
+    assert sum(map(len, state._reported.values())) == 3
 
 
 def test_a_round_that_is_not_open_yet_is_refused() -> None:
@@ -91,25 +112,25 @@ def test_who_is_lost_while_it_waits_for_the_next_round_is_served_when_that_opens
 
 def test_nobody_makes_a_round_of_nobody() -> None:
     state = agreement(2, first=1, close_after_s=1.0)
-    assert state.look(100.0) == []
+    assert state.tick(100.0) == []
     assert state.retire(0, 100.0) == state.retire(1, 100.0) == []
 
 
 def test_time_closes_a_round_from_its_own_opening() -> None:
     """The first opens with its first gradient: when steps began, nobody has said."""
     state = agreement(3, first=3, close_after_s=1.0)
-    assert state.look(50.0) == []
+    assert state.tick(50.0) == []
     state.arrived(0, 0, 0, 100.5)
-    assert state.look(101.4) == []
-    assert state.look(101.5) == [Made(0, (0,))]
+    assert state.tick(101.4) == []
+    assert state.tick(101.5) == [Made(0, (0,))]
     assert state.arrived(0, 0, 1, 102.0) == []
-    assert state.look(102.4) == []
-    assert state.look(102.5) == [Made(1, (0,))]
+    assert state.tick(102.4) == []
+    assert state.tick(102.5) == [Made(1, (0,))]
 
 
 def test_the_rule_of_the_next_round_may_be_another() -> None:
     state = agreement(3, first=3)
-    state.reconsider = lambda at: Rounds(first=max(1, 3 - at.round))
+    state.reconsider = lambda at: FirstOf(first=max(1, 3 - at.round))
     for rank in range(3):
         made = state.arrived(0, rank, 0, 0.0)
     assert made == [Made(0, (0, 1, 2))]
@@ -140,9 +161,9 @@ def test_nobody_is_held_for_longer_than_rounds_take() -> None:
         for rank in (0, 1):
             state.arrived(0, rank, round_, float(round_))
         state.arrived(0, 2, round_, round_ + 0.5)
-    assert state.look(3.4) == []
-    assert state.look(3.6) == [Late(2, 2)]
-    assert state.look(9.0) == []
+    assert state.tick(3.4) == []
+    assert state.tick(3.6) == [Late(2, 2)]
+    assert state.tick(9.0) == []
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
             leases.forfeit(rank, keeping=0)
             out.pop(rank, None)
         else:
-            leases.settle(rank, counts=what == "counts")
+            leases.finish(rank, counts=what == "counts")
             settled = out[rank].popleft() if out[rank] else None
             if settled is not None and what == "counts":
                 counted[settled] += 1
@@ -45,7 +46,7 @@ def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
     while len(done := [b for b in counted if b.epoch < epochs]) < epochs * batches:
         assert sum(counted.values()) <= len(done) + batches, "batches of later epochs come first"
         counted[leases.lease(0)] += 1
-        leases.settle(0, counts=True)
+        leases.finish(0, counts=True)
     assert set(counted.values()) == {1}
     assert {Batch(e, n) for e in range(epochs) for n in range(batches)} <= counted.keys()
     assert leases.counted == len(counted)
@@ -58,8 +59,8 @@ def test_what_comes_back_is_dealt_first_oldest_first() -> None:
         Batch(0, 1),
         Batch(0, 2),
     ]
-    leases.settle(1, counts=False)
-    leases.settle(0, counts=False)
+    leases.finish(1, counts=False)
+    leases.finish(0, counts=False)
     assert [leases.lease(2), leases.lease(2), leases.lease(2)] == [
         Batch(0, 0),
         Batch(0, 1),
@@ -70,15 +71,15 @@ def test_what_comes_back_is_dealt_first_oldest_first() -> None:
 def test_a_gradient_belongs_to_the_oldest_batch_that_its_worker_leased() -> None:
     leases = Leases(9)
     leases.lease(0), leases.lease(0)
-    leases.settle(0, counts=True)
-    leases.settle(0, counts=False)
+    leases.finish(0, counts=True)
+    leases.finish(0, counts=False)
     assert leases.lease(1) == Batch(0, 1)
     assert leases.counted == 1
 
 
 def test_who_leases_nothing_settles_nothing() -> None:
     leases = Leases(2)
-    leases.settle(3, counts=True)
+    leases.finish(3, counts=True)
     leases.forfeit(3, keeping=0)
     assert leases.counted == 0
     assert leases.lease(3) == Batch(0, 0)
@@ -90,5 +91,30 @@ def test_what_may_yet_count_is_not_dealt_again() -> None:
     lent = [leases.lease(1) for _ in range(3)]
     leases.forfeit(1, keeping=1)
     assert [leases.lease(0), leases.lease(0)] == lent[1:]
-    leases.settle(1, counts=True)
+    leases.finish(1, counts=True)
     assert leases.counted == 1
+
+
+def test_what_a_residual_has_counts_with_the_next_gradient_of_its_worker() -> None:
+    leases = Leases(10)
+    lent = [leases.lease(1) for _ in range(3)]
+    leases.defer(1)
+    leases.defer(1)
+    assert leases.counted == 0
+    assert leases.lease(0) == Batch(0, 3), "they are nobody else's"
+    leases.finish(1, counts=True)
+    assert leases.counted == 3
+    assert leases.lease(1) not in lent
+
+
+@pytest.mark.parametrize("is_in", [False, True])
+def test_a_residual_that_is_lost_gives_its_batches_back(is_in: bool) -> None:
+    """Unless the gradient that has all of it is in, and may yet count."""
+    leases = Leases(10)
+    lent = [leases.lease(1) for _ in range(3)]
+    leases.defer(1)
+    leases.forfeit(1, keeping=is_in)
+    again = [leases.lease(0) for _ in range(3)]
+    assert again == ([lent[2], Batch(0, 3), Batch(0, 4)] if is_in else lent)
+    leases.finish(1, counts=True)
+    assert leases.counted == (2 if is_in else 0)

@@ -14,7 +14,6 @@ from slipstream.planning.costs import (
     ps_worker,
     sfb,
 )
-from slipstream.planning.hybrid import Hybrid
 
 TEN_GBIT = Speeds(10e9, 6e12, 10e9)
 VGG19 = [LayerShape("fc6", "factors", 4096, 25088, True), LayerShape("fc7", "factors", 4096, 4096)]
@@ -99,6 +98,13 @@ def test_busiest_link() -> None:
     assert dense_link_bytes(100.0, 4, 8, dedicated=True) == 100
 
 
+def test_a_tensor_that_goes_to_every_peer_takes_as_long_as_its_bytes() -> None:
+    ring, to_peers = Ways(4), Ways(4, to_each=1.0)
+    assert to_peers.dense_bytes(100.0) == 2 * ring.dense_bytes(100.0) == 300
+    assert to_peers.dense_seconds(100.0, TEN_GBIT) == 8 * 300 / 10e9
+    assert Ways(4, 2, dedicated=True).dense_seconds(100.0, TEN_GBIT) == 8 * 200 / 10e9 + 200 / 10e9
+
+
 def test_a_bias_is_part_of_what_travels_dense_but_not_of_factors() -> None:
     with_bias, without = (LayerShape("fc", "factors", 10, 20, bias) for bias in (True, False))
     assert with_bias.dense_bytes == without.dense_bytes + 40
@@ -106,9 +112,10 @@ def test_a_bias_is_part_of_what_travels_dense_but_not_of_factors() -> None:
     assert with_bias.rebuild_flops(3) == 2 * 3 * 10 * 20
 
 
-def test_hybrid_needs_speeds_only_to_choose_by_time() -> None:
-    assert Hybrid("time").needs_speeds
-    assert not Hybrid("time", speeds=TEN_GBIT).needs_speeds
-    assert not Hybrid("bytes").needs_speeds
-    assert Hybrid("bytes").chooser() == ByBytes()
-    assert Hybrid("time").chooser(TEN_GBIT) == ByTime(TEN_GBIT)
+def test_a_choice_needs_speeds_only_to_choose_by_time() -> None:
+    assert ByTime().needs_speeds
+    assert not ByTime(TEN_GBIT).needs_speeds
+    assert not ByBytes().needs_speeds
+    assert ByBytes().measured(TEN_GBIT) == ByBytes()
+    assert ByTime().measured(TEN_GBIT) == ByTime(TEN_GBIT)
+    assert ByTime(TEN_GBIT).measured(Speeds(1.0, 1.0, 1.0)) == ByTime(TEN_GBIT)

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
+import p3
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.planning.overlays import p3
 from slipstream.planning.overlays.counts import Problem, build, solve
 from slipstream.planning.overlays.shape import ROOT, Limits, Shape
 
@@ -50,7 +50,7 @@ def by_host(problem: Problem) -> p3.Problem:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(most=6))
 def test_the_optimum_is_that_of_p3(problem: Problem) -> None:
     expected = p3.mended(by_host(problem)).solve().cost

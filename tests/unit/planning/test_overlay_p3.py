@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from p3 import Problem, mended, printed
 
 from slipstream.errors import ConfigError
-from slipstream.planning.overlays.p3 import Problem, mended, printed
 from slipstream.planning.overlays.shape import ROOT, Limits
 
 COSTS = st.integers(0, 64).map(lambda eighths: eighths / 8)  # sums of them are exact

@@ -265,7 +265,7 @@ def test_only_one_host_and_the_users_word_switch_encryption_off(
     assert env.encrypts is encrypts
 
 
-@pytest.mark.parametrize("again", ["SLIPSTREAM_LIFE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("again", ["SLIPSTREAM_INCARNATION", "TORCHELASTIC_RESTART_COUNT"])
 def test_who_was_started_again(again: str) -> None:
     assert not Environment.read({}).started_again
     assert Environment.read({again: "1"}).started_again

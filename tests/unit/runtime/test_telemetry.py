@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import LaunchError
-from slipstream.runtime.record_file import write_json
+from slipstream.runtime.files.record_file import write_json
 from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watchers
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_figures_and_no_more(
         watchers.note(step, {"loss": 1.0})
     ballast.unlink()
     watchers.note(500, {"loss": 1.0})
-    watchers.tell("rounds", {"made": 3})
+    watchers.note_event("rounds", {"made": 3})
     watchers.close()
 
     said = [f"the run log {log}", f"TensorBoard's events in {board}"]
@@ -218,7 +218,7 @@ def test_whatever_a_watcher_raises_the_others_are_told_and_closed(
     watchers.add(lambda: RunLog(log, {}))
     watchers.add(lambda: Failing("the last", OSError("odd")))
     watchers.note(1, {"loss": 1.0})
-    watchers.tell("rounds", {})
+    watchers.note_event("rounds", {})
     watchers.close()
     watchers.close()
     assert [line["event"] for line in lines(log)] == ["start", "step", "rounds", "end"]

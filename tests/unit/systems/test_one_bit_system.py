@@ -6,7 +6,8 @@ from samples import make_plan, vector
 
 from slipstream.codecs import Dense, OneBit
 from slipstream.errors import FrameRefused
-from slipstream.runtime.holder import Holder, PublishMean
+from slipstream.routes import Links
+from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.schedules import WaitFree
 from slipstream.systems import one_bit
 from slipstream.topologies import Sharded
@@ -32,16 +33,17 @@ def test_large_fp32_weights_travel_in_bits_both_ways_the_rest_dense(
 ) -> None:
     (route,) = one_bit().plan([spec], Cluster(2, 1)).routes
     codec = OneBit() if in_bits else Dense()
-    assert (route.push, route.publish) == (codec, codec)
-    assert (route.topology, route.road) == (Sharded(), "links")
+    assert (route.up, route.down) == (codec, codec)
+    assert (route.topology, route.over) == (Sharded(), Links())
     assert route.scheme == ("one-bit/sharded" if in_bits else "dense/sharded")
 
 
 def test_workers_update_and_layers_leave_as_they_are_done() -> None:
     strategy = one_bit(chunk_bytes=4096)
-    assert (strategy.name, strategy.update, strategy.schedule) == ("one_bit", "worker", WaitFree())
+    assert (strategy.name, strategy.schedule) == ("one_bit", WaitFree())
+    assert not strategy.update.holder_applies
     plan = strategy.plan([spec for spec, _ in ROUTES], Cluster(3, 2))
-    assert {plan.route(chunk).scheme for chunk in plan.chunks} == {
+    assert {plan.route(unit).scheme for unit in plan.units} == {
         "one-bit/sharded",
         "dense/sharded",
     }
@@ -69,7 +71,7 @@ def framed(chunk: Chunk, number: float, memories: list[np.ndarray]) -> list[Buff
 
 
 def pushed(frames: list[Buffer], round_: int = 0) -> tuple[Push, list[Buffer]]:
-    return Push(CHUNK.index, round_, 0, b"\1\1", checksum(frames)), frames
+    return Push(CHUNK.index, round_, 0, [1, 1], checksum(frames)), frames
 
 
 def fresh() -> list[np.ndarray]:
@@ -89,7 +91,7 @@ BAD = {
 
 @pytest.mark.parametrize("trouble", BAD)
 def test_bad_frames_are_refused_and_change_nothing(trouble: str) -> None:
-    node, untroubled = (Holder(1, PLAN, PublishMean()) for _ in range(2))
+    node, untroubled = (Aggregator(1, PLAN, PublishMean()) for _ in range(2))
     memories = fresh()
     for round_ in range(3):
         frames = framed(CHUNK, 1.0 + round_, memories)
@@ -103,7 +105,7 @@ def test_bad_frames_are_refused_and_change_nothing(trouble: str) -> None:
 
 
 def test_the_server_owes_what_it_does_not_publish() -> None:
-    node = Holder(1, PLAN, PublishMean())
+    node = Aggregator(1, PLAN, PublishMean())
     memories = fresh()
     given, published = np.zeros(20), np.zeros(20)
     for round_ in range(40):

@@ -8,19 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import vector
 
-from slipstream.codecs import Dense
-from slipstream.consistency import WithinReach
+from slipstream.codecs import Above, Dense, Filter, InPlace, Rotate
+from slipstream.consistency import Consistency, Each, LagBehindPeers
 from slipstream.errors import ConfigError, UnknownStrategy
-from slipstream.planning.slices import Slices
-from slipstream.schedules import AfterBackward, Priority, WaitFree
-from slipstream.strategy import Plan, Strategy
+from slipstream.plan import Plan
+from slipstream.routes import Collective, Links
+from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
+from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 from slipstream.topologies import Mesh, Sharded
 from slipstream.types import Cluster
+from slipstream.updates import Add, Update, UserSteps
 
 
 def planned(strategy: Strategy) -> Plan:
-    """Strategies hold functions; what they decide can be compared."""
     specs = [vector("w", 5000, order=0), vector("b", 4, order=1, role="buffer")]
     return strategy.plan(specs, Cluster(2, 1))
 
@@ -29,6 +30,7 @@ def planned(strategy: Strategy) -> Plan:
 def test_a_bare_name_is_the_system_as_it_comes(name: str) -> None:
     for text in (name, f"{name}()", f"  {name} \n"):
         assert parse(text).name == name
+        assert parse(text) == SYSTEMS[name]()
         assert planned(parse(text)) == planned(SYSTEMS[name]())
 
 
@@ -36,27 +38,70 @@ def test_arguments_reach_the_system() -> None:
     assert parse("push_pull").schedule == WaitFree()
     assert parse("push_pull(overlap=False)").schedule == AfterBackward()
     chosen = parse("push_pull(update='server', wire=\"bfloat16\", chunk_bytes=4096)")
-    assert (chosen.update, chosen.schedule, chosen.chunk_bytes) == ("server", Priority(), 4096)
+    assert chosen.update.holder_applies
+    assert (chosen.schedule, chosen.chunk_bytes) == (Priority(), 4096)
     (route,) = planned(chosen).routes
-    assert (route.topology, route.push, route.publish) == (Sharded(), Dense("bfloat16"), Dense())
+    assert (route.topology, route.up, route.down) == (Sharded(), Dense("bfloat16"), Dense())
 
 
 def test_gradients_come_back_in_the_wire_format_they_went() -> None:
     (route,) = planned(parse("push_pull(wire='float16')")).routes
-    assert (route.push, route.publish) == (Dense("float16"), Dense("float16"))
+    assert (route.up, route.down) == (Dense("float16"), Dense("float16"))
 
 
 def test_allreduce_sends_buffers_between_workers() -> None:
     parameters, buffers = planned(parse("allreduce(wire='bfloat16')")).routes
-    assert (parameters.road, parameters.push) == ("collective", Dense("bfloat16"))
-    assert (buffers.road, buffers.push, buffers.topology) == ("links", Dense(), Mesh())
+    assert (parameters.over, parameters.up) == (Collective(), Dense("bfloat16"))
+    assert (buffers.over, buffers.up, buffers.topology) == (Links(), Dense(), Mesh())
 
 
 def test_ako_is_slices_within_reach() -> None:
     plan = planned(parse("ako(partitions=3, staleness=7, schedule='same', rate='8mbit')"))
-    assert plan.slices == Slices(3, same_for_all=True, bytes_s=1e6)
-    assert plan.consistency == WithinReach(7)
-    assert planned(parse("ako")).consistency == WithinReach(4 * 2)
+    assert plan.rotation == Rotate(3, same_for_all=True, bytes_s=1e6)
+    assert plan.consistency == Consistency(Each(), LagBehindPeers(7))
+    assert planned(parse("ako")).consistency.gate == LagBehindPeers(4 * 2)
+    (route,) = plan.routes
+    assert (route.topology, route.down, route.over) == (Mesh(), InPlace(), Links())
+    assert route.up == Filter(plan.rotation)
+    assert (plan.update, plan.schedule) == (Update(UserSteps("kept"), Add()), Merging())
+
+
+def test_ako_may_also_hold_back_small_entries_and_grow() -> None:
+    plan = planned(parse("ako(delta=0.5, growth='sqrt', warm_steps=9)"))
+    assert plan.rotation is not None
+    assert plan.rotation.above == Above(0.5, decay="constant")
+    assert plan.update.outer == Add("worker", "sqrt", 9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("narrow_delta='99%'", "congested_delta"),
+        ("narrow_below='50mbit'", "congested_below"),
+        ("travels='steps'", "payload now, 'gradient' or 'update'"),
+    ],
+)
+def test_an_argument_that_was_renamed_is_refused_with_its_new_name(old: str, new: str) -> None:
+    with pytest.raises(UnknownStrategy, match=f"does not take {old.split('=')[0]}: it is {new}"):
+        parse(f"parameter_flow({old})")
+
+
+def test_a_bound_for_congested_links_needs_to_know_which_are() -> None:
+    for half in ("congested_delta='99%'", "congested_below='50mbit'"):
+        with pytest.raises(ConfigError, match="belong together"):
+            parse(f"parameter_flow({half})")
+    plan = planned(parse("parameter_flow(congested_delta=0.5, congested_below='8mbit')"))
+    assert plan.congested_below == 1e6
+    assert planned(parse("parameter_flow()")).congested_below is None
+
+
+def test_what_parameter_flow_lets_travel() -> None:
+    gradients, steps = parse("parameter_flow()"), parse("parameter_flow(payload='update')")
+    assert gradients.update.inner.travels == "gradients"
+    assert steps.update == Update(UserSteps("returned"), Add("worker"))
+    assert steps.schedule == AfterBackward()
+    with pytest.raises(ConfigError, match="payload='weights'"):
+        parse("parameter_flow(payload='weights')")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +115,7 @@ def test_ako_refuses_what_makes_no_sense(wrong: str) -> None:
 
 def test_all_to_all_is_a_mesh_over_links() -> None:
     (route,) = planned(parse("all_to_all(wire='float16')")).routes
-    assert (route.topology, route.road, route.push) == (Mesh(), "links", Dense("float16"))
+    assert (route.topology, route.over, route.up) == (Mesh(), Links(), Dense("float16"))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torch import nn
 
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
-from slipstream.torch.carried_updates import CarriedUpdates, HostWay, Pairs
+from slipstream.torch.carried_updates import CarriedUpdates, HostCopier, Pairs
+from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
-from slipstream.torch.slot_updates import Slot, slots_of
 from slipstream.transports.shared_memory import SharedMemory
 
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
         return self.out(self.norm(self.rows(ids)))
 
 
-class Watched(HostWay):
+class Watched(HostCopier):
     """Marks are numbers, as if work were queued on a device."""
 
     def __init__(self) -> None:
@@ -75,18 +75,16 @@ class Bench:
             self.goes_on.wait(10)
             return next(turns) % 2
 
-        self.updates = CarriedUpdates(
+        slots = SlotWriter(
             self.model,
             self.optimizer,
             self.plan,
             slots_of(self.memory, self.rings, self.plan, 0),
-            self.weights,
-            self.way,
             reserve=reserve,
             deliver=self._deliver,
             version=lambda: self.rings.version,
-            holding=self._holding,
         )
+        self.updates = CarriedUpdates(slots, self.weights, self.way, self._holding)
 
     def _deliver(self, slot: Slot) -> None:
         if self.fails:
@@ -123,7 +121,7 @@ def bench() -> Iterator[Bench]:
 def test_gradients_come_into_slots_in_every_form(bench: Bench) -> None:
     for _ in range(3):
         gradients = bench.step()
-        bench.updates.settle()
+        bench.updates.finish()
         slot, forms, _ = bench.delivered[-1]
         assert forms == [ROWS + 3, DENSE, DENSE, DENSE, DENSE, ABSENT, ABSENT]
         assert slot.numbers[0][:3].tolist() == [1, 4, 4]
@@ -142,28 +140,28 @@ def test_the_next_step_does_not_wait_for_the_carrier(bench: Bench) -> None:
     bench.step()
     assert bench.delivered == []
     bench.goes_on.set()
-    bench.updates.settle()
+    bench.updates.finish()
     assert len(bench.delivered) == 2
 
 
 def test_weights_are_brought_once_a_version(bench: Bench) -> None:
     before = bench.model.out.weight.detach().clone()
     bench.step()
-    bench.updates.settle()
+    bench.updates.finish()
     assert (bench.updates.pulls, bench.held) == (0, 1)  # once, at the beginning
     assert bench.updates.skipped >= 2
     bench.change(1.0)
     assert torch.equal(bench.model.out.weight, before)  # not under the learner's hands
-    bench.updates.settle()
+    bench.updates.finish()
     assert torch.equal(bench.model.out.weight, before + 1.0)
     assert (bench.updates.pulls, bench.held) == (1, 2)
     bench.step()
-    bench.updates.settle()
+    bench.updates.finish()
     assert bench.delivered[-1][2] == 1  # the version it was computed on
     assert bench.updates.pulls == 1
     for _ in range(3):
         bench.change(1.0)
-        bench.updates.settle()
+        bench.updates.finish()
     assert torch.equal(bench.model.out.weight, before + 4.0)
 
 
@@ -171,38 +169,38 @@ def test_the_model_is_never_pointed_at_what_is_being_filled(bench: Bench) -> Non
     """New weights were offered and not taken yet; newer ones go into the same buffer."""
     used = []
 
-    def look(pairs: Pairs) -> None:
-        bench.updates._take_offer()  # the training thread ends a step just now
+    def tick(pairs: Pairs) -> None:
+        bench.updates._take_fresh()  # the training thread ends a step just now
         own = {p.data_ptr() for p in bench.model.parameters()}
         used.extend(target.data_ptr() in own for target, _ in pairs)
 
     for _ in range(3):
         bench.change(1.0)
-        bench.updates._bring()
-    bench.way.meanwhile = look
+        bench.updates._copy_weights()
+    bench.way.meanwhile = tick
     bench.change(1.0)
-    bench.updates._bring()
+    bench.updates._copy_weights()
     assert used
     assert not any(used)
 
 
 def test_a_buffer_is_not_filled_before_the_step_that_used_it_is_done(bench: Bench) -> None:
     bench.change(1.0)
-    bench.updates.settle()
+    bench.updates.finish()
     bench.step()
-    bench.updates.settle()
+    bench.updates.finish()
     bench.change(1.0)
-    bench.updates.settle()
+    bench.updates.finish()
     bench.goes_on.clear()  # the carrier is busy with the step before
     bench.step()
     left = {p.data_ptr() for p in bench.model.parameters()}
     bench.change(1.0)
-    bench.updates._bring()
+    bench.updates._copy_weights()
     bench.step()  # the model is switched, with the device at work on this step
     ends = bench.way.marks
     bench.way.copies.clear()
     bench.change(1.0)
-    bench.updates._bring()
+    bench.updates._copy_weights()
     pairs, after = bench.way.copies[-1]
     assert {target.data_ptr() for target, _ in pairs} <= left
     assert after == ends
@@ -217,13 +215,13 @@ def test_weights_that_were_replaced_are_all_taken(bench: Bench) -> None:
     assert (bench.model.norm.running_mean == 3).all()
     assert bench.model.norm.num_batches_tracked == 3
     bench.step()
-    bench.updates.settle()
+    bench.updates.finish()
     assert bench.delivered[-1][2] == 70
 
 
 def test_buffers_are_everybodys(bench: Bench) -> None:
     bench.step()
-    bench.updates.settle()
+    bench.updates.finish()
     shared = dict(zip((t.name for t in bench.plan.tensors), bench.weights.views, strict=True))
     assert torch.equal(shared["norm.running_mean"], bench.model.norm.running_mean)
     assert shared["norm.running_mean"].any()
@@ -233,6 +231,6 @@ def test_trouble_reaches_the_loop(bench: Bench) -> None:
     bench.fails = True
     bench.step()
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        bench.updates.settle()
+        bench.updates.finish()
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         bench.step()

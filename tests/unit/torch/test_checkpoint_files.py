@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime import checkpoint_format, whole_files
-from slipstream.runtime.checkpoint_format import FORMAT, Piece, unpack
+from slipstream.runtime.files import checkpoint_format, whole_files
+from slipstream.runtime.files.checkpoint_format import FORMAT, Piece, unpack
 from slipstream.torch.checkpoint import Checkpoint, check_model, load_model, model_tensors, pack
 from slipstream.torch.random_state import Generators, random_state
 

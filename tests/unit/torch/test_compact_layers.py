@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.codecs import CompactWire
-from slipstream.torch.compact_exchange import Rebuilder, in_frames
+from slipstream.codecs import Factors, Rows
+from slipstream.codecs.matrices import Matrix, Scratch, to_frames
 from slipstream.torch.compact_layers import (
     CompactLayer,
     Ports,
@@ -28,9 +28,8 @@ from slipstream.torch.compact_layers import (
     shape_of,
 )
 from slipstream.torch.inventory import Inventory, dtype_name
-from slipstream.transports.wire import Compact
-
-OWN = CompactWire()
+from slipstream.torch.layer_math import TorchLayerMath
+from slipstream.types import Buffer, Layer
 
 
 class Captured:
@@ -49,7 +48,11 @@ class Captured:
             [self.layer], Ports(self._entered, self._takes, self._captured, self._settled)
         )
         self.parameters = list(module.parameters())
-        self.rebuilder = Rebuilder(self.layer, 1)
+        shape = self.layer.shape
+        dtype = dtype_name(module.weight)
+        self.as_planned = Layer("layer", form, shape.outputs, shape.inputs, 0, bias, dtype)
+        self.math = TorchLayerMath(self.parameters, {"layer": module})
+        self.scratch = Scratch()
 
     def _entered(self, _: CompactLayer, x: Tensor) -> int | None:
         self.entered.append(x)
@@ -62,24 +65,36 @@ class Captured:
         self.events.append("captured")
 
     def _settled(self, layer: CompactLayer) -> None:
-        if layer.settle():
+        if layer.finish():
             self.events.append("settled")
-            layer.own()
+            layer.detach()
 
-    def exchange(self, wire: CompactWire = OWN) -> None:
+    def codec(self, wire: Any = "own") -> Factors | Rows:
+        return Factors(wire) if self.layer.shape.form == "factors" else Rows(wire)
+
+    def exchange(self, wire: Any = "own") -> None:
         """What a round between one worker and itself would do."""
-        message = self.message(wire)
+        frames = self.message(wire)
         self.layer.reset()
-        self.rebuilder.rebuild([message], self.parameters)
+        self.rebuild([frames] if frames else [], divisor=1)
 
-    def message(self, wire: CompactWire = OWN, rebuilder: Rebuilder | None = None) -> Any:
-        taken = self.layer.take()
-        kept = (rebuilder or self.rebuilder).hold(taken, wire, early=False)
-        frames = [frame for matrix in kept for frame in in_frames(matrix)]
-        dtypes = (dtype_name(kept[0]), dtype_name(kept[1])) if kept else ("", "")
-        body = Compact(0, 0, 0, bool(kept), len(kept[0]) if kept else 0, dtypes, 0)
-        wire.examine(self.layer.shape, body.present, body.rows, body.dtypes, frames)
-        return body, frames
+    def rebuild(self, given: Sequence[Sequence[Buffer]], divisor: int) -> None:
+        if given:
+            codec = self.codec()
+            codec.combine(given, self.as_planned, self.math, self.scratch, divisor=divisor)
+
+    def message(self, wire: Any = "own") -> list[Buffer]:
+        """The frames of what has been captured; none if the layer was not used."""
+        taken, codec = self.layer.take(), self.codec(wire)
+        if taken is None:
+            return []
+        frames: list[Buffer] = []
+        for place, matrix in enumerate((taken.first, taken.second)):
+            dtype = codec.wire_dtype(dtype_name(matrix), place)
+            raw = matrix.to(getattr(torch, dtype)).contiguous().view(-1).view(torch.uint8)
+            frames += to_frames(Matrix(len(matrix), raw.numpy(), dtype))
+        codec.examine(frames, self.as_planned)
+        return frames
 
     def assert_equal(self) -> None:
         wanted, got = self.plain.named_parameters(), self.module.named_parameters()
@@ -414,9 +429,9 @@ def test_mean_over_workers_in_rank_order() -> None:
     for rank, layer in enumerate(layers[:3]):  # of which one has fewer rows, one none
         backward(layer.module, whole(4 - 2 * rank, 5, seed=rank))
         parts.append(layer.message())
-    parts.append(layers[3].message())
+    assert layers[3].message() == []
     target = layers[0]
-    Rebuilder(target.layer, 4).rebuild(parts, target.parameters)
+    target.rebuild(parts, divisor=4)
     for rank in range(3):
         backward(target.plain, whole(4 - 2 * rank, 5, seed=rank))
     for got, wanted in zip(target.parameters, target.plain.parameters(), strict=True):
@@ -426,19 +441,8 @@ def test_mean_over_workers_in_rank_order() -> None:
 def test_bfloat16_wire(captured: Callable[..., Captured]) -> None:
     layer = captured(integral(nn.Linear(5, 3)))
     both(layer, lambda one: backward(one, whole(4, 5)))
-    layer.exchange(CompactWire("bfloat16"))
+    layer.exchange("bfloat16")
     layer.assert_equal()
-
-
-def test_what_is_being_sent_stays_for_a_round(captured: Callable[..., Captured]) -> None:
-    layer = captured(integral(nn.Linear(5, 3)))
-    sent = []
-    for seed in range(3):
-        backward(layer.module, whole(4, 5, seed=seed))
-        _, frames = layer.message()
-        sent.append((frames[0], bytes(frames[0])))
-    (_, first), (second, was) = sent[0], sent[1]
-    assert bytes(second) == was != first
 
 
 # ---- obstacles

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import random
 import shutil
@@ -53,31 +52,31 @@ class Training:
 
     def everything(self) -> Any:
         """Whatever loading may change, by value."""
-        averages = self.job._own_averages
-        return copy.deepcopy(
-            {
-                "model": bits(dict(self.model.state_dict())),
-                "state": [bits(self.optimizer.state.get(p)) for p in self.model.parameters()],
-                "others": len(self.optimizer.state),
-                "groups": [
-                    {k: repr(v) for k, v in group.items() if k != "params"}
-                    | {"params": [id(p) for p in group["params"]]}
-                    for group in self.optimizer.param_groups
-                ],
-                "averages": bits(averages.weights if averages is not None else {}),
-                "step": self.job.step,
-                "random": [
-                    torch.get_rng_state().tolist(),
-                    random.getstate(),
-                    repr(np.random.get_state(legacy=True)),  # noqa: NPY002
-                ],
-            }
-        )
+        averages = self.job._training.averages()
+        kind, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+        return {
+            "model": bits(dict(self.model.state_dict())),
+            "state": [bits(self.optimizer.state.get(p)) for p in self.model.parameters()],
+            "others": len(self.optimizer.state),
+            "groups": [
+                {k: repr(v) for k, v in group.items() if k != "params"}
+                | {"params": [id(p) for p in group["params"]]}
+                for group in self.optimizer.param_groups
+            ],
+            "averages": bits(averages),
+            "step": self.job.step,
+            "random": [
+                torch.get_rng_state().numpy().tobytes(),
+                random.getstate(),
+                (kind, np.asarray(words).tobytes(), rest),
+            ],
+        }
 
 
 def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.detach().reshape(-1).view(torch.uint8).tolist()
+        content = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.dtype, value.shape, content
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     return repr(value)
@@ -327,8 +326,7 @@ def test_checkpoints_of_earlier_versions_are_loaded(
                 assert torch.equal(value, tensors[f"optimizer/state/{name}/{key}"]), (name, key)
             assert len(optimizer.state[parameter]) >= 3
         if file == "averaged":
-            assert job._own_averages is not None
-            average = job._own_averages.weights["0.weight"]
+            average = job._training.averages()[0]["0.weight"]
             assert torch.equal(average, tensors["averaged/0.weight"])
 
 

@@ -6,7 +6,7 @@ from slipstream.errors import ForeignParameters
 from slipstream.torch.inventory import (
     Inventory,
     check_optimizer,
-    portrait,
+    config_fingerprint,
     spec_of,
     whole_state,
 )
@@ -67,7 +67,7 @@ def test_peculiar_parameters_keep_their_shape() -> None:
     model = nn.Module()
     model.scalar = nn.Parameter(torch.tensor(1.0))
     model.none = nn.Parameter(torch.empty(0, 4))
-    model.narrow = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    model.congested = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     model.turned = nn.Parameter(torch.zeros(2, 3).t())
     model.wave = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex128))
     assert [(s.shape, s.dtype) for s in Inventory.of(model).specs] == [
@@ -112,7 +112,7 @@ def test_a_foreign_parameter_is_named_by_its_place() -> None:
 
 def test_portraits_show_what_must_be_equal_on_all_ranks() -> None:
     def drawn(model: nn.Module, lr: float = 0.1) -> list[str]:
-        return portrait(model, torch.optim.SGD(model.parameters(), lr=lr))
+        return config_fingerprint(model, torch.optim.SGD(model.parameters(), lr=lr))
 
     assert drawn(Tied()) == drawn(Tied())
     assert drawn(Tied()) != drawn(Tied(), lr=0.5)

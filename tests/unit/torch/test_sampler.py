@@ -23,7 +23,7 @@ class Dealer:
 
     def train(self, *, counts: bool = True) -> None:
         self.steps += 1
-        self.leases.settle(0, counts=counts)
+        self.leases.finish(0, counts=counts)
 
 
 def sampler(dealer: Dealer, samples: int = 10, size: int = 3) -> LeasedBatches:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from samples import make_plan
 
 from slipstream.errors import ConfigError, FrameRefused
-from slipstream.runtime.configuration import OptimizerRecipe
-from slipstream.strategy import Plan
+from slipstream.plan import Plan
+from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.torch.shard_optimizer import (
     ELEMENTWISE,
     WEIGHTS,
@@ -148,7 +148,7 @@ class Shards:
 
 def cut(chunk_bytes: int, servers: int = 2, dtype: str = "float32") -> Plan:
     specs = [Spec(s.name, s.shape, dtype, s.order) for s in SPECS]
-    return make_plan(specs, servers=servers, update="server", chunk_bytes=chunk_bytes)
+    return make_plan(specs, servers=servers, at_holder=True, chunk_bytes=chunk_bytes)
 
 
 def agree(whole: Whole, weights: Sequence[torch.Tensor | None]) -> None:
@@ -327,10 +327,10 @@ def test_damaged_or_misplaced_state_is_refused(shards: Shards) -> None:
 
 
 def test_settings_for_too_few_groups_are_refused(shards: Shards) -> None:
-    chunk, holder = shards.plan.chunks[0], shards.holder(0)
+    holder = shards.holder(0)
     with pytest.raises(FrameRefused, match="settings for 0 parameter groups"):
-        holder.examine(chunk, [])
+        holder.examine([])
     with pytest.raises(FrameRefused, match="other names or kinds"):
-        holder.examine(chunk, [{"lr": "fast"}, {}])
+        holder.examine([{"lr": "fast"}, {}])
     with pytest.raises(FrameRefused, match="other names or kinds"):
-        holder.examine(chunk, [{"speed": 1.0}, {}])
+        holder.examine([{"speed": 1.0}, {}])

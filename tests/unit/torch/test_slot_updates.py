@@ -16,9 +16,10 @@ from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
-from slipstream.torch.slot_updates import Slot, SlotUpdates, slots_of
+from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
 
 WORDS, WIDTH = 30, 8
@@ -32,12 +33,12 @@ class Reader(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH, padding_idx=0, sparse=sparse)
         self.mix = nn.Conv1d(WIDTH, 16, 2)
         self.wide = nn.Linear(16, 5000)
-        self.narrow = nn.Linear(5000, 3)
+        self.congested = nn.Linear(5000, 3)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
         mixed = self.mix(self.words(rows).transpose(1, 2)).amax(2)
-        return self.narrow(self.wide(mixed).relu())
+        return self.congested(self.wide(mixed).relu())
 
 
 class Bench:
@@ -57,7 +58,7 @@ class Bench:
         self.weights.bind()
         turns = itertools.count()
         self.delivered: list[tuple[Slot, list[int]]] = []
-        self.updates = SlotUpdates(
+        slots = SlotWriter(
             model,
             optimizer,
             self.plan,
@@ -65,11 +66,11 @@ class Bench:
             reserve=lambda: next(turns) % 2,
             deliver=lambda slot: self.delivered.append((slot, slot.front[0])),
             version=lambda: self.rings.version,
-            share_buffers=self.weights.copy_out_buffers,
             finite=finite,
         )
+        self.updates = SlotUpdates(model, self.plan, slots, self.weights)
         self.optimizer = LoopOptimizer(optimizer)
-        self.optimizer.synchronizer = self.updates
+        self.optimizer.end_step = self.updates.end_step
 
     def forms(self) -> dict[str, int]:
         names = [self.plan.tensors[gradient.tensor].name for gradient in self.plan.gradients]
@@ -135,7 +136,7 @@ def test_step_after_step_slots_hold_the_gradients(bench: Bench) -> None:
         assert bench.forms()["unused.weight"] == ABSENT
         assert all(p.grad is None for p in bench.model.parameters())
         whole = [
-            p for n, p in bench.twin.named_parameters() if n.split(".")[0] in "mix wide narrow"
+            p for n, p in bench.twin.named_parameters() if n.split(".")[0] in "mix wide congested"
         ]
         rows = bench.forms()["words.weight"] - ROWS
         written = 4 * (sum(p.numel() for p in whole) + rows * WIDTH)

@@ -5,9 +5,8 @@ import pytest
 import torch
 from samples import make_plan, vector
 
-from slipstream.codecs import Codec, Dense
+from slipstream.codecs import Dense, SegmentCodec
 from slipstream.errors import RuntimeFault
-from slipstream.strategy import Update
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.slots import LiveTensors
@@ -17,9 +16,9 @@ from slipstream.types import Values
 
 def slots(
     *tensors: torch.Tensor,
-    update: Update = "worker",
+    at_holder: bool = False,
     buffers: tuple[int, ...] = (),
-    codec: Codec | None = None,
+    codec: SegmentCodec | None = None,
     finite: FiniteGradients | None = None,
 ) -> LiveTensors:
     specs = [
@@ -31,7 +30,8 @@ def slots(
         owner.register_buffer(f"t{i}", tensors[i])
     places = tuple((owner, f"t{i}") if i in buffers else None for i in range(len(tensors)))
     inventory = Inventory(tuple(specs), tensors, places)
-    return LiveTensors(make_plan(specs, update=update, codec=codec), inventory, Staging(), finite)
+    plan = make_plan(specs, at_holder=at_holder, codec=codec)
+    return LiveTensors(plan, inventory, Staging(), finite)
 
 
 def numbers(values: Values | None) -> list[float]:
@@ -51,7 +51,7 @@ def test_a_parameter_contributes_its_gradient_and_receives_the_mean() -> None:
     live = slots(parameter)
     assert numbers(live.source(0)) == [1, 2]
     live.sink(0).data.view(np.float32)[:] = [5, 6]
-    live.settle(0)
+    live.finish(0)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [5, 6]
     assert parameter.tolist() == [0, 0]
@@ -62,7 +62,7 @@ def test_no_gradient_is_no_contribution_but_a_mean_of_others_is_taken() -> None:
     live = slots(parameter)
     assert live.source(0) is None
     live.sink(0).data.view(np.float32)[:] = [3, 4]
-    live.settle(0)
+    live.finish(0)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [3, 4]
     assert not parameter.grad.requires_grad
@@ -83,7 +83,7 @@ def test_a_sparse_gradient_travels_dense_and_comes_back_dense() -> None:
     live.fetch(0)
     assert numbers(live.source(0)) == [0, 2, 0]
     live.sink(0).data.view(np.float32)[:] = [4, 5, 6]
-    live.settle(0)
+    live.finish(0)
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.tolist() == [[4], [5], [6]]
 
@@ -95,7 +95,7 @@ def test_a_turned_gradient_and_result_keep_their_places() -> None:
     live.fetch(0)
     assert numbers(live.source(0)) == [0, 3, 1, 4, 2, 5]
     live.sink(0).data.view(np.float32)[:] = [0, 1, 2, 3, 4, 5]
-    live.settle(0)
+    live.finish(0)
     assert parameter.grad.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -109,13 +109,13 @@ def test_a_conjugated_gradient_is_averaged_in_place() -> None:
     before = torch.view_as_real(parameter.grad.resolve_conj()).reshape(-1).tolist()
     assert numbers(live.source(0)) == before
     live.sink(0).data.view(np.float32)[:] = [9, 8, 7, 6]
-    live.settle(0)
+    live.finish(0)
     assert parameter.grad.tolist() == [9 + 8j, 7 + 6j]
 
 
 def test_where_servers_update_gradients_are_copied_and_weights_come_back() -> None:
     parameter = with_gradient(1, 2)
-    live = slots(parameter, update="server")
+    live = slots(parameter, at_holder=True)
     live.fetch(0)
     first = live.source(0)
     assert parameter.grad is not None
@@ -123,14 +123,14 @@ def test_where_servers_update_gradients_are_copied_and_weights_come_back() -> No
     assert numbers(first) == [1, 2]
     assert numbers(live.source(0)) == [1, 2], "read again for the next chunk"
     live.sink(0).data.view(np.float32)[:] = [5, 6]
-    live.settle(0)
+    live.finish(0)
     assert parameter.tolist() == [5, 6]
     assert parameter.grad.tolist() == [0, 0]
 
 
 def test_a_new_round_reads_afresh() -> None:
     parameter = with_gradient(1)
-    live = slots(parameter, update="server")
+    live = slots(parameter, at_holder=True)
     live.fetch(0)
     assert numbers(live.source(0)) == [1]
     live.forget()
@@ -142,16 +142,16 @@ def test_a_new_round_reads_afresh() -> None:
     assert live.source(0) is None
 
 
-@pytest.mark.parametrize("update", ["worker", "server"])
-def test_a_buffer_contributes_only_when_it_changed(update: Update) -> None:
+@pytest.mark.parametrize("at_holder", [False, True])
+def test_a_buffer_contributes_only_when_it_changed(at_holder: bool) -> None:
     buffer = torch.tensor([1.0, 2.0])
-    live = slots(buffer, buffers=(0,), update=update)
+    live = slots(buffer, buffers=(0,), at_holder=at_holder)
     assert live.source(0) is None
     buffer[0] = 5
     live.forget()
     assert numbers(live.source(0)) == [5, 2]
     live.sink(0).data.view(np.float32)[:] = [3, 3]
-    live.settle(0)
+    live.finish(0)
     live.forget()
     assert buffer.tolist() == [3, 3]
     assert live.source(0) is None, "the mean is what is known now"
@@ -172,7 +172,7 @@ def test_a_buffer_that_the_module_replaced_is_the_one_exchanged() -> None:
     model.ema = torch.tensor([1.0, 2.0])
     assert numbers(live.source(0)) == [1, 2]
     live.sink(0).data.view(np.float32)[:] = [5, 6]
-    live.settle(0)
+    live.finish(0)
     assert model.ema.tolist() == [5, 6]
     model.ema = torch.zeros(3)
     with pytest.raises(RuntimeFault, match=r"'ema' was \(2,\) .* and is \(3,\)"):
@@ -183,7 +183,7 @@ def test_a_buffer_that_the_module_replaced_is_the_one_exchanged() -> None:
 
 
 def refusing(
-    *tensors: torch.Tensor, buffers: tuple[int, ...] = (), codec: Codec | None = None
+    *tensors: torch.Tensor, buffers: tuple[int, ...] = (), codec: SegmentCodec | None = None
 ) -> LiveTensors:
     return slots(*tensors, buffers=buffers, codec=codec, finite=FiniteGradients("refuse"))
 

@@ -1,11 +1,24 @@
-"""Settings that the loop goes on changing, while updates of earlier clocks are still to come."""
+"""Updates of earlier clocks: their settings, and the gradients of the loop, which stay its own."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
-from slipstream.torch.streamed_updates import Timeline
+from slipstream.runtime.assembly import round_channel
+from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.runtime.members.member import HUB
+from slipstream.systems import parameter_flow
+from slipstream.testing.cluster import Stage
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.slots import LiveTensors
+from slipstream.torch.staging import Staging
+from slipstream.torch.streamed_updates import StreamedUpdates, Timeline
+from slipstream.torch.synchronizer import Synchronizer
+from slipstream.types import Cluster
 
 
 class Recording(torch.optim.SGD):
@@ -79,3 +92,115 @@ def test_settings_are_the_loops_own_again_after_an_error() -> None:
     with pytest.raises(KeyError), timeline.at(0):
         raise KeyError
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class Worker:
+    """One worker and one server, with all that applies updates of earlier clocks."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **how) -> None:
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+        self.plain = copy.deepcopy(self.model)
+        self.local = optimizer(self.model.parameters(), lr=0.5)
+        self.reference = torch.optim.SGD(self.plain.parameters(), lr=0.5)
+        inventory = Inventory.of(self.model)
+        settings = {"delta": 0.0, "staleness": 1, "rate_factor": 1.0, **how}
+        plan = parameter_flow(**settings).plan(inventory.specs, Cluster(1, 1))
+        self.stage = Stage(plan, 0, None)
+        slots = LiveTensors(plan, inventory, Staging())
+        stream = round_channel(0, plan, self.stage.members[HUB], slots, limit_s=10)
+        assert isinstance(stream, UpdateStream)
+        self.optimizer = LoopOptimizer(self.local)
+        self.applied = 0
+        self.synchronizer = Synchronizer(
+            self.model,
+            plan,
+            inventory,
+            slots,
+            (stream,),
+            lambda made: StreamedUpdates(made, self.optimizer, stream, self._count),
+        )
+
+    def _count(self) -> None:
+        self.applied += 1
+
+    def backward(self, step: int) -> None:
+        """Of a loss that is linear in the weights: delay does not change gradients."""
+        for model in (self.model, self.plain):
+            model.zero_grad()
+            data = torch.full((2, 6), step + 1.0)
+            (model[0](data).sum() + model[1](data[:, :4]).sum()).backward()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.reference.step()
+
+
+def notes(gradients: list[torch.Tensor]) -> list[tuple[int, int, list[float]]]:
+    return [(id(g), g._version, g.flatten().tolist()) for g in gradients]
+
+
+HOW = [{}, {"overlap": False}, {"payload": "update", "overlap": False}]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_gradients_of_the_loop_are_its_own_whatever_is_applied(how: dict) -> None:
+    worker = Worker(**how)
+    for step in range(4):
+        worker.backward(step)
+        gradients = worker.gradients()
+        known = notes(gradients)
+        worker.step()
+        assert notes(worker.gradients()) == known
+        worker.synchronizer.wait()
+        assert notes(worker.gradients()) == known
+        assert worker.applied == step + 1
+    for own, expected in zip(worker.model.parameters(), worker.plain.parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_updates_that_come_between_backward_and_step_leave_gradients_alone() -> None:
+    worker = Worker()
+    worker.backward(0)
+    worker.step()
+    worker.backward(1)
+    known = notes(worker.gradients())
+    worker.stage.drain()
+    worker.synchronizer.wait()
+    assert worker.applied == 1
+    assert notes(worker.gradients()) == known
+    worker.step()  # refuses gradients that have changed since they left
+    worker.synchronizer.wait()
+    assert worker.applied == 2
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps the gradients of its last step, without a copy."""
+
+    def step(self, closure=None):
+        kept = [p.grad for group in self.param_groups for p in group["params"]]
+        self.seen = [*getattr(self, "seen", []), kept]
+        return super().step(closure)
+
+
+def test_an_update_that_the_optimizer_keeps_is_not_overwritten() -> None:
+    worker = Worker(Keeping)
+    for step in range(3):
+        worker.backward(step)
+        worker.step()
+    worker.synchronizer.wait()
+    assert [float(kept[0][0, 0]) for kept in worker.local.seen] == [2.0, 4.0, 6.0]
+
+
+def test_an_error_of_the_optimizer_leaves_gradients_alone() -> None:
+    worker = Worker()
+    worker.local.register_step_pre_hook(lambda *_: 1 / 0)
+    worker.backward(0)
+    known = notes(worker.gradients())
+    worker.optimizer.step()
+    with pytest.raises(ZeroDivisionError):
+        worker.synchronizer.wait()
+    assert notes(worker.gradients()) == known

@@ -51,14 +51,14 @@ def test_idle_connections_are_ended_but_not_those_of_members(listener: socket.so
     ):
         inside = [listener.accept()[0], listener.accept()[0], other.accept()[0]]
         guard = ConnectionGuard(port_of(listener), {inside[0].fileno()})
-        assert guard.look() == 1
+        assert guard.tick() == 1
         assert stranger.recv(1) == b""
         for connection in (member, elsewhere):
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
                 connection.recv(1)
         guard.store_port = port_of(other)
-        assert guard.look() >= 1
+        assert guard.tick() >= 1
         elsewhere.setblocking(True)
         assert elsewhere.recv(1) == b""
         guard.close()
@@ -74,7 +74,7 @@ def test_who_has_just_connected_is_given_time(
     with socket.create_connection(listener.getsockname()):
         inside, _ = listener.accept()
         guard = ConnectionGuard(port_of(listener), ())
-        assert guard.look() == 0
+        assert guard.tick() == 0
         guard.close()
         inside.close()
 
@@ -87,7 +87,7 @@ def test_nothing_else_is_touched(listener: socket.socket) -> None:
     with left, right, tempfile.TemporaryFile() as file:
         before = sorted(os.listdir("/proc/self/fd"))
         for _ in range(20):
-            assert guard.look() == 0
+            assert guard.tick() == 0
         assert sorted(os.listdir("/proc/self/fd")) == before
         left.send(b"x")
         assert right.recv(1) == b"x"
@@ -95,7 +95,7 @@ def test_nothing_else_is_touched(listener: socket.socket) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX)
         blocking = socket.create_connection(listener.getsockname())
         socket.setdefaulttimeout(5)
-        guard.look()
+        guard.tick()
         socket.setdefaulttimeout(None)
         assert os.get_blocking(blocking.fileno()), "its owner wants it so"
         assert os.get_blocking(left.fileno())
@@ -125,7 +125,7 @@ def test_a_look_works_when_nothing_is_left(
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.dup(0))
-        assert guard.look() == 1
+        assert guard.tick() == 1
         for fd in taken:
             os.close(fd)
     finally:

@@ -30,13 +30,13 @@ Ends = tuple[LocalSocket[Word], LocalSocket[Word]]
 
 def test_messages_come_in_order_and_whole(ends: Ends) -> None:
     one, other = ends
-    assert not other.has_come()
+    assert not other.has_input()
     texts = ["a", "b" * 1_000_000, "c"]
     sender = threading.Thread(target=lambda: [one.send(Word(text)) for text in texts])
     sender.start()
     assert [other.receive()[0].text for _ in texts] == texts
     sender.join()
-    assert not other.has_come()
+    assert not other.has_input()
 
 
 def test_the_second_of_two_that_came_as_one_is_noticed(ends: Ends) -> None:
@@ -44,7 +44,7 @@ def test_the_second_of_two_that_came_as_one_is_noticed(ends: Ends) -> None:
     one.send(Word("first"))
     one.send(Word("second"))
     assert other.receive()[0] == Word("first")
-    assert other.has_come()
+    assert other.has_input()
     assert other.receive()[0] == Word("second")
 
 

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from slipstream.bench.contestants.meeting import LIMIT, meeting_point, own_address
 from slipstream.bench.contestants.session import Session
-from slipstream.bench.forking import die_with_parent
+from slipstream.bench.fork_server import die_with_parent
 
 MATCHMAKING_S = 3.0  # what hivemind advises for small local runs
 REQUEST_LIMIT_S = 1.0  # two that ask each other at once wait this long; has to be the shorter

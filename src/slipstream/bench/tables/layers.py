@@ -108,7 +108,7 @@ class Table:
             for name, shape in layer.named_shapes.items()
         ]
         return tuple(
-            Spec(name, shape, "float32", order, layer=layer)
+            Spec(name, shape, "float32", order, layer=layer, form="factors" if layer else "")
             for order, (name, shape, layer) in enumerate(named)
         )
 

@@ -44,10 +44,6 @@ class Program:
     ) -> None:
         self.rows.append((list(terms), least, most))
 
-    def forbid(self, variable: int) -> None:
-        """Hold a variable at 0."""
-        self.bounds[variable] = 0.0
-
     def solve(self, *, gap: float = 0.0) -> Solution:
         """The optimum, or what is proven to cost at most this share more."""
         # Here, because it takes half a second to import, and few who import planning solve.

@@ -1,0 +1,48 @@
+"""A fully connected layer's gradient as two matrices of few rows (sufficient factors).
+
+The weight's gradient is dYᵀX and the bias's the sum of dY's rows, so X (rows × inputs) and dY
+(rows × outputs) say the same in fewer numbers where a batch has few rows.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from slipstream.codecs.layer_codec import LayerCodec
+from slipstream.codecs.matrices import LayerMath, Wanted
+from slipstream.codecs.protocol import Form
+from slipstream.types import Layer, Spec, Values
+
+
+class Factors(LayerCodec, frozen=True):
+    """X and dY of a fully connected layer; X is known in the forward pass and may leave then.
+
+    Args:
+        wire: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32 and rounds.
+
+    Raises:
+        ConfigError: The wire format is unknown.
+
+    >>> Factors("bfloat16").name
+    'factors-bfloat16'
+    >>> Factors().obstacle(Spec("conv.weight", (8, 3, 3, 3), "float32", 0))
+    "it is no fully connected layer's: route it to Dense()"
+    """
+
+    form: ClassVar[Form] = "factors"
+    early: ClassVar[bool] = True
+    counted: ClassVar[tuple[str, str]] = ("rows of X", "of dY")
+
+    def obstacle(self, spec: Spec) -> str:
+        if spec.form == "factors":
+            return ""
+        return spec.obstacle or "it is no fully connected layer's: route it to Dense()"
+
+    def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
+        return Wanted(layer.inputs), Wanted(layer.outputs)
+
+    def accumulate(
+        self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
+    ) -> None:
+        """One product of the two stacks."""
+        math.multiply(layer, second, first, rows, share)

@@ -1,0 +1,186 @@
+"""Some entries travel, the others wait in a residual until they are selected."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from slipstream._native import (
+    bounded_add,
+    bounded_check,
+    bounded_nbytes,
+    bounded_pack,
+    bounded_write,
+    mean_into,
+)
+from slipstream.codecs.protocol import Form
+from slipstream.codecs.residual import Residual, obstacle_to_residual
+from slipstream.codecs.select import Above, AnySelector
+from slipstream.errors import ConfigError, FrameRefused
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import Buffer, EncodeContext, Spec, Values
+
+Precision = Literal["float32", "bfloat16"]
+Squeeze = Literal["snappy", "lz4", "zstd"]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# As native/bounded.h has it: form, values, squeeze, values held, bytes of the body unsqueezed.
+HEADER = struct.Struct("<BBBxII")
+SQUEEZE_PLACE = 2
+VALUES_CODES = {"float32": 1, "bfloat16": 2}
+SQUEEZE_CODES = {"snappy": 1, "lz4": 2, "zstd": 3}
+ZSTD_LEVEL = 1  # what is left to find is mostly in the exponents, and higher ones find no more
+
+
+class Filter(Part, frozen=True):
+    """The entries that ``select`` picks travel; the others are added to those of the next time.
+
+    With a the values plus the residual r of the last time:
+
+        aᵢ travels and rᵢ ← 0 where i is selected; elsewhere rᵢ ← aᵢ
+
+    so that what was sent plus what is kept is a, bit for bit. A NaN or an infinity travels and does
+    not stay.
+
+    Args:
+        select: Which entries travel: ``Above`` a bound, or one partition after the other
+            (``Rotate``).
+        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to.
+        squeeze: How what travels is compressed, where that gains anything.
+
+    Raises:
+        ConfigError: ``values`` or ``squeeze`` is unknown.
+
+    >>> codec, gradient = Filter(Above(0.5, decay="constant")), np.float32([0.25, -2])
+    >>> residual = codec.init(2, "float32")
+    >>> _ = codec.encode(Values(gradient.view(np.uint8), "float32"), residual, EncodeContext())
+    >>> residual.values.tolist()
+    [0.25, 0.0]
+    """
+
+    select: AnySelector = Above()
+    values: Precision = "float32"
+    squeeze: Squeeze | None = None
+
+    form: ClassVar[Form] = "dense"
+    lossy: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
+    frames: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (
+            ("values", self.values, get_args(Precision)),
+            ("squeeze", self.squeeze, (*get_args(Squeeze), None)),
+        ):
+            if value not in choices:
+                known = ", ".join(map(str, choices))
+                raise ConfigError(f"{name}={value!r}: choose one of {known}")
+
+    @property
+    def name(self) -> str:
+        precision = "" if self.values == "float32" else f"-{self.values}"
+        return "filter" + precision + (f"-{self.squeeze}" if self.squeeze else "")
+
+    def facts(self) -> Facts:
+        shorter = self.values != "float32" or self.squeeze is not None
+        known = facts("up: shorter values") if shorter else facts()
+        return self.select.facts() | facts("up: dense", "up: error feedback") | known
+
+    def obstacle(self, spec: Spec) -> str:
+        if trouble := obstacle_to_residual(spec):
+            return trouble
+        if self.squeeze is not None and find_spec("cramjam") is None:
+            return (
+                f"squeeze={self.squeeze!r} needs cramjam, which is not installed: "
+                "pip install cramjam, or choose squeeze=None"
+            )
+        return ""
+
+    def init(self, numel: int, dtype: str) -> Residual:
+        return Residual.zeros(numel)
+
+    def encode(self, values: Values, residual: Residual, ctx: EncodeContext) -> tuple[Buffer, ...]:
+        delta = self.select.threshold(values, residual.values, ctx)
+        out = np.empty(bounded_nbytes(values.numel, self.values), dtype=np.uint8)
+        frame = out[: bounded_pack(out, values.data, residual.values, delta, self.values)]
+        return (frame if self.squeeze is None else _squeezed(frame, self.squeeze),)
+
+    def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
+        frame = self._opened(frames[0], numel)
+        try:
+            bounded_check(frame, numel)
+        except ValueError as error:
+            raise FrameRefused(str(error)) from error
+
+    def combine(
+        self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float
+    ) -> None:
+        first, *others = contributions
+        self.decode_into(first, out)
+        for frames in others:
+            bounded_add(out.data, self._opened(frames[0], out.numel))
+        if divisor != 1:
+            mean_into(out.data, [out.data], out.dtype, divisor)
+
+    def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
+        bounded_write(out.data, self._opened(frames[0], out.numel))
+
+    def _opened(self, frame: Buffer, numel: int) -> Buffer:
+        """The frame as the kernels read it: not squeezed."""
+        content = np.frombuffer(frame, dtype=np.uint8)
+        if content.size < HEADER.size:
+            raise FrameRefused(f"{content.size} bytes where a header alone takes {HEADER.size}")
+        _, values, squeeze, _, body_bytes = HEADER.unpack_from(content)
+        if values != VALUES_CODES[self.values]:
+            raise FrameRefused(f"values of type {values} where {self.values} were announced")
+        if squeeze == 0:
+            return content
+        if self.squeeze is None or squeeze != SQUEEZE_CODES[self.squeeze]:
+            raise FrameRefused(f"squeezed by method {squeeze} where {self.squeeze} was announced")
+        most = bounded_nbytes(numel, self.values) - HEADER.size
+        if body_bytes > most:
+            raise FrameRefused(f"unsqueezes to {body_bytes} bytes; {numel} values take {most}")
+        return _unsqueezed(content, self.squeeze, body_bytes)
+
+
+def _squeezed(frame: Bytes, method: Squeeze) -> Bytes:
+    """With a shorter body; the same frame if it would be no shorter."""
+    library: Any = import_module("cramjam")
+    body = frame[HEADER.size :]
+    match method:
+        case "snappy":
+            shorter = library.snappy.compress_raw(body)
+        case "lz4":
+            shorter = library.lz4.compress_block(body)
+        case "zstd":
+            shorter = library.zstd.compress(body, level=ZSTD_LEVEL)
+    if len(shorter) >= body.size:
+        return frame
+    header = frame[: HEADER.size].copy()
+    header[SQUEEZE_PLACE] = SQUEEZE_CODES[method]
+    return np.concatenate([header, np.frombuffer(shorter, dtype=np.uint8)])
+
+
+def _unsqueezed(frame: Bytes, method: Squeeze, body_bytes: int) -> Bytes:
+    """Into so many bytes and no more, whatever the frame would unsqueeze to."""
+    library: Any = import_module("cramjam")
+    whole = np.empty(HEADER.size + body_bytes, dtype=np.uint8)
+    whole[: HEADER.size] = frame[: HEADER.size]
+    whole[SQUEEZE_PLACE] = 0
+    unsqueeze = {
+        "snappy": library.snappy.decompress_raw_into,
+        "lz4": library.lz4.decompress_block_into,
+        "zstd": library.zstd.decompress_into,
+    }[method]
+    try:
+        written = unsqueeze(frame[HEADER.size :], whole[HEADER.size :])
+    except library.DecompressionError as error:
+        raise FrameRefused(f"cannot be unsqueezed by {method}: {error}") from error
+    if written != body_bytes:
+        raise FrameRefused(f"unsqueezes to {written} bytes where it says {body_bytes}")
+    return whole

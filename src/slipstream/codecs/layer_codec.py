@@ -1,0 +1,119 @@
+"""What codecs of whole layers share: a gradient as two matrices that have equally many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from slipstream.codecs.matrices import LayerMath, Scratch, Wanted, frames_taken, stack
+from slipstream.codecs.protocol import Form
+from slipstream.errors import ConfigError, FrameRefused
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import ITEM_BYTES, Buffer, Layer, Values
+
+CompactWire = Literal["own", "bfloat16", "float32"]
+
+
+class LayerCodec(Part, frozen=True):
+    """A codec of a whole layer; its subclasses say which two matrices travel.
+
+    ``wire="own"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32.
+    """
+
+    wire: CompactWire = "own"
+
+    form: ClassVar[Form]
+    splits: ClassVar[bool] = True
+    early: ClassVar[bool] = False  # whether the first matrix may leave in the forward pass
+    counted: ClassVar[tuple[str, str]]  # what the rows of the two matrices are, in refusals
+
+    def __post_init__(self) -> None:
+        if self.wire not in ("own", "bfloat16", "float32"):
+            raise ConfigError(f"wire={self.wire!r}: choose 'own', 'float32' or 'bfloat16'")
+
+    @property
+    def name(self) -> str:
+        return f"{self.form}-{self.wire}" if self.lossy else self.form
+
+    @property
+    def lossy(self) -> bool:
+        return self.wire == "bfloat16"
+
+    def facts(self) -> Facts:
+        return facts("up: compact form")
+
+    def wire_dtype(self, dtype: str, place: int) -> str:
+        """What matrix ``place`` of this precision travels as."""
+        if self.wire == "float32" and dtype in ("bfloat16", "float16"):
+            return "float32"
+        return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
+
+    def item_bytes(self, layer: Layer) -> int:
+        """What one value of the second matrix takes on the wire."""
+        return ITEM_BYTES[self.wire_dtype(layer.dtype, 1)]
+
+    def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
+        """What the two matrices of this layer must be."""
+        raise NotImplementedError
+
+    def examine(self, frames: Sequence[Buffer], layer: Layer) -> None:
+        """Check a contribution.
+
+        Raises:
+            FrameRefused: The frames are not the two matrices of this layer.
+        """
+        first, second = self.matrices(layer)
+        rows, _, used = frames_taken(frames, first)
+        others, _, rest = frames_taken(frames[used:], second)
+        if rows != others or used + rest != len(frames):
+            told = f"{rows} {self.counted[0]} and {others} {self.counted[1]}"
+            raise FrameRefused(f"{told}, in {len(frames)} frames")
+
+    def examine_early(self, frames: Sequence[Buffer], layer: Layer) -> None:
+        """Check a first matrix that left in the forward pass.
+
+        Raises:
+            FrameRefused: It is not this layer's, or none leaves early.
+        """
+        if not self.early:
+            raise FrameRefused(f"{self.form} do not leave early")
+        rows, _, used = frames_taken(frames, self.matrices(layer)[0])
+        if not rows or used != len(frames):
+            raise FrameRefused(f"{rows} rows of inputs in {len(frames)} frames")
+
+    def combine(
+        self,
+        contributions: Sequence[Sequence[Buffer]],
+        layer: Layer,
+        math: LayerMath,
+        scratch: Scratch,
+        *,
+        divisor: float,
+    ) -> None:
+        """Stack all contributions' rows in the order given, and make the layer's gradient of them.
+
+        Args:
+            contributions: Frames that ``examine`` has passed.
+            math: What makes the gradient and keeps it: torch at workers, numpy at servers.
+            scratch: Memory for the stacks.
+            divisor: What the sum is divided by.
+        """
+        first, second = self.matrices(layer)
+        found: tuple[list[tuple[int, str, Sequence[Buffer]]], ...] = ([], [])
+        for frames in contributions:
+            for wanted, matrices in zip((first, second), found, strict=True):
+                rows, dtype, used = frames_taken(frames, wanted)
+                matrices.append((rows, dtype, frames[1:used]))
+                frames = frames[used:]
+        stacks = [
+            stack(matrices, wanted.width, wanted.stacked_as or layer.dtype, scratch, place)
+            for place, (wanted, matrices) in enumerate(zip((first, second), found, strict=True))
+        ]
+        rows = sum(rows for rows, _, _ in found[0])
+        self.accumulate(math, layer, stacks[0], stacks[1], rows, 1.0 / divisor)
+
+    def accumulate(
+        self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
+    ) -> None:
+        """``share`` times the gradient that the two stacks of ``rows`` rows make."""
+        raise NotImplementedError

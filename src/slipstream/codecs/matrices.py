@@ -1,0 +1,140 @@
+"""Matrices on the wire: a small header, then the memory, cut where it is too large for a frame."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream._native import mean_into
+from slipstream.errors import FrameRefused
+from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Buffer, Layer, Values
+
+HEADER = struct.Struct("<QB7x")  # rows, and a number for the dtype
+DTYPES = ("", "float32", "float64", "bfloat16", "float16", "int64")
+BYTES = {**ITEM_BYTES, "int64": 8}
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """``rows`` rows in one block of memory, whose width the receiver knows."""
+
+    rows: int
+    data: Bytes
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a matrix must be: how many values a row has, and in which precisions; and the precision
+    in which matrices are stacked, if it is not the layer's."""
+
+    width: int
+    dtypes: Sequence[str] = tuple(ITEM_BYTES)
+    stacked_as: str = ""
+
+
+class LayerMath(Protocol):
+    """What a layer's gradient is made with: torch at workers, numpy at servers.
+
+    Results are added where a gradient already exists, as torch does.
+    """
+
+    def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
+        """share·dYᵀX for the weight, share·Σ dY for the bias."""
+        ...
+
+    def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
+        """share·values at these rows of the weight."""
+        ...
+
+
+class Scratch:
+    """Memory for stacked matrices, reused from round to round."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Bytes] = {}
+
+    def take(self, place: int, nbytes: int) -> Bytes:
+        held = self._held.get(place)
+        if held is None or held.nbytes < nbytes:
+            held = self._held[place] = np.empty(nbytes, np.uint8)
+        return held[:nbytes]
+
+
+def frame_sizes(nbytes: int) -> list[int]:
+    """Of the frames that so many bytes take; none if there are none."""
+    whole, rest = divmod(nbytes, LARGEST_CHUNK_BYTES)
+    return [LARGEST_CHUNK_BYTES] * whole + [rest] * bool(rest)
+
+
+def to_frames(matrix: Matrix) -> tuple[Buffer, ...]:
+    """The header and the memory itself, which must not change until it has left."""
+    sizes = frame_sizes(matrix.data.nbytes)
+    stops = list(itertools.accumulate(sizes))
+    header = HEADER.pack(matrix.rows, DTYPES.index(matrix.dtype))
+    parts = (matrix.data[stop - size : stop] for size, stop in zip(sizes, stops, strict=True))
+    return (header, *parts)
+
+
+def frames_taken(frames: Sequence[Buffer], wanted: Wanted) -> tuple[int, str, int]:
+    """Rows and dtype of the first matrix in ``frames``, and how many frames it takes.
+
+    Raises:
+        FrameRefused: The frames do not begin with such a matrix.
+    """
+    header = memoryview(frames[0]) if frames else memoryview(b"")
+    if header.nbytes != HEADER.size:
+        raise FrameRefused(f"{header.nbytes} bytes where a matrix's header takes {HEADER.size}")
+    rows, code = HEADER.unpack(header)
+    dtype = DTYPES[code] if code < len(DTYPES) else ""
+    if dtype not in wanted.dtypes:
+        raise FrameRefused(f"a matrix of type {dtype or code} where {wanted.dtypes} are taken")
+    row_bytes = wanted.width * BYTES[dtype]
+    if rows and not row_bytes:
+        raise FrameRefused(f"{rows} rows of a matrix without columns")
+    # Before anything is counted out: a header may claim more than memory has.
+    there = sum(memoryview(frame).nbytes for frame in frames[1:])
+    if rows * row_bytes > there:
+        raise FrameRefused(f"{there} bytes where {rows} rows take {rows * row_bytes}")
+    sizes = frame_sizes(rows * row_bytes)
+    if [memoryview(frame).nbytes for frame in frames[1 : 1 + len(sizes)]] != sizes:
+        raise FrameRefused(f"{rows} rows of {row_bytes} bytes are cut into other frames")
+    return rows, dtype, 1 + len(sizes)
+
+
+def stack(
+    matrices: Sequence[tuple[int, str, Sequence[Buffer]]],
+    width: int,
+    dtype: str,
+    scratch: Scratch,
+    place: int,
+) -> Values:
+    """Matrices one below the other, in the order given; each is its rows, its dtype and frames."""
+    row_bytes = width * BYTES[dtype]
+    whole = Values(scratch.take(place, sum(rows for rows, _, _ in matrices) * row_bytes), dtype)
+    start = 0
+    for rows, given, frames in matrices:
+        out = whole.data[start : start + rows * row_bytes]
+        start += rows * row_bytes
+        if given == dtype:
+            read_into(out, frames)
+        else:
+            landing = Values.empty(rows * width, given)
+            read_into(landing.data, frames)
+            mean_into(out, [landing.data], given, 1.0, out_dtype=dtype)
+    return whole
+
+
+def read_into(out: Bytes, frames: Sequence[Buffer]) -> None:
+    """The memory of one matrix, without its header, one frame after the other."""
+    start = 0
+    for frame in frames:
+        size = memoryview(frame).nbytes
+        out[start : start + size] = np.frombuffer(frame, np.uint8)
+        start += size

@@ -1,0 +1,108 @@
+"""Eight or four bits a value, one scale a block, and error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from slipstream._native import quantize_pack, quantize_unpack, quantized_nbytes
+from slipstream.codecs.protocol import Form, check_nbytes
+from slipstream.codecs.residual import Residual, obstacle_to_residual
+from slipstream.errors import ConfigError
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import HERE, Buffer, EncodeContext, Spec, Values
+
+Bits = Literal[8, 4]
+RoundingMode = Literal["nearest", "stochastic"]
+BLOCKS = range(32, 4096 + 1, 32)  # what native/quantize.h takes
+
+
+class Quantized(Part, frozen=True):
+    """Each value as a whole number of steps; a step is one L-th of its block's largest magnitude.
+
+    With a the values plus the residual r of the last time, and L = 127 (8 bits) or 7 (4 bits):
+
+        s = max |aᵢ| / L in the block;  qᵢ = round(aᵢ / s);  rᵢ ← aᵢ − s qᵢ
+
+    s has a short mantissa, so that s qᵢ is exact; to nearest, rᵢ is exact, too. The receiver adds
+    s qᵢ in float32. What rounding loses stays in r and travels later. A NaN or an infinity arrives
+    as such and does not enter r; the finite values of its block wait in r.
+
+    Args:
+        bits: 8 or 4.
+        block: How many values share a scale, which takes 4 bytes: a multiple of 32, at most 4096.
+        rounding: ``nearest``, or ``stochastic``: up or down by chance, so that the expected value
+            is aᵢ. Chance follows from ``seed``, the step and the values: a run can be repeated.
+        seed: Of stochastic rounding.
+
+    Raises:
+        ConfigError: One of these is out of range.
+
+    >>> Quantized(bits=4, block=64).name
+    'int4'
+    """
+
+    bits: Bits = 8
+    block: int = 256
+    rounding: RoundingMode = "nearest"
+    seed: int = 0
+
+    form: ClassVar[Form] = "dense"
+    lossy: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
+    frames: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.bits not in get_args(Bits) or type(self.bits) is not int:
+            raise ConfigError(f"Quantized(bits={self.bits!r}): choose 8 or 4")
+        if type(self.block) is not int or self.block not in BLOCKS:
+            raise ConfigError(
+                f"Quantized(block={self.block!r}): choose a multiple of {BLOCKS.step}, from "
+                f"{BLOCKS[0]} to {BLOCKS[-1]}"
+            )
+        if self.rounding not in get_args(RoundingMode):
+            known = " or ".join(map(repr, get_args(RoundingMode)))
+            raise ConfigError(f"Quantized(rounding={self.rounding!r}): choose {known}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"Quantized(seed={self.seed!r}): choose a number from 0 to 2**32 - 1")
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    def nbytes(self, numel: int) -> int:
+        """What ``numel`` values take on the wire: the scales, and the codes."""
+        return quantized_nbytes(numel, self.bits, self.block)
+
+    def facts(self) -> Facts:
+        return facts("up: dense", "up: error feedback")
+
+    def obstacle(self, spec: Spec) -> str:
+        return obstacle_to_residual(spec)
+
+    def init(self, numel: int, dtype: str) -> Residual:
+        return Residual.zeros(numel)
+
+    def encode(
+        self, values: Values, residual: Residual, ctx: EncodeContext = HERE
+    ) -> tuple[Buffer, ...]:
+        out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
+        # Steps are spread over all seeds, so that neighbouring seeds share none of them soon.
+        drawn = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
+        seed = drawn if self.rounding == "stochastic" else None
+        quantize_pack(out, values.data, residual.values, self.bits, self.block, seed)
+        return (out,)
+
+    def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
+        check_nbytes(frames[0], numel, self.nbytes(numel))
+
+    def combine(
+        self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float
+    ) -> None:
+        inputs = [frames[0] for frames in contributions]
+        quantize_unpack(out.data, inputs, self.bits, self.block, divisor)
+
+    def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
+        self.combine([frames], out, divisor=1.0)

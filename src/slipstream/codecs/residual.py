@@ -1,0 +1,106 @@
+"""What a link was given and has not sent yet: one type for all codecs that keep a part back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.types import Buffer, Spec, Values
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+EVERYTHING = -1.0  # a bound that every entry is above
+
+
+class Decoder(Protocol):
+    """The half of a codec that ``put_back`` needs."""
+
+    def decode_into(self, frames: Sequence[Buffer], out: Values) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Residual:
+    """Values that one link was given and has not sent yet.
+
+    Every value is sent exactly once. Whoever sends something of a residual leaves the rest in it:
+
+        sent + kept = values + kept before
+
+    bit for bit where entries are selected; where they are rounded, ``kept`` is what the rounding
+    lost. If the receiver drops the contribution, ``put_back`` makes it as if it were never sent.
+
+    A codec that has more to remember than values (the last factors of a low-rank approximation,
+    say) returns a subclass from ``init``.
+
+    Attributes:
+        values: What is kept, one entry for each value of the segment. Encoders change it in place.
+        separable: Whether entries are sent independently of each other. If not, one value that is
+            not finite spoils the whole contribution: nothing of it entered the residual, and
+            nothing of it returns.
+
+    >>> residual = Residual.zeros(3)
+    >>> residual.add(np.float32([0.25, -2, 1]))
+    >>> residual.take(above=0.5).tolist(), residual.values.tolist()
+    ([0.0, -2.0, 1.0], [0.25, 0.0, 0.0])
+    """
+
+    values: Floats
+    separable: bool = True
+
+    @classmethod
+    def zeros(cls, numel: int, *, separable: bool = True) -> Residual:
+        """A residual in which nothing is kept yet."""
+        return cls(np.zeros(numel, np.float32), separable)
+
+    def part(self, part: slice) -> Residual:
+        """A view: what changes in it changes here."""
+        return Residual(self.values[part], self.separable)
+
+    def add(self, values: Floats) -> None:
+        """More to send."""
+        np.add(self.values, values, out=self.values)
+
+    def take(self, above: float = EVERYTHING) -> Floats:
+        """Remove what is to be sent now.
+
+        Args:
+            above: Entries whose magnitude is at most this stay. By default all leave.
+
+        Returns:
+            The entries that leave, and zeros in the place of those that stay. A NaN leaves.
+        """
+        taken = self.values.copy()
+        if above < 0:
+            self.values[:] = 0
+        else:
+            stays = np.abs(taken) <= above
+            taken[stays] = 0
+            self.values[~stays] = 0
+        return taken
+
+    def put_back(self, codec: Decoder, frames: Sequence[Buffer]) -> None:
+        """A contribution was dropped: return what was sent, but for what is not finite."""
+        sent = Values.empty(self.values.size, "float32")
+        codec.decode_into(frames, sent)
+        numbers = sent.data.view(np.float32)
+        finite = np.isfinite(numbers)
+        if self.separable or finite.all():
+            np.add(self.values, numbers, out=self.values, where=finite)
+
+    def clear(self) -> None:
+        """Forget what is kept: it belongs to weights that are no longer trained."""
+        self.values[:] = 0
+
+
+def kept_values(residuals: Sequence[Residual | None]) -> list[Floats | None]:
+    """What each residual keeps, itself and no copy."""
+    return [None if residual is None else residual.values for residual in residuals]
+
+
+def obstacle_to_residual(spec: Spec) -> str:
+    """Why a tensor cannot have a residual, and the way out; empty if it can."""
+    if spec.dtype == "float32":
+        return ""
+    return f"it is {spec.dtype}, and residuals are kept in float32: route it to Dense()"

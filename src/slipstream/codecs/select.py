@@ -1,0 +1,154 @@
+"""Which entries of an accumulated tensor travel now. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import numpy as np
+
+from slipstream.codecs.residual import Floats
+from slipstream.errors import ConfigError
+from slipstream.parts import Facts, Part, facts
+from slipstream.types import EncodeContext, Values
+
+Decay = Literal["rate", "root", "constant"]
+SAMPLES = 4096  # a share of them is within two points of the same share of all, nearly always
+
+
+def _check_bound(name: str, bound: object) -> None:
+    if isinstance(bound, Drop):
+        return
+    if not (isinstance(bound, int | float) and math.isfinite(bound) and bound >= 0):
+        raise ConfigError(
+            f"{name}={bound!r}: give a bound on what may stay behind, finite and not negative, "
+            "or the share of entries to hold back, as Drop(0.8)"
+        )
+
+
+class Drop(Part, frozen=True):
+    """Hold back a share of the entries; the bound is found anew each time, in a sample.
+
+    It is the largest that holds back no more than the share. Of equal entries all travel: if they
+    were held back, entries that are all alike would wait for ever. Where more than the share are
+    zero, the rest all travel.
+
+    Args:
+        ratio: The share, at least 0 and less than 1.
+
+    Raises:
+        ConfigError: The ratio is out of range.
+
+    >>> four = Values(np.float32([1, 2, 3, 4]).view(np.uint8), "float32")
+    >>> Drop(0.5).bound(four, np.zeros(4, np.float32), clock=1)  # 3 and 4 travel
+    2.0
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.ratio, int | float) and 0 <= self.ratio < 1):
+            raise ConfigError(
+                f"Drop(ratio={self.ratio!r}): give the share of entries to hold back, "
+                "at least 0 and less than 1"
+            )
+
+    def bound(self, values: Values, memory: Floats, clock: int) -> float:
+        """The bound for values plus memory; of every so many entries one is read."""
+        # Odd, so that it does not fall in step with the rows of a matrix.
+        stride = max(1, values.numel // SAMPLES) | 1
+        taken = slice(clock % stride, None, stride)
+        with np.errstate(over="ignore", invalid="ignore"):
+            acc = np.abs(values.data.view(np.float32)[taken] + memory[taken])
+        acc = np.sort(acc[np.isfinite(acc)])
+        if acc.size == 0:
+            return 0.0
+        least_to_travel = acc[int(self.ratio * acc.size)]
+        held_back = int(np.searchsorted(acc, least_to_travel))
+        return float(acc[held_back - 1]) if held_back else 0.0
+
+
+class Above(Part, frozen=True):
+    """Entries above the bound δᵗ travel (Parameter Flow's value-bounded filter, DVF).
+
+    Args:
+        delta: δ, or the share of entries to ``Drop``.
+        decay: What δᵗ is: "rate" δ·lrₜ/lr₀, "root" δ/√t (the paper's), "constant" δ.
+        congested: Takes the place of ``delta`` on a link that lacks bandwidth (the paper's δ_up).
+        congested_below: A link with fewer bytes a second to spare lacks bandwidth.
+        of_mean: Divide δ by √n: the mean of n workers' updates is that much smaller.
+
+    Raises:
+        ConfigError: A bound is negative or not finite, or ``decay`` is unknown.
+
+    >>> Above(0.5, decay="constant")
+    Above(delta=0.5, decay='constant', congested=None, congested_below=None, of_mean=False)
+    """
+
+    delta: float | Drop = Drop(0.85)
+    decay: Decay = "rate"
+    congested: float | Drop | None = None
+    congested_below: float | None = None
+    of_mean: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bound("delta", self.delta)
+        if self.congested is not None:
+            _check_bound("congested", self.congested)
+        if self.decay not in get_args(Decay):
+            raise ConfigError(f"decay={self.decay!r}: choose one of {', '.join(get_args(Decay))}")
+
+    def facts(self) -> Facts:
+        return facts()
+
+    def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
+        """δᵗ; a share to drop gives it as it stands, since it is steady by itself."""
+        wanted = self.congested if ctx.congested and self.congested is not None else self.delta
+        if isinstance(wanted, Drop):
+            return wanted.bound(values, memory, ctx.clock)
+        if self.of_mean:
+            wanted /= math.sqrt(ctx.workers)
+        if self.decay == "rate":
+            return wanted * ctx.rate
+        return wanted / math.sqrt(ctx.clock) if self.decay == "root" else wanted
+
+
+class Rotate(Part, frozen=True):
+    """One of p partitions of the flat model each time, another one the next time (Ako).
+
+    Args:
+        partitions: p. None: as many as the links need, computed again as they change.
+        same_for_all: All peers get the same partition at a time: one accumulator will do instead
+            of min(p, n − 1).
+        bytes_s: What a worker's link carries. None: it is measured.
+        above: Hold back the small entries of the partition, too.
+
+    Raises:
+        ConfigError: ``partitions`` or ``bytes_s`` is not above 0.
+    """
+
+    partitions: int | None = None
+    same_for_all: bool = False
+    bytes_s: float | None = None
+    above: Above | None = None
+
+    def __post_init__(self) -> None:
+        if self.partitions is not None and (
+            type(self.partitions) is not int or self.partitions < 1
+        ):
+            raise ConfigError(
+                f"partitions={self.partitions!r}: give a number, 1 or more, or leave it out"
+            )
+        if self.bytes_s is not None and not 0 < self.bytes_s < math.inf:
+            raise ConfigError(f"bytes_s={self.bytes_s!r}: give bytes a second, above 0")
+
+    def facts(self) -> Facts:
+        return facts("up: partial exchange")
+
+    def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
+        """Within the partition that is due."""
+        return -1.0 if self.above is None else self.above.threshold(values, memory, ctx)
+
+
+# Every selector that a filter may name.
+AnySelector = Above | Rotate

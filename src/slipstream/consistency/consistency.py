@@ -1,0 +1,83 @@
+"""One value for a strategy's consistency: which contributions count, when a worker may go on."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.consistency.admission import All, AnyAdmission, Each
+from slipstream.consistency.damping import AnyDamping, Constant
+from slipstream.consistency.gates import AnyGate, Lag, LagBehindPeers
+from slipstream.consistency.protocol import Progress, RoundLedger
+from slipstream.parts import Facts, Part
+
+
+class Consistency(Part, frozen=True):
+    """When contributions count and when workers go on.
+
+    Args:
+        admit: Which contributions make a round.
+        gate: When a worker may begin its next round.
+        damping: What an old gradient's learning rate is multiplied by.
+
+    >>> Consistency().lockstep, Consistency(gate=Lag(2)).lockstep
+    (True, False)
+    """
+
+    admit: AnyAdmission = All()
+    gate: AnyGate = Lag()
+    damping: AnyDamping = Constant()
+
+    def facts(self) -> Facts:
+        return self.admit.facts() | self.gate.facts() | self.damping.facts()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all workers make every round and wait for it, so that one that falls out of step
+        is an error."""
+        return isinstance(self.admit, All) and self.gate == Lag(0)
+
+    @property
+    def alone(self) -> bool:
+        """Whether every gradient is an update of its own, made by whoever holds the weights."""
+        return isinstance(self.admit, Each) and not isinstance(self.gate, LagBehindPeers)
+
+    @property
+    def agreed(self) -> bool:
+        """Whether holders must agree on who made a round before any of them closes it."""
+        return self.admit.decided
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the others go on when a worker is lost."""
+        lost = "survives lost workers" in self.admit.facts()
+        return lost or self.agreed or isinstance(self.admit, Each)
+
+    @property
+    def under_way(self) -> int:
+        """How many contributions to a unit a worker may have made that are not answered yet."""
+        return self.gate.under_way
+
+    def among(self, workers: int) -> Consistency:
+        """The same with what depends on the number of workers filled in.
+
+        Raises:
+            ConfigError: It cannot be for so many workers.
+        """
+        return msgspec.structs.replace(
+            self, admit=self.admit.among(workers), gate=self.gate.among(workers)
+        )
+
+    def may_start(self, progress: Progress) -> bool:
+        return self.gate.may_start(progress)
+
+    def follows(self, *, seen: int, begun: int, result: int) -> bool:
+        return self.admit.follows(seen=seen, begun=begun, result=result)
+
+    def ledger(self, workers: int) -> RoundLedger:
+        """An empty one, for one unit."""
+        ahead = self.gate.steps if isinstance(self.gate, Lag) else 0
+        return self.admit.ledger(workers, ahead)
+
+    def rate(self, age: int) -> float:
+        """What the learning rate is multiplied by for a gradient this many updates old."""
+        return self.damping.rate(age)

@@ -1,0 +1,121 @@
+"""The first line: ``init`` joins the job that this process was started for, or is alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slipstream.job import Job
+from slipstream.runtime.environment import Environment, Nonfinite, nonfinite_in
+from slipstream.runtime.error_reporting import rank_reports, report_errors
+from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.members.joining import Limits, join
+from slipstream.runtime.shared_memory.launcher_line import LauncherLine
+from slipstream.sessions.alone import AloneSession
+from slipstream.sessions.launched import LaunchedSession
+from slipstream.sessions.networked import NetworkedSession
+from slipstream.sessions.protocol import Session
+from slipstream.transports.descriptors import raise_descriptor_limit
+from slipstream.transports.local_socket import is_socket
+
+
+def init(
+    *,
+    servers: int | None = None,
+    secret: str | None = None,
+    encrypt: bool | None = None,
+    interface: str | None = None,
+    nonfinite: Nonfinite | None = None,
+    start_limit_s: float = 120.0,
+    wait_limit_s: float = 600.0,
+    silence_limit_s: float = 5.0,
+) -> Job:
+    """Join the job that this process was started for; alone, a world of one.
+
+    Arguments have precedence over the environment.
+
+    >>> import slipstream
+    >>> with slipstream.init() as job:
+    ...     print(job.rank, "of", job.world_size)
+    0 of 1
+
+    Args:
+        servers: how many server processes there are (``SLIPSTREAM_SERVERS``); by default one a
+            host, where the strategy needs any.
+        secret: the job's secret, the same on all ranks and needed across hosts
+            (``SLIPSTREAM_SECRET``).
+        encrypt: whether links are encrypted (``SLIPSTREAM_ENCRYPT``); by default those between
+            hosts are.
+        interface: the interface or address to listen on (``SLIPSTREAM_INTERFACE``).
+        nonfinite: what becomes of a gradient with a NaN or an infinity: it is used, with a warning
+            ("pass", the default), does not count ("refuse"), or ends the job ("stop")
+            (``SLIPSTREAM_NONFINITE``).
+        start_limit_s: how long all ranks may take to join.
+        wait_limit_s: how long any later wait may take.
+        silence_limit_s: how long a member may be silent before it counts as lost.
+
+    Returns:
+        The job, to be used as a context manager.
+
+    Raises:
+        LaunchError: the environment is unusable, or some ranks did not join in time.
+        SecretError: a secret is missing, or differs between ranks.
+        ConfigError: an argument has no such value.
+    """
+    rank = rank_in(os.environ)
+    # No other rank knows what keeps this one from joining: the first rank of each host reports it.
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    rules = [lambda error: is_first_here or rank_reports(error, rank)]
+    report_errors(rank, lambda error: rules[-1](error))
+    raise_descriptor_limit()
+    env = with_arguments(os.environ, servers, secret, encrypt, interface, nonfinite)
+    if env.world_size > 1:
+        env.require_secret()
+    rules.append(lambda error: rank_reports(error, rank))
+    presence = Presence(env.presence_fd)
+    limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)
+    session = session_for(env, limits, presence)
+    rules.append(session.reports)
+    return Job(env, session, presence)
+
+
+def session_for(env: Environment, limits: Limits, presence: Presence) -> Session:
+    """The session for what the environment says of the job.
+
+    Under a launcher on this machine, the session joins once the strategy is known; elsewhere the
+    ranks join now.
+    """
+    if env.control_fd is not None and is_socket(env.control_fd):
+        line = LauncherLine(env.control_fd, limits.start_s, limits.wait_s)
+        return LaunchedSession(env, limits, line, presence)
+    if env.world_size > 1:
+        return NetworkedSession(join(env, limits))
+    return AloneSession(env)
+
+
+def with_arguments(
+    variables: Mapping[str, str],
+    servers: int | None,
+    secret: str | None,
+    encrypt: bool | None,
+    interface: str | None,
+    nonfinite: Nonfinite | None,
+) -> Environment:
+    """The environment, with the arguments of ``init`` that were given in its place."""
+    env = Environment.read(variables)
+    return replace(
+        env,
+        servers=servers or env.servers,
+        secret=env.secret if secret is None else secret.encode(),
+        encrypt=env.encrypt if encrypt is None else encrypt,
+        interface=interface or env.interface,
+        nonfinite=env.nonfinite if nonfinite is None else nonfinite_in(nonfinite),
+    )
+
+
+def rank_in(env: Mapping[str, str]) -> int:
+    """RANK; 0 where it makes no sense, so that the error about it is reported."""
+    rank, world = env.get("RANK", "0"), env.get("WORLD_SIZE", "1")
+    usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    return int(rank) if usable else 0

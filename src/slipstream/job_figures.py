@@ -1,0 +1,133 @@
+"""The figures of a job, as one of its processes gathers them: recorded, watched, and summed up."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.files.record_file import write_json
+from slipstream.runtime.summary import WorkerFigures
+from slipstream.runtime.telemetry import (
+    Prometheus,
+    RunLog,
+    TensorBoard,
+    Watchers,
+    reason_of,
+    warn,
+)
+from slipstream.sessions.protocol import Training
+
+Figure = float | torch.Tensor | None
+
+
+class JobFigures:
+    """What the loop records, and who watches it (on rank 0)."""
+
+    def __init__(self, env: Environment) -> None:
+        self._env = env
+        self._watchers = Watchers()
+        self._begun = time.monotonic()
+        self._samples = 0
+        self._latest: dict[str, float] = {}
+        self.strategy = ""  # as it was named
+
+    def begin(self, strategy: str) -> None:
+        """Training begins: from now on time counts, and watchers watch."""
+        self.strategy = strategy
+        if self._env.rank == 0:
+            self._watch()
+        self._begun = time.monotonic()
+
+    def _watch(self) -> None:
+        log, board, port = self._env.log, self._env.tensorboard, self._env.prometheus
+        again = self._env.started_again
+        if log is not None:
+            header = {"strategy": self.strategy, "workers": self._env.world_size}
+            self._watchers.add(lambda: RunLog(log, header, self._env.incarnation), training=again)
+        if board is not None:
+            self._watchers.add(lambda: TensorBoard(board), training=again)
+        if port is not None:
+            self._watchers.add(lambda: Prometheus(port), training=again)
+
+    def record(self, training: Training, given: Mapping[str, Figure], samples: int) -> None:
+        """Note figures of a step, and pass them to the watchers."""
+        self._samples += samples
+        now = {key: number(key, value) for key, value in given.items() if value is not None}
+        self._latest.update(now)
+        if self._watchers:
+            cost = training.figures()
+            now |= {
+                "samples": self._samples,
+                "sent_bytes": cost.traffic.sent,
+                "received_bytes": cost.traffic.received,
+                "wait_s": cost.wait_s,
+            }
+            self._watchers.note(training.committed, now)
+
+    def of_worker(self, training: Training) -> WorkerFigures:
+        """This worker's figures so far."""
+        training.wait()  # the fingerprint is of weights that are up to date
+        cost = training.figures()
+        return WorkerFigures(
+            strategy=self.strategy,
+            workers=self._env.world_size,
+            servers=cost.servers,
+            steps=training.committed,
+            wall_s=time.monotonic() - self._begun,
+            samples=self._samples,
+            loss=self._latest.get("loss"),
+            accuracy=self._latest.get("accuracy"),
+            weights_sha256=training.fingerprint(),
+            traffic=cost.traffic,
+            wait_s=cost.wait_s,
+            faults={"refused_frames": cost.refused},
+        )
+
+    def publish(self, summary: dict[str, Any]) -> None:
+        """Bring the job's figures to the watchers, and into the file that was asked for."""
+        for event in ("rounds", "staleness"):
+            if event in summary:
+                self._watchers.note_event(event, summary[event])
+        if self._env.json is None:
+            return
+        try:
+            write_json(self._env.json, summary)
+        except OSError as error:
+            # The model is trained: what is left to do is not to lose the figures.
+            warn(
+                f"the figures cannot be written to {self._env.json} ({reason_of(error)}); "
+                f"here they are:\n{json.dumps(summary)}"
+            )
+
+    def close(self) -> None:
+        """Close the watchers."""
+        self._watchers.close()
+
+
+def warn_of_dropped(summary: Mapping[str, Any]) -> None:
+    """Warn of workers whose gradients were dropped more often than not."""
+    rounds = summary.get("rounds", {"made": {}, "dropped": {}})
+    for rank, number in sorted(rounds["dropped"].items()):
+        made = rounds["made"].get(rank, 0)
+        if number > made:
+            warnings.warn(
+                f"{number} of rank {rank}'s {number + made} gradients came too late to count: if "
+                "data are dealt by rank (DistributedSampler), most of its samples were never "
+                "learnt from; job.sampler(dataset) deals them to whoever is in time",
+                stacklevel=4,
+            )
+
+
+def number(name: str, value: float | torch.Tensor) -> float:
+    """One number as the user gave it to ``job.record``; raises ConfigError for anything else."""
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"job.record({name}={value!r}): give one number") from error

@@ -1,0 +1,341 @@
+"""What follows from a strategy, the model's tensors and the cluster. A pure value.
+
+Every member of a job works out the same plan, so messages name units and chunks by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slipstream.codecs import Filter, Rotate
+from slipstream.consistency import Consistency
+from slipstream.errors import ConfigError, IncompatibleRoute
+from slipstream.planning.choosing import AnyChooser, Verdict, Ways
+from slipstream.planning.costs import LayerShape, Speeds
+from slipstream.planning.layout import Group, Layout, lay_out
+from slipstream.planning.table import Row, tabulate
+from slipstream.routes import AnyPolicy, ByRole, Cheapest, Links, Route
+from slipstream.schedules import Schedule
+from slipstream.topologies import Mesh
+from slipstream.types import ITEM_BYTES, Chunk, Cluster, Layer, Node, Spec, Unit
+from slipstream.updates import Update
+
+if TYPE_CHECKING:
+    from slipstream.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that is fixed before the first step.
+
+    ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses step by step, that is the
+    dense one, and a unit for the layer's compact route stands beside its chunks'.
+    """
+
+    strategy: Strategy
+    cluster: Cluster
+    specs: tuple[Spec, ...]
+    routes: tuple[Route, ...]
+    route_of: tuple[int, ...]
+    consistency: Consistency
+    layout: Layout
+    units: tuple[Unit, ...]
+    holders: tuple[tuple[Node, ...], ...]  # by unit
+    places: tuple[tuple[int, int], ...]  # by chunk: its unit, and which of the unit's chunks it is
+    priorities: tuple[int, ...]  # by unit, asked for with every message
+
+    @classmethod
+    def make(cls, strategy: Strategy, specs: Sequence[Spec], cluster: Cluster) -> Plan:
+        """Work out the plan; equal arguments give equal plans on every member.
+
+        Args:
+            specs: The model's tensors, in the order of the forward pass.
+            cluster: How many workers and servers there are.
+
+        Raises:
+            IncompatibleRoute: A tensor cannot take its route.
+            TooManyServers: There is less to hold than servers.
+            ConfigError: The strategy does not fit the tensors or the cluster in another way.
+        """
+        policy = strategy.routes
+        for cheapest in choosing(policy):
+            cheapest.check(specs)
+        whole = travel_whole(specs, policy, cluster)
+        specs = [considered(spec, policy, cluster, whole) for spec in specs]
+        given = [policy.candidates(spec, cluster) for spec in specs]
+        for spec, candidates in zip(specs, given, strict=True):
+            if trouble := candidates[-1].obstacle(spec):
+                raise IncompatibleRoute(
+                    f"{spec.name!r} cannot travel {candidates[-1].scheme}: {trouble}"
+                )
+        # The last candidate is the one that always applies.
+        routes = list(dict.fromkeys(candidates[-1] for candidates in given))
+        routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
+        route_of = [routes.index(candidates[-1]) for candidates in given]
+        groups = [
+            Group(r, s.dtype, s.role, splits(routes[r]), s.layer)
+            for s, r in zip(specs, route_of, strict=True)
+        ]
+        chunk_bytes = strategy.chunk_bytes
+        layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
+        compact = {s.layer: routes.index(c[0]) for s, c in zip(specs, given, strict=True)}
+        units = units_of(specs, routes, layout, compact)
+        return cls(
+            strategy,
+            cluster,
+            tuple(specs),
+            tuple(routes),
+            tuple(route_of),
+            strategy.consistency.among(cluster.workers),
+            layout,
+            units,
+            deal(units, routes, specs, cluster),
+            places_of(units, len(layout.chunks)),
+            priorities_of(units, specs, strategy.schedule),
+        )
+
+    # ---- what parts of the runtime ask
+
+    @property
+    def update(self) -> Update:
+        return self.strategy.update
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.strategy.schedule
+
+    @property
+    def delivers_every_result(self) -> bool:
+        """True if every worker applies every result, so results may be increments. False if a
+        worker may miss some; results are then full weights."""
+        return self.consistency.lockstep or not self.update.holder_applies
+
+    @property
+    def keeps_dropped(self) -> bool:
+        """Whether a contribution that a round drops returns to the sender's residual. It then
+        counts in a later round, so its batch must not be dealt again. (Where some parameters have
+        such a route and others have not, the others' part of it is lost.)"""
+        of_parameters = {
+            route
+            for spec, route in zip(self.specs, self.route_of, strict=True)
+            if spec.role == "parameter"
+        }
+        return any("up: error feedback" in self.routes[r].up.facts() for r in of_parameters)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether workers apply results that they need not have waited for."""
+        later = not self.consistency.lockstep or self.update.inner.travels == "steps"
+        return later and not self.update.holder_applies and self.rotation is None
+
+    @property
+    def rotation(self) -> Rotate | None:
+        """How workers send each other slices, if they do."""
+        return self.strategy.rotation
+
+    @property
+    def congested_below(self) -> float | None:
+        """Bytes/s; a link with less to spare counts as congested. None: nobody asks."""
+        filters = [r.up.select for r in self.routes if isinstance(r.up, Filter)]
+        found = [s.congested_below for s in filters if not isinstance(s, Rotate)]
+        return max((below for below in found if below is not None), default=None)
+
+    @property
+    def chooser(self) -> AnyChooser | None:
+        """What chooses between a layer's compact form and its dense route, where that is open."""
+        return next((cheapest.by for cheapest in choosing(self.strategy.routes)), None)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.layout.chunks
+
+    def route(self, unit: Unit) -> Route:
+        return self.routes[unit.route]
+
+    def unit_of(self, chunk: Chunk) -> Unit:
+        return self.units[self.places[chunk.index][0]]
+
+    def holders_of(self, chunk: Chunk) -> tuple[Node, ...]:
+        return self.holders[self.places[chunk.index][0]]
+
+    def chunks_of(self, node: Node) -> tuple[Chunk, ...]:
+        """The chunks whose weights, optimizer state and residuals are at a server."""
+        return tuple(chunk for unit in self.held_by(node) for chunk in unit.chunks)
+
+    def held_by(self, node: Node) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if node in self.holders[unit.index])
+
+    def over_links(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if isinstance(self.route(unit).over, Links))
+
+    def choices(self) -> tuple[Unit, ...]:
+        """Layers that travel compact in some steps, and dense in others."""
+        return tuple(unit for unit in self.units if unit.layer is not None and not unit.chunks)
+
+    def priority(self, unit: Unit) -> int:
+        """How urgent a unit is: as its most urgent tensor. Smaller goes first."""
+        return self.priorities[unit.index]
+
+    # ---- the plan for people
+
+    def ways(self) -> list[Ways]:
+        """By tensor: how it travels where it travels dense."""
+        cluster = self.cluster
+        return [
+            Ways(
+                cluster.workers,
+                cluster.servers if self.routes[route].topology.needs_servers else 0,
+                cluster.dedicated,
+                self._to_each(self.routes[route]),
+            )
+            for route in self.route_of
+        ]
+
+    def _to_each(self, route: Route) -> float:
+        """What part of a tensor a worker sends to every other one; of slices, until it is known how
+        many partitions the links need, as many as there are peers."""
+        if route.topology != Mesh() or not isinstance(route.over, Links):
+            return 0.0
+        peers = max(1, self.cluster.workers - 1)
+        return 1.0 if self.rotation is None else 1 / (self.rotation.partitions or peers)
+
+    def verdicts(self, rows: int, speeds: Speeds | None) -> dict[str, Verdict]:
+        """What is chosen for layers with a compact form if each had this many rows."""
+        found: dict[str, Verdict] = {}
+        ways = self.ways()
+        for unit in self.units:
+            if unit.layer is None:
+                continue
+            shape, codec = shape_of(unit.layer), self.route(unit).up
+            item_bytes = codec.item_bytes(unit.layer) if codec.form != "dense" else None  # type: ignore[union-attr]
+            if unit.chunks:  # there is no choice
+                moved = shape.compact_bytes(rows, item_bytes) + shape.dense_bytes
+                place = self.route(unit).topology.name
+                why = f"{codec.name} up, the gradient down"
+                found[unit.layer.name] = Verdict(True, moved, None, why, place)
+            elif self.chooser is not None:
+                chooser = self.chooser.measured(speeds)
+                way = ways[unit.layer.weight]
+                found[unit.layer.name] = chooser.choose(shape, rows, way, item_bytes=item_bytes)
+        return found
+
+    def rows(self, verdicts: Mapping[str, Verdict], speeds: Speeds | None = None) -> list[Row]:
+        """The plan as a table, a row a layer."""
+        schemes = [self.routes[route].scheme for route in self.route_of]
+        shapes = {u.layer.name: shape_of(u.layer) for u in self.units if u.layer is not None}
+        return tabulate(self.specs, schemes, self.ways(), verdicts, shapes, speeds)
+
+
+def choosing(policy: AnyPolicy) -> list[Cheapest]:
+    """The policies within that choose step by step."""
+    if isinstance(policy, ByRole):
+        return choosing(policy.parameter)
+    return [policy] if isinstance(policy, Cheapest) else []
+
+
+def travel_whole(specs: Sequence[Spec], policy: AnyPolicy, cluster: Cluster) -> dict[str, bool]:
+    """By layer: whether all of its tensors may travel in compact form."""
+    found: dict[str, bool] = {}
+    for spec in specs:
+        if spec.layer:
+            compact = policy.candidates(spec, cluster)[0].up.form != "dense"
+            found[spec.layer] = found.get(spec.layer, True) and compact
+    return found
+
+
+def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[str, bool]) -> Spec:
+    """The spec without its layer, where that layer does not travel in compact form anyway."""
+    if policy.candidates(spec, cluster)[0].up.form != "dense":
+        if whole.get(spec.layer, True):
+            return spec
+        other = "the layer's bias travels another way: give all of a layer the same route"
+        return replace(spec, layer="", form="", obstacle=other)
+    obstacle = ""
+    if any(route.up.form != "dense" for route in policy.routes()):
+        obstacle = spec.obstacle or ("named in dense" if spec.layer else "")
+    return replace(spec, layer="", form="", obstacle=obstacle)
+
+
+def splits(route: Route) -> bool:
+    return route.up.splits and route.down.splits
+
+
+def units_of(
+    specs: Sequence[Spec], routes: Sequence[Route], layout: Layout, compact: Mapping[str, int]
+) -> tuple[Unit, ...]:
+    """A unit for every chunk that travels dense, and one for every layer that may not."""
+    units: list[Unit] = []
+    for chunk in layout.chunks:
+        if routes[chunk.route].up.form == "dense":
+            units.append(Unit(len(units), chunk.route, (chunk,)))
+    for layer in layers_of(specs):
+        route = compact[layer.name]
+        own = tuple(
+            c for c in layout.chunks if c.route == route and c.segments[0].tensor in layer.tensors
+        )
+        units.append(Unit(len(units), route, own, layer))
+    return tuple(units)
+
+
+def places_of(units: Sequence[Unit], chunks: int) -> tuple[tuple[int, int], ...]:
+    found = {c.index: (u.index, part) for u in units for part, c in enumerate(u.chunks)}
+    return tuple(found[chunk] for chunk in range(chunks))
+
+
+def priorities_of(
+    units: Sequence[Unit], specs: Sequence[Spec], schedule: Schedule
+) -> tuple[int, ...]:
+    last = max((spec.order for spec in specs), default=0)
+    by_tensor = [
+        schedule.priority(forward_order=spec.order, backward_order=last - spec.order)
+        for spec in specs
+    ]
+    return tuple(min(by_tensor[tensor] for tensor in unit.tensors) for unit in units)
+
+
+def layers_of(specs: Sequence[Spec]) -> list[Layer]:
+    """The layers that the specs name, in forward order, each from its matrix and its bias."""
+    by_name: dict[str, list[int]] = {}
+    for tensor, spec in enumerate(specs):
+        if spec.layer:
+            by_name.setdefault(spec.layer, []).append(tensor)
+    layers = []
+    for name, tensors in by_name.items():
+        weight = next(t for t in tensors if len(specs[t].shape) == 2)
+        bias = next((t for t in tensors if len(specs[t].shape) == 1), None)
+        spec = specs[weight]
+        if spec.form == "":
+            raise ConfigError(f"layer {name!r} has no compact form")
+        outputs, inputs = spec.shape
+        layers.append(Layer(name, spec.form, outputs, inputs, weight, bias, spec.dtype))
+    return layers
+
+
+def shape_of(layer: Layer) -> LayerShape:
+    """A layer as the cost model sees it."""
+    bias, item_bytes = layer.bias is not None, ITEM_BYTES[layer.dtype]
+    return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
+
+
+def deal(
+    units: Sequence[Unit], routes: Sequence[Route], specs: Sequence[Spec], cluster: Cluster
+) -> tuple[tuple[Node, ...], ...]:
+    """The holders of every unit."""
+    holders: list[tuple[Node, ...]] = [()] * len(units)
+    # Routes that share a topology are dealt together: a few biases on a road of their own need
+    # not fill every server.
+    for topology in dict.fromkeys(route.topology for route in routes):
+        lots: dict[int | str, list[Unit]] = {}
+        for unit in units:
+            if routes[unit.route].topology == topology:
+                tensor = unit.tensors[0]
+                layer = specs[tensor].layer if topology.whole_layers else ""
+                lots.setdefault(layer or unit.index, []).append(unit)
+        sizes = [sum(c.nbytes for unit in lot for c in unit.chunks) for lot in lots.values()]
+        dealt = topology.deal(sizes, cluster)
+        for lot, nodes in zip(lots.values(), dealt, strict=True):
+            for unit in lot:
+                holders[unit.index] = nodes
+    return tuple(holders)

@@ -1,0 +1,1 @@
+"""What a network carries, measured with bursts of packets."""

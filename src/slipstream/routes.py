@@ -1,0 +1,368 @@
+"""The road of one tensor, and policies that give every tensor its road. Data, never code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+from slipstream.codecs import AnyCodec, Dense, InPlace, SegmentCodec
+from slipstream.errors import ConfigError
+from slipstream.parts import Facts, Part, facts, lists_to_tuples
+from slipstream.planning.choosing import AnyChooser, ByTime
+from slipstream.planning.costs import dense_link_bytes
+from slipstream.topologies import AnyTopology
+from slipstream.types import Cluster, Spec
+
+
+class Links(Part, frozen=True):
+    """Point-to-point messages.
+
+    >>> from slipstream.topologies import Sharded
+    >>> Route(Sharded(), over=Links()).scheme
+    'dense/sharded'
+    """
+
+    name: ClassVar[str] = "links"
+
+    def facts(self) -> Facts:
+        return facts("over links")
+
+
+class Collective(Part, frozen=True):
+    """torch.distributed's all-reduce: sums reach every worker without messages of ours.
+
+    >>> from slipstream.topologies import Mesh
+    >>> Route(Mesh(), over=Collective()).scheme
+    'dense/collective'
+    """
+
+    name: ClassVar[str] = "collective"
+
+    def facts(self) -> Facts:
+        return facts("over a collective")
+
+
+class SharedMemory(Part, frozen=True):
+    """Weights and gradients are in memory that the processes of one machine share.
+
+    Args:
+        slots: How many gradients a worker may have written that are not applied yet, 1 to 64.
+        consistent: Whether a worker computes on a copy of the weights of one moment.
+        checkpoints: A directory in which checkpoints are kept; None: one that goes with the job.
+        every_s: Seconds between checkpoints.
+
+    Raises:
+        ConfigError: A value is none of these.
+
+    >>> SharedMemory(slots=4).slots
+    4
+    """
+
+    slots: int = 2
+    consistent: bool = False
+    checkpoints: str | None = None
+    every_s: float = 30.0
+
+    name: ClassVar[str] = "memory"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.consistent, bool):
+            raise ConfigError(f"consistent={self.consistent!r}: choose True or False")
+        if type(self.slots) is not int or not 1 <= self.slots <= 64:
+            raise ConfigError(f"slots={self.slots!r}: choose a whole number from 1 to 64")
+        if self.checkpoints is not None and not (
+            isinstance(self.checkpoints, str) and self.checkpoints
+        ):
+            raise ConfigError(f"checkpoints={self.checkpoints!r}: give the path of a directory")
+        if not isinstance(self.every_s, int | float) or not 0 < self.every_s < math.inf:
+            raise ConfigError(f"every_s={self.every_s!r}: give seconds, more than 0")
+
+    def facts(self) -> Facts:
+        return facts("in shared memory")
+
+
+# Every transport that a route may name.
+AnyTransport = Links | Collective | SharedMemory
+
+
+class Route(Part, frozen=True):
+    """Who holds a tensor, how it travels there, how the result travels back, and over what.
+
+    Args:
+        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``.
+        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Filter``, ``Factors``, ``Rows``.
+        down: How results are encoded; ``InPlace`` if they need not be sent.
+        over: ``Links``, ``Collective`` or ``SharedMemory``.
+
+    >>> from slipstream.topologies import Sharded
+    >>> Route(Sharded(), up=Dense("bfloat16")).scheme
+    'dense-bfloat16/sharded'
+    """
+
+    topology: AnyTopology
+    up: AnyCodec = Dense()
+    down: SegmentCodec | InPlace = Dense()
+    over: AnyTransport = Links()
+
+    @property
+    def scheme(self) -> str:
+        """What statistics call this route."""
+        place = self.topology.name if isinstance(self.over, Links) else self.over.name
+        return f"{self.up.name}/{place}"
+
+    def facts(self) -> Facts:
+        known = self.topology.facts() | self.up.facts() | self.over.facts()
+        if self.up.lossy:
+            known |= facts("up: lossy")
+        if self.down.lossy:
+            known |= facts("down: lossy")
+        if "up: error feedback" in self.down.facts():
+            known |= facts("down: error feedback")
+        if "up: partial exchange" in self.down.facts():
+            known |= facts("down: partial exchange")
+        # A codec's facts are about the way up; InPlace, which is for the way down, has its own.
+        return known | self.down.facts() if isinstance(self.down, InPlace) else known
+
+    def obstacle(self, spec: Spec) -> str:
+        """Why a tensor cannot take this route, and the way out; empty if it can."""
+        return self.up.obstacle(spec) or self.down.obstacle(spec)
+
+
+class Everywhere(Part, frozen=True):
+    """The same route for every tensor.
+
+    >>> from slipstream.topologies import Sharded
+    >>> [route.scheme for route in Everywhere(Route(Sharded())).routes()]
+    ['dense/sharded']
+    """
+
+    route: Route
+
+    def routes(self) -> tuple[Route, ...]:
+        return (self.route,)
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        return (self.route,)
+
+
+class Prefer(Part, frozen=True):
+    """The first route that can carry the tensor.
+
+    Args:
+        given: Routes, the best first; the last one should be able to carry every tensor.
+
+    Raises:
+        ConfigError: There is none.
+
+    >>> from slipstream.codecs import Factors
+    >>> from slipstream.topologies import Mesh
+    >>> policy = Prefer((Route(Mesh(), up=Factors()), Route(Mesh())))
+    >>> conv = Spec("conv.weight", (8, 3, 3, 3), "float32", 0)
+    >>> [route.scheme for route in policy.candidates(conv, Cluster(workers=4))]
+    ['dense/mesh']
+    """
+
+    given: tuple[Route, ...]
+
+    def __post_init__(self) -> None:
+        lists_to_tuples(self)
+        if not self.given:
+            raise ConfigError("Prefer() needs at least one route")
+
+    def routes(self) -> tuple[Route, ...]:
+        return self.given
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        fit = [route for route in self.given if not route.obstacle(spec)]
+        return (fit[0] if fit else self.given[-1],)
+
+
+class Large(Part, frozen=True):
+    """Parameters in fp32 of at least so many values and dimensions, whose name fits a pattern.
+
+    Args:
+        numel: The least number of values.
+        dims: The least number of dimensions.
+        pattern: Of names, as in a shell: ``*`` stands for anything.
+
+    >>> Large(1000, pattern="fc*").fits(Spec("fc.weight", (64, 64), "float32", 0))
+    True
+    """
+
+    numel: int = 1024
+    dims: int = 0
+    pattern: str = "*"
+
+    def fits(self, spec: Spec) -> bool:
+        is_large = spec.numel >= self.numel and len(spec.shape) >= self.dims
+        right_kind = spec.role == "parameter" and spec.dtype == "float32"
+        return is_large and right_kind and fnmatchcase(spec.name, self.pattern)
+
+
+class Rule(Part, frozen=True):
+    """Tensors that fit ``where`` take the ``route``: one line of ``ByTensor``.
+
+    >>> from slipstream.topologies import Mesh
+    >>> Rule(Large(pattern="fc*"), Route(Mesh())).route.scheme
+    'dense/mesh'
+    """
+
+    where: Large
+    route: Route
+
+
+class ByTensor(Part, frozen=True):
+    """The route of the first rule that fits; else the default.
+
+    >>> from slipstream.codecs import OneBit
+    >>> from slipstream.topologies import Sharded
+    >>> bits = Route(Sharded(), up=OneBit(), down=OneBit())
+    >>> policy = ByTensor((Rule(Large(1024, dims=2), bits),), default=Route(Sharded()))
+    >>> bias = Spec("fc.bias", (4096,), "float32", 0)
+    >>> [route.scheme for route in policy.candidates(bias, Cluster(workers=2, servers=2))]
+    ['dense/sharded']
+    """
+
+    rules: tuple[Rule, ...]
+    default: Route
+
+    def __post_init__(self) -> None:
+        lists_to_tuples(self)
+
+    def routes(self) -> tuple[Route, ...]:
+        return (*(rule.route for rule in self.rules), self.default)
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        fit = (rule.route for rule in self.rules if rule.where.fits(spec))
+        return (next(fit, self.default),)
+
+
+class Cheapest(Part, frozen=True):
+    """For every layer and step, whichever of the routes is cheapest (Poseidon).
+
+    Of the dense routes one is chosen when the plan is made. For a layer with a compact form, ``by``
+    chooses between that form and the dense route before every forward pass.
+
+    Args:
+        given: Routes, of which one at least is dense.
+        by: ``ByTime``, which predicts seconds, or ``ByBytes``, the paper's own rule.
+        dense: Names of layers that always travel dense.
+
+    Raises:
+        ConfigError: No route is dense.
+
+    >>> from slipstream.codecs import Factors
+    >>> from slipstream.topologies import Mesh
+    >>> policy = Cheapest((Route(Mesh(), up=Factors()), Route(Mesh(), over=Collective())))
+    >>> fc = Spec("fc.weight", (64, 64), "float32", 0, layer="fc", form="factors")
+    >>> [route.scheme for route in policy.candidates(fc, Cluster(workers=4))]
+    ['factors/mesh', 'dense/collective']
+    """
+
+    given: tuple[Route, ...]
+    by: AnyChooser = ByTime()
+    dense: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        lists_to_tuples(self)
+        if not any(isinstance(r, Route) and r.up.form == "dense" for r in self.given):
+            raise ConfigError("Cheapest() needs a dense route, for tensors without another form")
+
+    def facts(self) -> Facts:
+        return facts("chosen for each step")
+
+    def routes(self) -> tuple[Route, ...]:
+        return self.given
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        dense = [route for route in self.given if route.up.form == "dense"]
+        compact = [r for r in self.given if r.up.form != "dense" and not r.obstacle(spec)]
+        if spec.layer in self.dense:
+            compact = []
+        return (*compact[:1], cheapest_dense(dense, cluster))
+
+    def check(self, specs: Sequence[Spec]) -> None:
+        """Refuse names of layers that the model does not have."""
+        known = {spec.layer for spec in specs if spec.layer}
+        known |= {spec.name.rpartition(".")[0] for spec in specs}
+        for name in self.dense:
+            if name not in known:
+                raise ConfigError(f"dense={name!r}: the model has no such layer")
+
+
+class ByRole(Part, frozen=True):
+    """One policy for parameters, another for buffers such as batch-norm statistics.
+
+    >>> from slipstream.topologies import Mesh
+    >>> reduced, sent = Route(Mesh(), over=Collective()), Route(Mesh())
+    >>> mean = Spec("norm.running_mean", (64,), "float32", 0, role="buffer")
+    >>> policy = ByRole(parameter=Everywhere(reduced), buffer=Everywhere(sent))
+    >>> [route.scheme for route in policy.candidates(mean, Cluster(workers=4))]
+    ['dense/mesh']
+    """
+
+    parameter: Everywhere | Prefer | ByTensor | Cheapest
+    buffer: Everywhere | Prefer | ByTensor
+
+    def facts(self) -> Facts:
+        return self.parameter.facts() | self.buffer.facts()
+
+    def routes(self) -> tuple[Route, ...]:
+        return (*self.parameter.routes(), *self.buffer.routes())
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        policy = self.parameter if spec.role == "parameter" else self.buffer
+        return policy.candidates(spec, cluster)
+
+
+# Every policy that a strategy may name. ``routes`` are all that it may give to any tensor;
+# ``candidates`` those that one tensor may take, best first, of which the plan keeps what applies.
+AnyPolicy = Everywhere | Prefer | ByTensor | Cheapest | ByRole
+
+
+def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
+    """Dedicated servers, if there are enough of them, need fewer bytes of each link than a ring."""
+    collective = [route for route in routes if isinstance(route.over, Collective)]
+    served = [route for route in routes if route.topology.needs_servers]
+    if not collective or not served:
+        return routes[0]
+    if not cluster.dedicated:
+        return collective[0]
+    ring = dense_link_bytes(1.0, cluster.workers, 0, dedicated=False)
+    shards = dense_link_bytes(1.0, cluster.workers, cluster.servers, dedicated=True)
+    return served[0] if shards < ring else collective[0]
+
+
+def dense_only(policy: AnyPolicy) -> AnyPolicy:
+    """The policy without the routes of factors and rows.
+
+    Args:
+        policy: Any policy.
+
+    Returns:
+        One that gives every tensor the next best dense route.
+
+    Raises:
+        ConfigError: For some tensors there is no dense route.
+    """
+    if isinstance(policy, ByRole):
+        return ByRole(dense_only(policy.parameter), dense_only(policy.buffer))  # type: ignore[arg-type]
+    if isinstance(policy, ByTensor):
+        rules = tuple(rule for rule in policy.rules if rule.route.up.form == "dense")
+        require_dense([policy.default])
+        return ByTensor(rules, policy.default)
+    dense = tuple(route for route in policy.routes() if route.up.form == "dense")
+    require_dense(dense)
+    if isinstance(policy, Cheapest):
+        return Cheapest(dense, policy.by)
+    return Prefer(dense) if isinstance(policy, Prefer) else policy
+
+
+def require_dense(routes: Sequence[Route]) -> None:
+    if not any(route.up.form == "dense" for route in routes):
+        raise ConfigError(
+            "it knows no dense route, and with several models or optimizers layers travel dense: "
+            "add one, such as Prefer((Route(Mesh(), up=Factors()), Route(Mesh())))"
+        )

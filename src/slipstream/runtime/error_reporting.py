@@ -1,0 +1,98 @@
+"""One clear message for an error nobody caught, from one rank, without a traceback of ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from slipstream.errors import (
+    LaunchError,
+    LeftBehind,
+    NonFiniteGradient,
+    PeerFailed,
+    PeerLost,
+    SecretError,
+    SlipstreamError,
+    WaitLimit,
+)
+from slipstream.printable import printable_lines
+from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
+REPORT_S = 2.0  # for the rank that prints an error of all
+PACKAGE = str(Path(__file__).parents[1])
+
+
+def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None = None) -> None:
+    """From now on, uncaught slipstream errors of this process end in one line, or in none.
+
+    Args:
+        rank: of this process.
+        reports: whether this process prints an error. By default rank 0 alone prints what all ranks
+            know (rank 1 where rank 0 is what is missing).
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, SlipstreamError):
+            before(kind, error, trace)
+            return
+        if rank_reports(error, rank) if reports is None else reports(error):
+            message = printable_lines(f"slipstream: {error}{location(trace)}")
+            print(message, file=sys.stderr, flush=True)
+        elif TORCHRUN in os.environ:
+            # torchrun ends all ranks when one exits, and the one that reports may be slower.
+            time.sleep(REPORT_S)
+        if isinstance(error, PeerLost | PeerFailed | LeftBehind):
+            raise SystemExit(EXIT_PEER_FAILED)
+
+    sys.excepthook = hook
+
+
+def rank_reports(error: SlipstreamError, rank: int) -> bool:
+    """Whether this rank is the one to print an error."""
+    return reporting_rank(error, rank) == rank
+
+
+def learner_reports(error: SlipstreamError, rank: int) -> bool:
+    """The same for learners that share memory: no other learner knows of a learner's faults."""
+    return isinstance(error, NonFiniteGradient | WaitLimit) or rank_reports(error, rank)
+
+
+def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
+    """The rank that prints an error, which ``rank`` has raised; -1 for none."""
+    if isinstance(error, LeftBehind):
+        return rank
+    if isinstance(error, LaunchError | SecretError) and error.only_here:
+        return rank
+    if isinstance(error, PeerFailed) and error.reported:
+        return -1
+    if isinstance(error, PeerLost | PeerFailed):
+        return 1 if error.peer == "rank 0" else 0
+    return 1 if isinstance(error, LaunchError) and "rank 0" in error.missing else 0
+
+
+def location(trace: TracebackType | None) -> str:
+    """The last line of the user's own code on the way to the error."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith(PACKAGE)
+        and "/torch/" not in frame.filename
+        and not frame.filename.startswith("<")
+    ]
+    return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def describe_error(error: BaseException) -> str:
+    """One line that the other ranks will show."""
+    if isinstance(error, SlipstreamError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}".strip()[:2000]

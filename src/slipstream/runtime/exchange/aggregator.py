@@ -1,0 +1,333 @@
+"""The holder's half of a round: combine what was collected, update, hand out the result."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream._native import mean_into
+from slipstream.codecs import Codec, InPlace, LayerCodec
+from slipstream.codecs.matrices import Scratch
+from slipstream.codecs.residual import Floats, Residual, kept_values
+from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.collector import ClosedRound, Collector
+from slipstream.transports.wire import Early, Publish, Push, Settings, checksum
+from slipstream.types import (
+    HERE,
+    Buffer,
+    Chunk,
+    EncodeContext,
+    Layer,
+    Node,
+    Rank,
+    Unit,
+    Values,
+)
+
+KEPT_ROUNDS = 1024
+
+
+class Updater(Protocol):
+    """What a holder makes of the mean before it publishes."""
+
+    def examine(self, settings: Settings | None) -> None:
+        """Raise FrameRefused unless ``apply`` can take these settings."""
+        ...
+
+    def apply(
+        self,
+        chunk: Chunk,
+        mean: Sequence[Values | None],
+        settings: Settings | None,
+        *,
+        rate: float = 1.0,
+        whole: bool = False,
+    ) -> Sequence[Values | None]:
+        """What is published: of segments that have a mean, or of the ``whole`` chunk. ``rate``
+        multiplies learning rates."""
+        ...
+
+    def current(self, chunk: Chunk) -> Sequence[Values | None]:
+        """All of the chunk as it is now."""
+        ...
+
+
+class PublishMean:
+    """The mean itself goes back; workers update."""
+
+    def examine(self, settings: Settings | None) -> None:
+        if settings is not None:
+            raise FrameRefused("optimizer settings, but workers update")
+
+    def apply(
+        self,
+        chunk: Chunk,
+        mean: Sequence[Values | None],
+        settings: Settings | None,
+        *,
+        rate: float = 1.0,
+        whole: bool = False,
+    ) -> Sequence[Values | None]:
+        return mean
+
+    def current(self, chunk: Chunk) -> Sequence[Values | None]:
+        raise FrameRefused("weights live at the workers")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One chunk of what a closed round sends out, and to whom; None: to everybody."""
+
+    body: Publish
+    frames: tuple[Buffer, ...]
+    audience: tuple[Rank, ...] | None = None
+
+
+@dataclass(slots=True)
+class Published:
+    """What is remembered of a unit: how old its gradients were, its last results, its residuals."""
+
+    residuals: list[list[Residual | None]]  # by chunk, then by segment
+    staleness: Counter[int] = field(default_factory=Counter)
+    recent: deque[list[Result]] = field(default_factory=deque)  # by round
+
+
+class Aggregator:
+    """All units that one server holds."""
+
+    def __init__(self, node: Node, plan: Plan, updater: Updater) -> None:
+        self.plan = plan
+        self.updater = updater
+        self.congested: Callable[[], bool] = lambda: False  # whether links out lack bandwidth
+        # Who made the last rounds; a round that units were made of by others stands twice.
+        self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}
+        self.collector = Collector(node, plan)
+        self._scratch = Scratch()
+        self._published = {
+            unit.index: Published(
+                [
+                    [down_codec(plan, unit).init(s.numel, c.dtype) for s in c.segments]
+                    for c in unit.chunks
+                ]
+            )
+            for unit in self.collector.units
+        }
+
+    # ---- what arrives
+
+    def early(self, rank: Rank, body: Early, frames: Sequence[Buffer]) -> list[Result]:
+        """Take a layer's first matrix ahead of the rest."""
+        self.collector.early(rank, body, frames)
+        return []
+
+    def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[Result]:
+        """Take a contribution; the results of the rounds it closes."""
+        if body.unit in self._published:
+            with contribution_of(self.collector.named(self.plan.units[body.unit])):
+                self.updater.examine(body.settings)
+        return self.publish(self.collector.push(rank, body, frames))
+
+    def retire(self, rank: Rank) -> list[Result]:
+        """A worker has left; the results of the rounds that were waiting for it."""
+        return self.publish(self.collector.retire(rank))
+
+    def commit(self, round_: int, ranks: Sequence[Rank]) -> list[Result]:
+        """It has been decided who makes the open round."""
+        return self.publish(self.collector.commit(round_, ranks))
+
+    def whole(self) -> list[tuple[int, Rank]]:
+        """Rounds and workers whose contributions have all come since this was last asked."""
+        return self.collector.whole()
+
+    def serve(self, round_: int, rank: Rank) -> list[Result]:
+        """Everything as it is, for one worker whose contribution was dropped."""
+        results = []
+        for unit in self.collector.units:
+            if self.collector.round(unit.index) != round_ or not round_:
+                raise FrameRefused(f"round {round_} is not open")
+            for part, chunk in enumerate(unit.chunks):
+                now = self.updater.current(chunk)
+                result = self._result(unit, part, round_ - 1, HERE, now, (rank,), (rank,))
+                results.append(result)
+        return results
+
+    def replay(self) -> list[Result]:
+        """Results that some worker may not have yet, where it would miss them."""
+        rounds = [results for held in self._published.values() for results in held.recent]
+        return [result for results in rounds for result in results]
+
+    # ---- what is asked
+
+    def memories(self, chunk: int) -> Sequence[Floats | None]:
+        """By segment of a chunk: the part of its results that was not sent yet; None where
+        everything always is."""
+        unit, part = self.plan.places[chunk] if chunk < len(self.plan.places) else (-1, 0)
+        if unit not in self._published:
+            raise FrameRefused(f"chunk {chunk} is not held here")
+        return kept_values(self._published[unit].residuals[part])
+
+    def round(self, unit: Unit) -> int:
+        """How many rounds of a unit have closed."""
+        return self.collector.round(unit.index)
+
+    def staleness(self) -> dict[str, Counter[int]]:
+        """By tensor: how many updates old gradients were when they were applied."""
+        by_name: dict[str, Counter[int]] = {}
+        for unit in self.collector.units:
+            for segment in (s for chunk in unit.chunks for s in chunk.segments):
+                spec = self.plan.specs[segment.tensor]
+                # A tensor's gradient is counted once, though its chunks may differ in age.
+                if spec.role == "parameter" and segment.start == 0:
+                    known = by_name.setdefault(spec.name, Counter())
+                    known.update(self._published[unit.index].staleness)
+        return by_name
+
+    # ---- what is made of a round
+
+    def publish(self, rounds: Sequence[ClosedRound]) -> list[Result]:
+        """What is sent out for rounds that have closed."""
+        results = []
+        for found in rounds:
+            made = self._make(found)
+            results += made
+            # Who got results through a worker that is lost lacks what that one did not forward.
+            relayed = self.plan.route(found.unit).topology.relays
+            if self.plan.consistency.goes_on and (relayed or self.plan.delivers_every_result):
+                recent = self._published[found.unit.index].recent
+                recent.append(made)
+                # Whoever lacks one of these has not begun more rounds than may be under way.
+                if len(recent) > self.plan.consistency.under_way:
+                    recent.popleft()
+        return results
+
+    def _make(self, found: ClosedRound) -> list[Result]:
+        consistency = self.plan.consistency
+        if not consistency.lockstep:
+            self._note(found)
+        ages = [max(0, found.round - contribution.read) for contribution in found.made]
+        self._published[found.unit.index].staleness.update(ages)
+        rate = min((consistency.rate(age) for age in ages), default=1.0)
+        settings = found.made[0].settings if found.made else None
+        whole = not self.plan.delivers_every_result
+        ctx = self._context(found)
+        audience = found.closed.audience
+        results = []
+        means = self._combine(found)
+        for part, chunk in enumerate(found.unit.chunks):
+            values = self.updater.apply(chunk, means[part], settings, rate=rate, whole=whole)
+            results.append(
+                self._result(
+                    found.unit, part, found.round, ctx, values, audience, found.closed.dropped
+                )
+            )
+        return results
+
+    def _context(self, found: ClosedRound) -> EncodeContext:
+        """Rounds begin anew with a checkpoint, steps go on."""
+        workers = self.plan.cluster.workers
+        if not found.made:
+            return EncodeContext(workers=workers)
+        clock = 1 + max(contribution.step for contribution in found.made)
+        rate = min(contribution.rate for contribution in found.made)
+        return EncodeContext(clock, rate, self.congested(), workers)
+
+    def _note(self, found: ClosedRound) -> None:
+        self.makers[found.round, found.ranks] = None
+        if len(self.makers) > KEPT_ROUNDS:
+            del self.makers[next(iter(self.makers))]
+
+    def _combine(self, found: ClosedRound) -> list[Sequence[Values | None]]:
+        """The mean, by chunk and segment."""
+        codec = self.plan.route(found.unit).up
+        if isinstance(codec, LayerCodec):
+            return self._combine_layer(found, codec)
+        (chunk,) = found.unit.chunks
+        flat = Values.empty(chunk.numel, chunk.dtype)
+        means: list[Values | None] = []
+        start = 0
+        for place, segment in enumerate(chunk.segments):
+            given = found.given(place)
+            out = flat.part(start, start + segment.numel)
+            start += segment.numel
+            if given:
+                codec.combine(given, out, divisor=found.divisor(self.plan, place, len(given)))
+            means.append(out if given else None)
+        return [means]
+
+    def _combine_layer(
+        self, found: ClosedRound, codec: LayerCodec
+    ) -> list[Sequence[Values | None]]:
+        given, layer = found.given(0), found.unit.layer
+        if not given or layer is None:
+            return [[None] * len(chunk.segments) for chunk in found.unit.chunks]
+        gradients = LayerGradients(self.plan)
+        codec.combine(given, wide(layer), gradients, self._scratch, divisor=found.closed.divisor)
+        return [
+            [gradients.flat[s.tensor].part(s.start, s.stop) for s in chunk.segments]
+            for chunk in found.unit.chunks
+        ]
+
+    def _result(
+        self,
+        unit: Unit,
+        part: int,
+        round_: int,
+        ctx: EncodeContext,
+        values: Sequence[Values | None],
+        audience: tuple[Rank, ...] | None,
+        dropped: tuple[Rank, ...],
+    ) -> Result:
+        codec = down_codec(self.plan, unit)
+        frames: list[Buffer] = []
+        residuals = self._published[unit.index].residuals[part]
+        for each, residual in zip(values, residuals, strict=True):
+            if each is not None:
+                frames.extend(codec.encode(each, residual, ctx))
+        counts = [0 if each is None else codec.frames for each in values]
+        body = Publish(unit.index, part, round_, counts, checksum(frames), list(dropped))
+        return Result(body, tuple(frames), audience)
+
+
+class LayerGradients:
+    """A layer's mean gradient in numpy, by tensor; implements ``LayerMath`` for one round."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.flat: dict[int, Values] = {}
+        self._specs = plan.specs
+
+    def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
+        kind = np.dtype(layer.dtype)
+        given = dy.data.view(kind).reshape(rows, layer.outputs) * kind.type(share)
+        weight = np.matmul(given.T, x.data.view(kind).reshape(rows, layer.inputs))
+        self._keep(layer.weight, weight)
+        if layer.bias is not None:
+            self._keep(layer.bias, given.sum(axis=0))
+
+    def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
+        kind = np.dtype(layer.dtype)
+        table = np.zeros((layer.outputs, layer.inputs), kind)
+        given = values.data.view(kind).reshape(rows, layer.inputs) * kind.type(share)
+        np.add.at(table, ids.data.view(np.int64), given)
+        self._keep(layer.weight, table)
+
+    def _keep(self, tensor: int, values: np.ndarray[Any, Any]) -> None:
+        flat, dtype = np.ascontiguousarray(values).reshape(-1), self._specs[tensor].dtype
+        out = self.flat[tensor] = Values.empty(flat.size, dtype)
+        mean_into(out.data, [flat.view(np.uint8)], flat.dtype.name, 1.0, out_dtype=dtype)
+
+
+def wide(layer: Layer) -> Layer:
+    """As numpy can multiply it; it has no bfloat16, and rounds float16 at every addition."""
+    return layer if layer.dtype == "float64" else replace(layer, dtype="float32")
+
+
+def down_codec(plan: Plan, unit: Unit) -> Codec:
+    codec = plan.route(unit).down
+    if isinstance(codec, InPlace):
+        raise RuntimeFault(f"nothing returns on {plan.route(unit).scheme}")
+    return codec

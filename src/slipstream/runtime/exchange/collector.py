@@ -1,0 +1,277 @@
+"""Contributions to the units that one node holds, until a round of them closes.
+
+A collector reacts to messages and does no I/O, so servers, workers of a mesh and simulations run
+the very same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.codecs import Codec, LayerCodec
+from slipstream.consistency import Closed, RoundLedger
+from slipstream.consistency.ledgers import FirstOfLedger
+from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
+from slipstream.plan import Plan
+from slipstream.transports.wire import Early, Push, Settings, checksum
+from slipstream.types import Buffer, Node, Rank, Unit
+
+Group = Sequence[Buffer] | None  # the frames of one place of a unit; None: no contribution there
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One worker's frames for one unit: by segment, or all of a layer's in one place."""
+
+    step: int
+    read: int
+    places: tuple[Group, ...]
+    settings: Settings | None
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedRound:
+    """A round of a unit that closed, and what makes it."""
+
+    unit: Unit
+    round: int
+    closed: Closed
+    made: tuple[Contribution, ...]
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        return tuple(rank for _, rank in self.closed.contributions)
+
+    def given(self, place: int) -> list[Sequence[Buffer]]:
+        """What was contributed to one place, in the order in which it is summed."""
+        groups = (contribution.places[place] for contribution in self.made)
+        return [group for group in groups if group is not None]
+
+    def divisor(self, plan: Plan, place: int, given: int) -> float:
+        """A parameter's mean runs over all workers of the round (one without a gradient counts as
+        zero); a buffer's over those on which it changed."""
+        if self.unit.layer is not None:
+            return self.closed.divisor
+        segment = self.unit.chunks[0].segments[place]
+        is_parameter = plan.specs[segment.tensor].role == "parameter"
+        return self.closed.divisor if is_parameter else given
+
+
+@dataclass(slots=True)
+class Held:
+    """A unit's ledger, and what has arrived for its open round and for later ones."""
+
+    unit: Unit
+    ledger: RoundLedger
+    arrived: dict[tuple[int, Rank], Contribution] = field(default_factory=dict)
+    early: dict[tuple[int, Rank], Sequence[Buffer]] = field(default_factory=dict)
+    last: dict[Rank, int] = field(default_factory=dict)  # the round of its last contribution
+
+
+class Collector:
+    """All units that one node holds."""
+
+    def __init__(self, node: Node, plan: Plan) -> None:
+        self.plan = plan
+        workers = plan.cluster.workers
+        self._held = {
+            unit.index: Held(unit, plan.consistency.ledger(workers)) for unit in plan.held_by(node)
+        }
+        self._parts: dict[Rank, tuple[int, int]] = {}  # its last round: how many units have come
+        self._whole: list[tuple[int, Rank]] = []
+
+    @property
+    def units(self) -> list[Unit]:
+        return [held.unit for held in self._held.values()]
+
+    def round(self, unit: int) -> int:
+        """How many rounds of a unit have closed."""
+        return self._held[unit].ledger.round
+
+    def early(self, rank: Rank, body: Early, frames: Sequence[Buffer]) -> None:
+        """Take a layer's first matrix ahead of the rest."""
+        held = self._find(rank, body.unit)
+        codec = self.plan.route(held.unit).up
+        if held.unit.layer is None or not isinstance(codec, LayerCodec):
+            raise FrameRefused(f"unit {body.unit} has no matrix that leaves early")
+        if self._came_too_late(held, body.round):
+            return
+        # Only where each gradient is an update may the round that it names be over.
+        is_over = body.round < held.ledger.round and not self.plan.consistency.alone
+        if is_over or body.round - held.ledger.round > self._most_ahead:
+            raise FrameRefused(f"round {body.round} while round {held.ledger.round} is open")
+        others = [key for key in held.early if key[1] == rank]
+        if (body.round, rank) in others or len(others) > self._most_ahead:
+            raise FrameRefused(f"rank {rank} sent its inputs twice for round {body.round}")
+        with contribution_of(self.named(held.unit)):
+            if checksum(frames) != body.crc:
+                raise FrameRefused("its checksum does not match its bytes")
+            codec.examine_early(frames, held.unit.layer)
+        held.early[body.round, rank] = frames
+
+    def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[ClosedRound]:
+        """Take a contribution; the rounds that it closes."""
+        held = self._find(rank, body.unit)
+        # Where late contributions are taken, a ledger cannot tell that one has come before.
+        takes_late = self.plan.consistency.agreed or self.plan.consistency.alone
+        if takes_late and body.round <= held.last.get(rank, -1):
+            raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
+        with contribution_of(self.named(held.unit)):
+            if checksum(frames) != body.crc:
+                raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
+            places = self._examine(held, rank, body, frames)
+        if body.read > body.round:
+            raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
+        counts = held.ledger.arrive(rank, body.round)
+        held.last[rank] = body.round
+        if counts:
+            held.arrived[body.round, rank] = Contribution(
+                body.step, body.read, places, body.settings, body.rate
+            )
+        self._count_part(body.round, rank)
+        return self._close(held)
+
+    def retire(self, rank: Rank) -> list[ClosedRound]:
+        """A worker has left; the rounds that were waiting for it."""
+        closed = []
+        for held in self._held.values():
+            held.ledger.retire(rank)
+            closed += self._close(held)
+        return closed
+
+    def commit(self, round_: int, ranks: Sequence[Rank]) -> list[ClosedRound]:
+        """It has been decided who makes the open round."""
+        closed = []
+        for held in self._held.values():
+            if not isinstance(held.ledger, FirstOfLedger) or held.ledger.round != round_:
+                raise FrameRefused(f"a decision on round {round_}")
+            held.ledger.decide(tuple(ranks))
+            closed += self._close(held)
+        return closed
+
+    def whole(self) -> list[tuple[int, Rank]]:
+        """Rounds and workers whose contributions have all come since this was last asked."""
+        whole, self._whole = self._whole, []
+        return whole
+
+    def _came_too_late(self, held: Held, round_: int) -> bool:
+        """Whether the round has closed without the sender: what it sends is dropped."""
+        return self.plan.consistency.agreed and round_ < held.ledger.round
+
+    @property
+    def _most_ahead(self) -> int:
+        """On a mesh a peer may close rounds before this node does; see ``AllLedger.arrive``."""
+        return 2 * self.plan.consistency.under_way - 1
+
+    def _find(self, rank: Rank, unit: int) -> Held:
+        held = self._held.get(unit)
+        if held is None:
+            raise FrameRefused(f"unit {unit} is not held here")
+        if not 0 <= rank < self.plan.cluster.workers:
+            raise FrameRefused(f"node {rank} is no worker")
+        return held
+
+    def named(self, unit: Unit) -> str:
+        if unit.layer is not None:
+            return f"layer {unit.layer.name!r}"
+        names = [self.plan.specs[tensor].name for tensor in unit.tensors]
+        return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    def _examine(
+        self, held: Held, rank: Rank, body: Push, frames: Sequence[Buffer]
+    ) -> tuple[Group, ...]:
+        codec = self.plan.route(held.unit).up
+        if isinstance(codec, LayerCodec):
+            return self._examine_layer(held, codec, rank, body, frames)
+        return examine_segments(codec, held.unit, body.counts, frames)
+
+    def _examine_layer(
+        self,
+        held: Held,
+        codec: LayerCodec,
+        rank: Rank,
+        body: Push,
+        frames: Sequence[Buffer],
+    ) -> tuple[Group, ...]:
+        if self._came_too_late(held, body.round):
+            return (None,)
+        known = held.early.pop((body.round, rank), None)
+        if body.early and known is None:
+            raise FrameRefused(f"rank {rank} counts on inputs that it never sent")
+        whole = [*(known or ()), *frames] if body.early else frames
+        if list(body.counts) != [len(frames)] or held.unit.layer is None:
+            raise FrameRefused(f"{len(frames)} frames where {body.counts} were announced")
+        if not frames:
+            return (None,)
+        codec.examine(whole, held.unit.layer)
+        return (whole,)
+
+    def _count_part(self, round_: int, rank: Rank) -> None:
+        if not self.plan.consistency.agreed:
+            return
+        known, units = self._parts.get(rank, (round_, 0))
+        units = units + 1 if known == round_ else 1
+        self._parts[rank] = (round_, units)
+        if units == len(self._held):
+            self._whole.append((round_, rank))
+
+    def _close(self, held: Held) -> list[ClosedRound]:
+        rounds = []
+        while (closed := held.ledger.close()) is not None:
+            made = tuple(held.arrived.pop(key) for key in closed.contributions)
+            found = ClosedRound(held.unit, held.ledger.round - 1, closed, made)
+            if self.plan.consistency.lockstep:
+                agree_on_step(self.plan, dict(zip(found.ranks, made, strict=True)))
+            rounds.append(found)
+            if self.plan.consistency.agreed:
+                held.arrived.clear()  # what came and did not make it
+            for key in [key for key in held.early if self._came_too_late(held, key[0])]:
+                del held.early[key]
+        return rounds
+
+
+def examine_segments(
+    codec: Codec, unit: Unit, counts: Sequence[int], frames: Sequence[Buffer]
+) -> tuple[Group, ...]:
+    """Frames by segment of the unit's chunk, or FrameRefused."""
+    (chunk,) = unit.chunks
+    groups = split_frames([s.numel for s in chunk.segments], counts, frames, codec.frames)
+    for segment, group in zip(chunk.segments, groups, strict=True):
+        if group is not None:
+            codec.examine(group, segment.numel, chunk.dtype)
+    return groups
+
+
+def split_frames(
+    segments: Sequence[int], counts: Sequence[int], frames: Sequence[Buffer], per_segment: int
+) -> tuple[Group, ...]:
+    """Frames by segment, or FrameRefused when their numbers are wrong."""
+    if len(counts) != len(segments) or set(counts) - {0, per_segment}:
+        raise FrameRefused(f"frames for {len(counts)} segments where there are {len(segments)}")
+    if len(frames) != sum(counts):
+        raise FrameRefused(f"{len(frames)} frames where {sum(counts)} were announced")
+    groups: list[Group] = []
+    used = 0
+    for count in counts:
+        groups.append(frames[used : used + count] if count else None)
+        used += count
+    return tuple(groups)
+
+
+def agree_on_step(plan: Plan, arrived: Mapping[Rank, Contribution]) -> None:
+    """All contributions to a round must come from the same step of the training loop."""
+    steps = {rank: contribution.step for rank, contribution in arrived.items()}
+    settings = [contribution.settings for contribution in arrived.values()]
+    if any(other != settings[0] for other in settings):
+        raise RuntimeFault(
+            "workers have different optimizer settings (a learning rate that follows a worker's "
+            "own loss?): every worker must set the same"
+        )
+    if len(set(steps.values())) > 1:
+        told = ", ".join(f"{plan.cluster.name(r)} at step {s}" for r, s in sorted(steps.items()))
+        raise RuntimeFault(
+            f"workers ran different numbers of backward passes: {told}; every worker must call "
+            "backward() equally often a step (use job.accumulate() for passes that only add up)"
+        )

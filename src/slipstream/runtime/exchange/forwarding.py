@@ -1,0 +1,34 @@
+"""To whom results go from node to node, also when workers that forwarded them are lost."""
+
+from __future__ import annotations
+
+from slipstream.codecs import InPlace
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.topologies import Topology
+from slipstream.types import Node, Rank, Unit
+
+
+class Forwarding:
+    """The topologies of a plan's routes, without the workers that are lost."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._topologies: list[Topology] = [route.topology for route in plan.routes]
+
+    def lose(self, rank: Rank) -> None:
+        """A worker is lost: whoever got results through it gets them otherwise."""
+        self._topologies = [topology.without(rank) for topology in self._topologies]
+
+    def receivers(self, node: Node, holder: Node, unit: Unit) -> tuple[Node, ...]:
+        """To whom ``node`` sends a unit's results that ``holder`` publishes."""
+        return self._topologies[unit.route].fanout(node, holder, self._plan.cluster)
+
+    def may_send(self, sender: str, unit: Unit) -> bool:
+        """Whether a unit's results may come from this member: from a holder that publishes them, or
+        from any worker where workers forward. Who of them does changes with losses."""
+        route, cluster = self._plan.route(unit), self._plan.cluster
+        for holder in self._plan.holders[unit.index]:
+            if cluster.name(holder) == sender and route.topology.fanout(holder, holder, cluster):
+                return not isinstance(route.down, InPlace)
+        return route.topology.relays and 0 <= rank_of(sender) < cluster.workers

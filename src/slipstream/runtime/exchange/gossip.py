@@ -1,0 +1,440 @@
+"""Every worker's updates to every other one, a slice at a time, while training goes on.
+
+Updates accumulate for each peer and leave in slices (``slice_sender``). Slices are added to the
+weights as they arrive, on the receiving thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.codecs import Rotate
+from slipstream.codecs.partition import Accumulator, unpacked
+from slipstream.codecs.residual import Floats
+from slipstream.consistency import LagBehindPeers
+from slipstream.errors import FrameRefused, contribution_of
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.exchange.numbered_links import NumberedLinks
+from slipstream.runtime.exchange.pace import Pace
+from slipstream.runtime.exchange.slice_sender import MESSAGE_VALUES, SliceSender
+from slipstream.runtime.members.member import Member
+from slipstream.transports.wire import HandoverDone, Message, Part, Tail, Welcome, checksum
+from slipstream.types import Rank
+
+NEVER = 1 << 62  # drains of one that has finished: nobody waits for it
+SCHEME = "slices"
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A peer has died."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """A peer has come back, and counts as having drained so often."""
+
+    rank: Rank
+    drains: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """A worker that was started again, and the address at which it listens now."""
+
+    rank: Rank
+    address: str
+    incarnation: int
+    process: int = 0
+
+
+class Weights(Protocol):
+    """All trained weights as one vector."""
+
+    @property
+    def numel(self) -> int: ...
+
+    def add(self, start: int, values: Floats) -> None:
+        """To the weights from ``start`` on; from any thread."""
+        ...
+
+    def whole(self) -> Floats:
+        """A copy of all of them."""
+        ...
+
+    def clear(self) -> None:
+        """Zeros, to which everything is added."""
+        ...
+
+    def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
+        """What ``step`` does to the weights, times the coefficient; so much of it is done."""
+        ...
+
+
+class GossipChannel:
+    """One worker's end of all its links; implements ``Channel``.
+
+    The training thread owns what is owed. The receiving thread adds what comes to the weights and
+    says, in order, who has died and who is back.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        rotate: Rotate,
+        rule: LagBehindPeers,
+        member: Member,
+        weights: Weights,
+        peers: Collection[Rank],
+        pace: Pace,
+        *,
+        limit_s: float,
+        incarnation: int = 0,
+    ) -> None:
+        self.step = 0
+        self.wait_s = 0.0
+        self.received: Counter[str] = Counter()
+        self.made = 0  # steps of this worker
+        self.merged = 0  # how often a slice had to wait and grew fuller
+        self.weights, self.pace = weights, pace
+        self.links = NumberedLinks(member, incarnation)
+        self.entered = not incarnation  # whether the others know of this worker
+        self.admit: Callable[[Applicant], None] = lambda applicant: None
+        self._rule, self._member = rule, member
+        self._limit_s = limit_s
+        self._begun_s = time.monotonic()
+        # ---- the training thread's
+        self._everybody = frozenset(peers)
+        self._sender = SliceSender(rank, rotate, pace.partitions, peers, weights.numel, self.links)
+        self._drains = 0  # begun
+        # By peer: the last drain after which it was told that it has everything.
+        self._tails_sent: dict[Rank, int] = dict.fromkeys(peers, 0)
+        self._final = False
+        self._waited_s = 0.0
+        self._applicants: list[Applicant] = []
+        # ---- under the member's lock
+        self._events: list[Gone | Back | Applicant] = []
+        # Steps a peer's slices told of; of one that was there before, nothing yet.
+        self._peer_steps = {} if incarnation else dict.fromkeys(peers, 0)
+        self._tails = dict.fromkeys(peers, 0)  # drains of a peer that have come to their end
+        # ---- under a lock of its own, at rank 0: by newcomer, whose updates it gets from here
+        # until they send them themselves
+        self._arriving = threading.Lock()
+        self._forwarding: dict[Rank, set[Rank]] = {}
+        member.on(Part, self._on_part)
+        member.on(Tail, self._on_tail)
+        member.on(HandoverDone, self._on_handover_done)
+
+    @property
+    def sent(self) -> Counter[str]:
+        return Counter({SCHEME: self.links.sent_bytes})
+
+    @property
+    def partitions(self) -> int:
+        return self._sender.partitions
+
+    @property
+    def workers(self) -> int:
+        """Those that live."""
+        return len(self._sender.peers) + 1
+
+    @property
+    def accumulators(self) -> list[Accumulator]:
+        """What peers have not been sent; each takes as much memory as the model."""
+        return self._sender.accumulators
+
+    # ---- the training thread
+
+    def give(self, update: Floats) -> None:
+        """This step's update, which is in this worker's own weights already."""
+        self._sender.add(update)
+        self.made += 1
+        self._member.round = self.made
+        held_up = not self.offer()
+        self.merged += held_up
+        before_s, self._waited_s = self._waited_s, self.wait_s
+        partitions = self.pace.stepped(self.wait_s - before_s, held_up)
+        if partitions != self.partitions and not self._sender.is_turning_over:
+            self._sender.start_rotation(partitions)
+
+    def wait(self, tensors: Iterable[int] | None = None) -> None:
+        """Until the next step may begin; slices that had to wait leave meanwhile."""
+        self._member.check()
+        self._until(self.may_begin, "another worker's step", self._behind)
+
+    def drain(self, *, final: bool = False) -> None:
+        """Until every worker has every update of every worker; all of them call it."""
+        self.begin_drain(final=final)
+        self._until(self.drained, "everybody's last updates", self._undrained)
+
+    def begin_drain(self, *, final: bool = False) -> None:
+        """``final``: this worker makes no more steps."""
+        self.offer()  # who is back, or gone, is known then
+        self._drains += 1
+        self._final = final
+        self._sender.start_rotation(self.pace.partitions)
+
+    def drained(self) -> bool:
+        """Whether all has left, and everybody else's has come."""
+        self._send_tails()
+        return not self._sender.is_turning_over and not self._undrained()
+
+    def _send_tails(self) -> None:
+        if self._sender.is_turning_over:
+            return
+        for peer in self._sender.peers:
+            if self._tails_sent[peer] < self._drains:
+                self._tails_sent[peer] = self._drains
+                self.links.send(peer, Tail, self._drains, self._final)
+
+    def poll(self) -> None:
+        """While this worker waits for others in another way: they may wait for what it owes."""
+        self.offer()
+        self._send_tails()
+
+    def ready(self, tensor: int) -> None:
+        """Nothing leaves before the optimizer's step."""
+
+    def skip_round(self, tensors: Collection[int]) -> None:
+        """Everything travels in slices."""
+
+    def flush(self) -> None:
+        """An update is given as a whole."""
+
+    def refresh(self) -> None:
+        """Slices are taken as they come."""
+
+    def _until(
+        self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
+    ) -> None:
+        self.wait_s += self._member.poll_until(
+            holds, self.offer, what=what, limit_s=self._limit_s, missing=missing
+        )
+
+    def may_begin(self) -> bool:
+        with self._member.lock:
+            return self._rule.may_begin(self.made, self._clocks(), self.partitions)
+
+    def _clocks(self) -> dict[Rank, int]:
+        """By peer, the last step heard of."""
+        beats = self._member.roster.rounds
+        return {
+            peer: self._rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
+            for peer, steps in self._peer_steps.items()
+        }
+
+    def _behind(self) -> list[str]:
+        with self._member.lock:
+            clocks = self._clocks()
+            slowest = min(clocks.values(), default=0)
+            return [f"rank {peer}" for peer, steps in clocks.items() if steps == slowest]
+
+    def _undrained(self) -> list[str]:
+        with self._member.lock:
+            return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
+
+    def offer(self) -> bool:
+        """Send what is due wherever the slice before has left; whether all could be sent."""
+        self._apply_membership_events()
+        return self._sender.offer(self.made)
+
+    def account(self) -> dict[str, Any]:
+        """What was predicted of the links, and what they carried."""
+        elapsed_s = time.monotonic() - self._begun_s
+        return self.pace.account() | {
+            "used_bytes_s": self.links.sent_bytes / elapsed_s,
+            "slices_merged": self.merged,
+        }
+
+    # ---- who dies and who comes back (still the training thread)
+
+    def _apply_membership_events(self) -> None:
+        """Who is back gets rank 0's weights from it, and from the others what they owe rank 0.
+
+        What a worker has sent to rank 0 and is not in those weights yet, rank 0 passes on. So who
+        is back has every update once: in the weights, passed on, owed to rank 0, or made since.
+        """
+        with self._member.lock:
+            events, self._events = self._events, []
+        for each in events:
+            self._applicants = [a for a in self._applicants if a.rank != each.rank]
+            if isinstance(each, Gone):
+                self._forget(each.rank)
+            elif isinstance(each, Applicant):
+                self._applicants.append(each)
+            else:
+                self._forget(each.rank)  # an earlier incarnation, if its end was not heard of
+                self.links.open(each.rank)
+                self._include(each.rank, self._sender.owed_to(0), each.drains)
+                self.links.send(0, HandoverDone, each.rank, self.links.incarnation_of(each.rank))
+
+    def admit_joiners(self) -> None:
+        """At rank 0, at the end of a step: those who were started again begin with this one."""
+        self._apply_membership_events()
+        for applicant in self._applicants:
+            self._readmit(applicant)
+        self._applicants = []
+
+    def _forget(self, peer: Rank) -> None:
+        self.links.close(peer)
+        self._sender.forget(peer)
+        self.pace.lose(f"rank {peer}")
+
+    def _include(self, peer: Rank, owed: Floats, drains: int) -> None:
+        self._sender.include(peer, owed)
+        self.pace.gain(f"rank {peer}")
+        self._tails_sent[peer] = drains
+
+    def _readmit(self, applicant: Applicant) -> None:
+        """At rank 0: let it in, tell everybody, and send it the weights."""
+        rank = applicant.rank
+        self._forget(rank)
+        self.links.open(rank)
+        with self._arriving:
+            gone = {rank_of(name) for name in self._member.lost}
+            self._forwarding[rank] = self._sender.peers - {rank} - gone
+            snapshot = self.weights.whole()
+        self._accept_incarnation(rank, applicant.incarnation, self._drains)
+        self.admit(applicant)
+        self._include(rank, snapshot, self._drains)
+
+    def catch_up(self, welcome: Welcome) -> None:
+        """This worker is the one that is back, and has the weights of so many steps."""
+        self.made = self.step = self._member.round = welcome.steps
+        self._drains = welcome.drains
+        self._tails_sent = dict.fromkeys(self._tails_sent, welcome.drains)
+        self.pace.bytes_s = welcome.bytes_s
+        self.entered = True
+        for peer in self._sender.peers - set(welcome.peers):
+            self._forget(peer)
+
+    def heard_of(self, peer: Rank) -> bool:
+        """Whether a whole slice of a peer's has come."""
+        return peer in self._peer_steps
+
+    def has_event_of(self, peer: Rank) -> bool:
+        """Whether one has died or come back, which the training thread does not know yet."""
+        with self._member.lock:
+            return any(each.rank == peer for each in self._events)
+
+    @property
+    def peers(self) -> list[Rank]:
+        return sorted(self._sender.peers)
+
+    @property
+    def drains(self) -> int:
+        return self._drains
+
+    # ---- the receiving thread
+
+    def lose(self, peer: Rank) -> None:
+        """A peer has died: nobody waits for it, and nothing is kept for it."""
+        self.links.close(peer)
+        with self._arriving:
+            self._forwarding.pop(peer, None)
+            for missing in self._forwarding.values():
+                missing.discard(peer)
+        with self._member.updating():
+            self._peer_steps.pop(peer, None)
+            self._tails.pop(peer, None)
+            self._events.append(Gone(peer))
+
+    def on_admitted(self, welcome: Welcome) -> None:
+        """This worker is the one that is back: what it heard before does not count any more."""
+        with self._member.lock:
+            self._events = []
+            absent = sorted(self._everybody - set(welcome.peers))
+            self._member.lost[:] = [f"rank {peer}" for peer in absent]
+            known = self._tails
+            self._tails = {peer: max(known.get(peer, 0), welcome.drains) for peer in welcome.peers}
+            self._peer_steps = {
+                p: steps for p, steps in self._peer_steps.items() if p in welcome.peers
+            }
+        for peer in welcome.peers:
+            self.links.open(peer)
+
+    def _accept_incarnation(self, peer: Rank, incarnation: int, drains: int) -> None:
+        """A peer is back: its updates count from now on."""
+        self.links.renew(peer, incarnation)
+        with self._member.lock:
+            self._tails[peer] = max(drains, self._tails.get(peer, 0))
+
+    def expect_back(self, peer: Rank, incarnation: int, drains: int) -> None:
+        """The same, and the training thread is to send it what it lacks."""
+        self._accept_incarnation(peer, incarnation, drains)
+        with self._member.lock:
+            self._events.append(Back(peer, drains))
+
+    def apply(self, applicant: Applicant) -> None:
+        """At rank 0: one wants to be let in; see ``admit_joiners``."""
+        with self._member.lock:
+            self._events.append(applicant)
+
+    def _sender_of(self, message: Message[Any], body: Part | Tail | HandoverDone) -> Rank | None:
+        if rank_of(message.sender) not in self._tails:
+            raise FrameRefused(f"a slice from {message.sender}, which is no peer")
+        return self.links.sender(message, body)
+
+    def _on_part(self, message: Message[Part]) -> None:
+        body = message.body
+        peer = self._sender_of(message, body)
+        if peer is None:
+            return
+        with contribution_of("an update of the weights"):
+            values = self._checked(body, message)
+        with self._arriving:
+            self.weights.add(body.start, values)
+            for newcomer, missing in self._forwarding.items():
+                if peer in missing:
+                    fields = (body.steps, body.start, False, body.crc, body.packed)
+                    self.links.send(newcomer, Part, *fields, frames=message.frames)
+        self.received[SCHEME] += message.nbytes
+        self.links.taken(peer)
+        if body.last:
+            with self._member.updating():
+                self._peer_steps[peer] = max(self._peer_steps.get(peer, 0), body.steps)
+
+    def _checked(self, body: Part, message: Message[Any]) -> Floats:
+        if len(message.frames) != 1:
+            raise FrameRefused(f"a slice of {len(message.frames)} frames")
+        frame = memoryview(message.frames[0])
+        room = min(self.weights.numel - body.start, MESSAGE_VALUES)
+        if checksum(message.frames) != body.crc:
+            raise FrameRefused("a slice whose checksum is wrong")
+        if body.packed > room or (
+            not body.packed and (frame.nbytes % 4 or frame.nbytes > 4 * room)
+        ):
+            raise FrameRefused(
+                f"a slice of {frame.nbytes} bytes from weight {body.start} of {self.weights.numel}"
+            )
+        return unpacked(frame, body.packed) if body.packed else np.frombuffer(frame, np.float32)
+
+    def _on_tail(self, message: Message[Tail]) -> None:
+        body = message.body
+        peer = self._sender_of(message, body)
+        if peer is None:
+            return
+        self.links.taken(peer)
+        with self._member.updating():
+            self._tails[peer] = NEVER if body.final else body.drain
+            if body.final:
+                self._peer_steps.pop(peer, None)
+
+    def _on_handover_done(self, message: Message[HandoverDone]) -> None:
+        body = message.body
+        peer = self._sender_of(message, body)
+        if peer is None:
+            return
+        self.links.taken(peer)
+        with self._arriving:
+            if self.links.incarnation_of(body.rank) == body.back_in:
+                self._forwarding.get(body.rank, set()).discard(peer)

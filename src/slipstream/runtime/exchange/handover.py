@@ -1,0 +1,147 @@
+"""A worker that has died comes back into a job whose workers exchange slices.
+
+It is a new process in the place of the old one. It asks rank 0, which lets it in at the end of one
+of its own steps; everybody learns where it listens, and it trains on as soon as it has rank 0's
+weights and all others take its updates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from slipstream.errors import FrameRefused, LeftBehind
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.exchange.gossip import Applicant, GossipChannel
+from slipstream.runtime.members.member import HUB, Member
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Greeting, Message, Return, Returned, Welcome
+
+logger = logging.getLogger(__name__)
+Standing = Callable[[], list[int]]
+
+
+class JoinCoordinator:
+    """At rank 0: who may come in again. ``standing``: what else such a one must know."""
+
+    def __init__(self, exchange: GossipChannel, member: Member, workers: int) -> None:
+        self._workers = workers
+        self._moved: dict[int, tuple[str, int]] = {}  # address and process of those who came back
+        self.standing: Standing = lambda: [0]
+        self.give: Callable[[str], None] = lambda name: None  # what else it needs
+        self._exchange, self._member = exchange, member
+        member.on(Return, self._on_return)
+        exchange.admit = self._admit
+
+    def _on_return(self, message: Message[Return]) -> None:
+        body, rank = message.body, rank_of(message.sender)
+        if not 1 <= rank < self._workers:
+            raise FrameRefused(f"{message.sender} cannot come back")
+        if body.incarnation <= self._exchange.links.incarnation_of(rank):
+            raise FrameRefused(
+                f"{message.sender} comes back in incarnation {body.incarnation}, but has been in "
+                f"{self._exchange.links.incarnation_of(rank)}: SLIPSTREAM_INCARNATION must grow"
+            )
+        if message.sender in self._member.roster.heard:  # it died a moment ago
+            self._member.coordination.give_up(message.sender)
+            self._member.pump.handle_later(message)
+            return
+        self._member.transport.connect(message.sender, body.address)
+        self._exchange.apply(Applicant(rank, body.address, body.incarnation, message.process))
+
+    def _admit(self, applicant: Applicant) -> None:
+        rank, drains = applicant.rank, self._exchange.drains
+        self._member.coordination.readmit(f"rank {rank}", applicant.address, applicant.process)
+        lost = self._member.lost
+        others = [p for p in self._exchange.peers if p != rank and f"rank {p}" not in lost]
+        told = Returned(rank, applicant.address, applicant.process, applicant.incarnation, drains)
+        for peer in others:
+            self._member.send(f"rank {peer}", told, priority=CONTROL)
+        made, bytes_s = self._exchange.made, self._exchange.pace.bytes_s
+        moved = [(peer, *self._moved[peer]) for peer in others if peer in self._moved]
+        welcome = Welcome(made, drains, [0, *others], moved, self.standing(), bytes_s)
+        self._moved[rank] = (applicant.address, applicant.process)
+        # In line with who is lost, and who is back.
+        self._member.send(f"rank {rank}", welcome, priority=CONTROL)
+        self.give(f"rank {rank}")
+        step = self.standing()[0] + made
+        log_event(logger, "member_admitted", member=f"rank {rank}", step=step)
+
+
+class JoinPeer:
+    """At every other worker."""
+
+    def __init__(self, exchange: GossipChannel, member: Member) -> None:
+        self._exchange, self._member = exchange, member
+        member.on(Returned, self._on_returned)
+
+    def _on_returned(self, message: Message[Returned]) -> None:
+        body = message.body
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not say who is back")
+        self._member.coordination.readmit(f"rank {body.rank}", body.address, body.process)
+        self._exchange.expect_back(body.rank, body.incarnation, body.drains)
+        self._member.send(f"rank {body.rank}", Greeting())
+
+
+class Joiner:
+    """At the worker that comes back."""
+
+    def __init__(self, exchange: GossipChannel, member: Member, limit_s: float) -> None:
+        self._exchange, self._member, self._limit_s = exchange, member, limit_s
+        self._welcome: Welcome | None = None
+        self._greeted: set[int] = {0}
+        member.on(Welcome, self._on_welcome)
+        member.on(Greeting, self._on_greeting)
+
+    def come_back(self) -> Welcome:
+        """Until this worker has the others' weights and they take its updates."""
+        self.ask()
+        self._wait(lambda: self._welcome is not None, lambda: [HUB])
+        if self._welcome is None:
+            raise LeftBehind(self._member.name, "came back when the others had finished training")
+        self._member.expect(HUB)
+        self._wait(self.ready, self._missing)
+        return self.enter()
+
+    def ask(self) -> None:
+        self._member.send(
+            HUB, Return(self._member.transport.address, self._exchange.links.incarnation)
+        )
+
+    def ready(self) -> bool:
+        return self._welcome is not None and not self._missing()
+
+    def enter(self) -> Welcome:
+        assert self._welcome is not None
+        self._exchange.catch_up(self._welcome)
+        return self._welcome
+
+    def _wait(self, holds: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
+        self._member.wait_until(
+            lambda: holds() or self._member.dismissed,
+            what="the others to take this worker back",
+            limit_s=self._limit_s,
+            missing=missing,
+        )
+
+    def _missing(self) -> list[str]:
+        """Rank 0 counts when all of its weights have come, and who has died since not at all."""
+        assert self._welcome is not None
+        here = self._greeted if self._exchange.heard_of(0) else self._greeted - {0}
+        awaited = [peer for peer in self._welcome.peers if peer not in here]
+        return [f"rank {peer}" for peer in awaited if not self._exchange.has_event_of(peer)]
+
+    def _on_welcome(self, message: Message[Welcome]) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"a welcome from {message.sender}")
+        for rank, address, process in message.body.moved:
+            self._member.coordination.readmit(f"rank {rank}", address, process)
+        self._exchange.on_admitted(message.body)
+        with self._member.updating():
+            self._welcome = message.body
+
+    def _on_greeting(self, message: Message[Greeting]) -> None:
+        with self._member.updating():
+            self._greeted.add(rank_of(message.sender))

@@ -1,0 +1,140 @@
+"""How fast this worker steps and its links carry, and how many partitions follow from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from slipstream.codecs.select import Rotate
+from slipstream.planning.slices import WORTH_CHANGING, Load
+from slipstream.transports.protocol import Transport
+
+TICK_S = 2.0  # how often, and after how many steps at the least
+LOOK_STEPS = 10
+BUSY = 0.25  # of the time, for a link to show that it has more
+FULL_TIME = 0.5  # for it to show that it has less: a slice may wait for a busy processor, too
+CALM_LOOKS = 15  # before more is tried
+MOST_LOOKS = 240
+LEAST_LEFT = 0.1  # of what a link was known to carry, after one look
+A_LITTLE_MORE = 1.3  # enough for p to follow
+NO_STEP = 5.0  # times longer than most: the worker did something else, like an evaluation
+
+
+class Pace:
+    """Tells p after every step; a given one stays.
+
+    What links carry is told by the bytes acknowledged on all of them while the busiest was busy:
+    they share the way out of this host. More than was known it shows only where that one was busy
+    for long: a little at a time goes through a shaper's bucket as if it were not there. Less it
+    shows only where slices had to wait. So when none has waited for long, a little more is tried;
+    and again soon if that went well, and later if not.
+    """
+
+    def __init__(
+        self,
+        rotate: Rotate,
+        model_bytes: int,
+        peers: Sequence[str],
+        bytes_s: float,
+        transport: Transport,
+        clock: Callable[[], float],
+    ) -> None:
+        self.load: Load | None = None  # the last one seen
+        self._basis: Load | None = None  # the one that p follows from
+        self._rotate, self._model_bytes, self.bytes_s = rotate, model_bytes, bytes_s
+        self._peers = list(peers)
+        self._transport, self._clock = transport, clock
+        # Until steps have been timed: as few bytes as rounds of all workers would take.
+        self.partitions = rotate.partitions or max(1, len(peers))
+        self._begun_s = self._stepped_s = clock()
+        self._steps_s: list[float] = []  # how long each took, without waiting
+        self._held_up = False
+        self._calm = 0  # looks without a slice that had to wait
+        self._patience = CALM_LOOKS
+        self._trying = False
+        self._before = self._delivered()
+
+    def stepped(self, waited_s: float, held_up: bool) -> int:
+        """After a step, which waited for others for so long; whether slices had to wait, too."""
+        now = self._clock()
+        self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
+        self._stepped_s = now
+        self._held_up = self._held_up or held_up
+        elapsed_s = now - self._begun_s
+        if len(self._steps_s) >= LOOK_STEPS and elapsed_s >= (TICK_S if self.load else 0.0):
+            self._look(elapsed_s)
+        return self.partitions
+
+    def lose(self, peer: str) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._before.pop(peer, None)
+
+    def gain(self, peer: str) -> None:
+        self._peers.append(peer)
+        self._before[peer] = (0, 0.0)
+
+    def _look(self, elapsed_s: float) -> None:
+        if self._rotate.bytes_s is None:
+            self._listen(elapsed_s)
+        self.load = Load(
+            1 / max(1e-9, usual_s(self._steps_s)),
+            self._model_bytes,
+            len(self._peers) + 1,
+            self.bytes_s,
+        )
+        if self._basis is None or self._basis.differs(self.load):
+            self._basis = self.load
+            if self._rotate.partitions is None:
+                # Of one number each they would still be slices.
+                self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
+        self._begun_s, self._steps_s, self._held_up = self._clock(), [], False
+
+    def _listen(self, elapsed_s: float) -> None:
+        """To what the links have shown since the last look."""
+        now = self._delivered()
+        moved = [
+            (now[peer][0] - nbytes, now[peer][1] - seconds)
+            for peer, (nbytes, seconds) in self._before.items()
+            if now[peer][0] >= nbytes  # else it is another connection
+        ]
+        self._before = now
+        nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
+        seen = nbytes / busy_s if busy_s > 0 else 0.0
+        self._calm = 0 if self._held_up else self._calm + 1
+        before = self.bytes_s
+        share = busy_s / elapsed_s
+        if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
+            # A link that stands still for a while has not become a slow one for ever.
+            self.bytes_s = max(seen, self.bytes_s * LEAST_LEFT)
+        if self._held_up and self._trying:
+            self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
+        elif self._held_up:
+            self._patience = CALM_LOOKS if narrowed(before, self.bytes_s) else self._patience
+        elif self._calm >= (1 if self._trying else self._patience) and self.partitions > 1:
+            self.bytes_s *= A_LITTLE_MORE
+            self._calm, self._trying = 0, True
+
+    def _delivered(self) -> dict[str, tuple[int, float]]:
+        return {peer: self._transport.delivered(peer) for peer in self._peers}
+
+    def account(self) -> dict[str, Any]:
+        if self.load is None:
+            return {"partitions": self.partitions}
+        return {
+            "partitions": self.partitions,
+            "predicted_bytes_s": self.load.used_bytes_s(self.partitions),
+            "link_bytes_s": self.load.bytes_s,
+            "steps_s": self.load.steps_s,
+        }
+
+
+def usual_s(durations_s: Sequence[float]) -> float:
+    """Their mean, without those that were no mere steps."""
+    most_s = NO_STEP * median(durations_s)
+    return fmean(each for each in durations_s if each <= most_s)
+
+
+def narrowed(before: float, now: float) -> bool:
+    return now < (1 - WORTH_CHANGING) * before

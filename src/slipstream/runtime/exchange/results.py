@@ -1,0 +1,97 @@
+"""Where a worker's results go: decoded, or combined from what a mesh has collected, into place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from slipstream.codecs import LayerCodec
+from slipstream.codecs.matrices import LayerMath, Scratch
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.aggregator import down_codec
+from slipstream.runtime.exchange.channel import Slots
+from slipstream.runtime.exchange.collector import ClosedRound, split_frames
+from slipstream.runtime.exchange.unit_state import Answer, UnitState
+from slipstream.types import Segment, Values
+
+
+class ResultWriter:
+    """Writes answers into the sinks of their tensors; called by the training thread only."""
+
+    def __init__(self, plan: Plan, slots: Slots, math: LayerMath | None) -> None:
+        self._plan, self._slots, self._math = plan, slots, math
+        self._sinks: dict[int, Values] = {}
+        self._absent: dict[int, list[Segment]] = {}  # by tensor: what nobody contributed to
+        self._scratch = Scratch()
+
+    @property
+    def written(self) -> Collection[int]:
+        """Tensors of which something was written since they were last finished."""
+        return self._sinks.keys()
+
+    def write(self, state: UnitState, answer: Answer) -> list[int]:
+        """Put a result where it belongs; the tensors of which something came, or nothing did."""
+        if answer.closed is None:
+            return self._decode(state, answer)
+        if state.unit.layer is not None:
+            self._combine_layer(state, answer.closed)
+            return []
+        return self._combine_segments(state, answer.closed)
+
+    def finish(self, tensor: int) -> None:
+        """All of a tensor's result has come, if there is any."""
+        absent, sink = self._absent.pop(tensor, []), self._sinks.pop(tensor, None)
+        if sink is not None:
+            self._clear(tensor, sink, absent)
+            self._slots.finish(tensor)
+
+    def finish_all(self) -> None:
+        for tensor in {*self._sinks, *self._absent}:
+            self.finish(tensor)
+
+    def _decode(self, state: UnitState, answer: Answer) -> list[int]:
+        codec = down_codec(self._plan, state.unit)
+        touched = []
+        for part, (body, frames) in sorted(answer.parts.items()):
+            segments = state.unit.chunks[part].segments
+            groups = split_frames([s.numel for s in segments], body.counts, frames, codec.frames)
+            for segment, group in zip(segments, groups, strict=True):
+                touched.append(segment.tensor)
+                if group is None:
+                    self._absent.setdefault(segment.tensor, []).append(segment)
+                else:
+                    codec.decode_into(group, self._sink(segment))
+        return list(dict.fromkeys(touched))
+
+    def _combine_segments(self, state: UnitState, closed: ClosedRound) -> list[int]:
+        codec, (chunk,) = state.codec, state.unit.chunks
+        assert codec is not None
+        for place, segment in enumerate(chunk.segments):
+            given = closed.given(place)
+            if not given:
+                self._absent.setdefault(segment.tensor, []).append(segment)
+                continue
+            divisor = closed.divisor(self._plan, place, len(given))
+            codec.combine(given, self._sink(segment), divisor=divisor)
+        return list(dict.fromkeys(segment.tensor for segment in chunk.segments))
+
+    def _combine_layer(self, state: UnitState, closed: ClosedRound) -> None:
+        codec, layer, given = state.route.up, state.unit.layer, closed.given(0)
+        if given and layer is not None and self._math is not None:
+            assert isinstance(codec, LayerCodec)
+            divisor = closed.closed.divisor
+            codec.combine(given, layer, self._math, self._scratch, divisor=divisor)
+
+    def _sink(self, segment: Segment) -> Values:
+        if segment.tensor not in self._sinks:
+            self._sinks[segment.tensor] = self._slots.sink(segment.tensor)
+        return self._sinks[segment.tensor].part(segment.start, segment.stop)
+
+    def _clear(self, tensor: int, sink: Values, absent: Sequence[Segment]) -> None:
+        """Zero the gradient of segments nobody contributed; their sender may have died midway.
+
+        Weights that come back stay as they are there.
+        """
+        is_gradient = not self._plan.update.holder_applies
+        if is_gradient and self._plan.specs[tensor].role == "parameter":
+            for segment in absent:
+                sink.part(segment.start, segment.stop).data[:] = 0

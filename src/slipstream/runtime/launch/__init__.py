@@ -1,0 +1,1 @@
+"""Starting the processes of a job, watching them, and leaving none behind."""

@@ -1,0 +1,162 @@
+"""A small process that outlives the launcher, to clear away what it started.
+
+The kernel kills a worker whose launcher dies, but not the worker's own children. The launcher sends
+this script every process group, and directories, through the socket that is its stdin. When that
+ends without ``done``, the launcher has been killed, and the script removes them. It runs by its
+path, standard library only, so that it costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator
+
+LINGER_S = 1.0
+TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, since Linux 6.9
+
+
+class ChildGroup:
+    """A process group that was started here, and that a pidfd of its leader identifies.
+
+    The kernel gives the number of a process to another one once it is reaped and its group is
+    empty. A signal sent by number would then reach a process that is not ours. Without pidfds
+    (Linux before 5.3, other systems) the number is all there is.
+    """
+
+    def __init__(self, leader: int, pidfd: int | None) -> None:
+        self.leader, self.pidfd = leader, pidfd
+        self._closed = False
+
+    @classmethod
+    def led_by(cls, leader: int) -> ChildGroup:
+        """The group of a child that nobody has waited for yet: until then its number is its own."""
+        try:
+            return cls(leader, os.pidfd_open(leader))
+        except (AttributeError, OSError):
+            return cls(leader, None)
+
+    def send(self, signum: int) -> bool:
+        """Signal every process of the group; False if there is none left."""
+        if self._closed:
+            return False
+        try:
+            self._signal_group(signum)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def _signal_group(self, signum: int) -> None:
+        if self.pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self.pidfd, signum, None, TO_GROUP)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            if self._number_given_away():
+                raise ProcessLookupError(errno.ESRCH, "the group is empty")
+        os.killpg(self.leader, signum)
+
+    def _number_given_away(self) -> bool:
+        """Whether another process has the leader's number, as happens only to an empty group."""
+        assert self.pidfd is not None
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)
+        except ProcessLookupError:
+            return os.path.exists(f"/proc/{self.leader}")
+        return False
+
+    def kill_leader(self) -> None:
+        """Kill the leader alone, if it still runs."""
+        try:
+            if self.pidfd is None:
+                os.kill(self.leader, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def close(self) -> None:
+        """Close the pidfd; signals go nowhere from then on."""
+        if self.pidfd is not None and not self._closed:
+            os.close(self.pidfd)
+        self._closed = True
+
+
+def sweep(groups: Iterable[ChildGroup], linger_s: float = LINGER_S) -> None:
+    """Kills what is left of process groups whose leader has ended.
+
+    They get a moment first: multiprocessing's resource tracker, for one, ends by itself once its
+    parent has, and it is the one that removes forgotten shared memory.
+    """
+    left = list(groups)
+    deadline = time.monotonic() + linger_s
+    while left := [group for group in left if group.send(0)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    for group in left:
+        group.send(signal.SIGKILL)
+
+
+# ---- from the launcher to the guardian: a line each, and the pidfd of a group with it
+
+
+def announce_group(guardian: socket.socket, group: ChildGroup) -> None:
+    """Add a process group."""
+    if group.pidfd is None:
+        guardian.sendall(f"number {group.leader}\n".encode())
+    else:
+        socket.send_fds(guardian, [f"group {group.leader}\n".encode()], [group.pidfd])
+
+
+def announce_directory(guardian: socket.socket, directory: str | os.PathLike[str]) -> None:
+    """Add a directory to remove."""
+    guardian.sendall(b"directory %s\n" % os.fsencode(directory))
+
+
+def announce_end(guardian: socket.socket) -> None:
+    """The launcher clears away by itself."""
+    guardian.sendall(b"done\n")
+
+
+def announced(launcher: socket.socket) -> Iterator[tuple[str, bytes, int | None]]:
+    """Every line until the launcher closes or dies, with the descriptor that came for it."""
+    text, descriptors = b"", list[int]()
+    while True:
+        more, new, _, _ = socket.recv_fds(launcher, 1 << 16, 64)
+        if not more:
+            return
+        text, descriptors = text + more, descriptors + new
+        while b"\n" in text:
+            line, _, text = text.partition(b"\n")
+            word, _, rest = line.partition(b" ")
+            yield word.decode(), rest, descriptors.pop(0) if word == b"group" else None
+
+
+def main() -> None:
+    """Wait for the launcher to end; if it was killed, kill and remove what it announced."""
+    groups: list[ChildGroup] = []
+    directories: list[bytes] = []
+    with socket.socket(fileno=0) as launcher:
+        for word, rest, pidfd in announced(launcher):
+            if word == "done":
+                return
+            if word == "directory":
+                directories.append(rest)
+            else:
+                groups.append(ChildGroup(int(rest), pidfd))
+    for group in groups:
+        group.kill_leader()
+    sweep(groups)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

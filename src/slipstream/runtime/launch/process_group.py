@@ -1,0 +1,345 @@
+"""The processes of one job on this machine: started, watched, stopped, removed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.errors import WaitLimit
+from slipstream.printable import printable_lines
+from slipstream.runtime.launch import guardian
+from slipstream.runtime.launch.presence import place_of
+from slipstream.runtime.launch.processes import (
+    SERVER_STOP_S,
+    Placement,
+    ServerProcess,
+    start_process,
+)
+from slipstream.runtime.launch.relay import start_relay
+from slipstream.runtime.launch.supervision import (
+    JOB,
+    CameBack,
+    Ended,
+    Limits,
+    Signalled,
+    Supervision,
+    Verdict,
+)
+
+# Numbers of files that only the process they were given to has.
+DESCRIPTORS = frozenset({"SLIPSTREAM_STORE_FD", "SLIPSTREAM_CONTROL_FD"})
+# For the last lines of members that have ended; a stray process may hold their pipes open.
+OUTPUT_S = 1.0
+
+
+class Supervisor(Protocol):
+    """A job in which the launcher itself has something to do."""
+
+    tick_s: float
+
+    def take(self, event: object) -> bool:
+        """Whether an event was its own business."""
+
+    def tick(self) -> None:
+        """Called every ``tick_s`` seconds, and after every event."""
+
+    def start_again(self, name: str, incarnation: int) -> None:
+        """Start a worker that was killed again."""
+
+
+class ProcessGroup:
+    """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        may_lose: int = 0,
+        restarts: int = 0,
+        leader: str | None = "rank 0",
+    ) -> None:
+        self._limits = limits
+        self.supervisor: Supervisor | None = None
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._watch = Supervision(limits, time.monotonic, may_lose, restarts, leader)
+        self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
+        self._groups: dict[str, guardian.ChildGroup] = {}
+        self._servers: list[ServerProcess] = []
+        self._helpers: set[str] = set()
+        self._output: list[threading.Thread] = []
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> ProcessGroup:
+        self._cleanup.enter_context(_signals_into(self.events))
+        self._guardian, self._guardian_socket = _start_guardian()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._cleanup:
+            self._kill_workers(signal.SIGKILL, {*self._watch.running, *self._helpers})
+            self._close_servers()
+            guardian.sweep(self._groups.values())
+            self._finish_output()
+            self._dismiss_guardian()
+            for group in self._groups.values():
+                group.close()
+
+    def add_worker(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        placement: Placement,
+        *,
+        has_terminal: bool,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Starts a worker, on our own stdin, stdout and stderr or with its lines under its name."""
+        piped = subprocess.PIPE
+        presence, theirs = os.pipe()
+        try:
+            process = start_process(
+                command,
+                {**env, "SLIPSTREAM_PRESENCE_FD": str(theirs)},
+                placement,
+                stdin=None if has_terminal else subprocess.DEVNULL,
+                stdout=None if has_terminal else piped,
+                stderr=None if has_terminal else piped,
+                pass_fds=(*pass_fds, theirs),
+            )
+        except BaseException:
+            os.close(presence)
+            raise
+        finally:
+            os.close(theirs)
+        self._watch.started(name)
+        self._starts.setdefault(name, (command, env, placement))
+        self._add(name, process, presence)
+        for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
+            if stream is not None:
+                self._output.append(start_relay(stream, f"[{name}] ", fd))
+
+    def add_server(self, server: ServerProcess) -> None:
+        """Add a server that was started."""
+        self._servers.append(server)
+        self._add(server.name, server.process)
+
+    def add_helper(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a process that is no worker: its end is an event for the supervisor."""
+        process = start_process(
+            command,
+            env,
+            Placement(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=pass_fds,
+        )
+        self._helpers.add(name)
+        self._add(name, process)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            self._output.append(start_relay(stream, f"[{name}] ", 2))
+        return process
+
+    def add_directory(self, directory: Path) -> None:
+        """Goes with this process, should it be killed."""
+        with contextlib.suppress(OSError):
+            guardian.announce_directory(self._guardian_socket, directory)
+
+    def end(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Signal a process and its children."""
+        self._kill_workers(signum, [name])
+
+    def fail(self) -> None:
+        """End the job; the supervisor has logged why. Only the main thread calls this."""
+        self._watch.take(Ended(JOB, 1))
+
+    def set_rules(self, *, leader: str | None, restarts: int, grace_s: float) -> None:
+        """Change what happens when workers end. A smaller ``grace_s`` that the caller of ``launch``
+        asked for is kept."""
+        limits = self._watch.limits
+        self._watch.limits = replace(limits, grace_s=min(limits.grace_s, grace_s))
+        self._watch.leader, self._watch.restarts = leader, restarts
+
+    def shorten_grace(self, grace_s: float) -> None:
+        """Give the other workers of a job that ends no longer than this."""
+        self._watch.deadline = min(self._watch.deadline, time.monotonic() + grace_s)
+
+    def stop_restarts(self) -> None:
+        """All are about to end: a worker that dies now is not started again."""
+        self._watch.over = True
+
+    @property
+    def ending(self) -> bool:
+        """Whether something has failed, or a signal has asked for the end."""
+        return self._watch.ending
+
+    def servers_announced(self) -> bool:
+        """Waits until every server has its address; False if the job is over before that."""
+        limit_s = self._limits.server_start_s
+        deadline = time.monotonic() + limit_s
+        while missing := [s.name for s in self._servers if not s.announced(timeout_s=0.05)]:
+            self._handle_next(time.monotonic())
+            if self._watch.ending:
+                return False
+            if time.monotonic() > deadline:
+                raise WaitLimit("servers to write their addresses", limit_s, missing)
+        return True
+
+    def wait(self) -> Verdict:
+        """Returns when all workers have ended, by themselves or because they had to."""
+        while self._watch.running:
+            until = self._watch.deadline
+            if self.supervisor is not None:
+                until = min(until, time.monotonic() + self.supervisor.tick_s)
+            self._handle_next(until)
+            if self.supervisor is not None:
+                self.supervisor.tick()
+            if time.monotonic() >= self._watch.deadline:
+                if not self._watch.ending:
+                    late = ", ".join(sorted(self._watch.to_signal))
+                    log_line(f"{late} came back too late: the others have finished")
+                self._kill_workers(self._watch.escalate(), self._watch.to_signal)
+        return self._watch.verdict()
+
+    def _add(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None = None
+    ) -> None:
+        group = guardian.ChildGroup.led_by(process.pid)  # before the thread below can reap it
+        if name in self._groups:
+            self._groups[name].close()
+        self._groups[name] = group
+        with contextlib.suppress(OSError):
+            guardian.announce_group(self._guardian_socket, group)
+        watched = (name, process, presence)
+        threading.Thread(target=self._watch_exit, args=watched, daemon=True).start()
+
+    def _watch_exit(
+        self, name: str, process: subprocess.Popen[bytes], presence: int | None
+    ) -> None:
+        code = process.wait()
+        if presence is None:
+            self.events.put(Ended(name, code))
+            return
+        with os.fdopen(presence, "rb"):
+            self.events.put(Ended(name, code, place_of(presence)))
+
+    def _handle_next(self, deadline: float) -> None:
+        remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+        lost, replaced = len(self._watch.lost), len(self._watch.replaced)
+        with contextlib.suppress(queue.Empty):
+            event = self.events.get(timeout=remaining_s)
+            if self.supervisor is not None and self.supervisor.take(event):
+                return
+            assert isinstance(event, Ended | CameBack | Signalled)
+            signum = self._watch.take(event)
+            self._kill_workers(signum, self._watch.to_signal)
+        for ended in self._watch.lost[lost:]:
+            log_line(f"{ended}; the others go on")
+        for ended in self._watch.replaced[replaced:]:
+            log_line(f"{ended}; it is started again")
+            self._start_again(ended.member)
+
+    def _start_again(self, name: str) -> None:
+        guardian.sweep([self._groups[name]])  # what the old one has left behind
+        incarnation = sum(ended.member == name for ended in self._watch.replaced)
+        if self.supervisor is not None:
+            self.supervisor.start_again(name, incarnation)
+        else:
+            self.add_returning(name, incarnation)
+
+    def add_returning(self, name: str, incarnation: int, control: int | None = None) -> None:
+        """Starts a worker as it was started before, with a new socket to the launcher if it has
+        one; an event follows when it has come back."""
+        command, env, placement = self._starts[name]
+        reader, writer = os.pipe()
+        descriptors = {"SLIPSTREAM_BACK_FD": writer}
+        if control is not None:
+            descriptors["SLIPSTREAM_CONTROL_FD"] = control
+        again = {key: value for key, value in env.items() if key not in DESCRIPTORS}
+        again |= {key: str(descriptor) for key, descriptor in descriptors.items()}
+        again["SLIPSTREAM_INCARNATION"] = str(incarnation)
+        passed = tuple(descriptors.values())
+        try:
+            self.add_worker(name, command, again, placement, has_terminal=False, pass_fds=passed)
+        finally:
+            os.close(writer)
+        threading.Thread(target=self._await_return, args=(name, reader), daemon=True).start()
+
+    def _await_return(self, name: str, reader: int) -> None:
+        """A worker that is back writes a byte; one that never comes back ends without."""
+        with os.fdopen(reader, "rb") as pipe:
+            if pipe.read(1):
+                self.events.put(CameBack(name))
+
+    def _kill_workers(self, signum: signal.Signals | None, members: Collection[str]) -> None:
+        if signum is None:
+            return
+        for name in members:
+            self._groups[name].send(signum)
+
+    def _close_servers(self) -> None:
+        for server in self._servers:
+            server.dismiss()
+        deadline = time.monotonic() + SERVER_STOP_S
+        for server in self._servers:
+            server.close(max(0.0, deadline - time.monotonic()))
+
+    def _finish_output(self) -> None:
+        deadline = time.monotonic() + OUTPUT_S
+        for thread in self._output:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _dismiss_guardian(self) -> None:
+        with self._guardian_socket, contextlib.suppress(OSError):
+            guardian.announce_end(self._guardian_socket)
+        self._guardian.wait()
+
+
+def log_line(line: str) -> None:
+    """Print a line of the launcher's own, beside what the workers print."""
+    with contextlib.suppress(OSError):  # the terminal has gone, which is often why we are here
+        sys.stderr.write(printable_lines(f"slipstream: {line}\n"))
+        sys.stderr.flush()
+
+
+def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, ours
+
+
+@contextlib.contextmanager
+def _signals_into(events: queue.SimpleQueue[object]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP become events; under ``nohup`` SIGHUP stays ignored."""
+    previous = {}
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+            continue
+        previous[signum] = signal.signal(signum, lambda got, _: events.put(Signalled(got)))
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,224 @@
+"""Starting processes that do not outlive the one that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from slipstream.errors import LaunchError, WaitLimit
+from slipstream.runtime.launch.guardian import ChildGroup
+from slipstream.runtime.launch.relay import relay, start_relay
+from slipstream.transports.credentials import Credentials
+from slipstream.transports.descriptors import ERRORS, out_of_descriptors
+
+# -P: the directory a user trains in must not lend the server its modules.
+SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.servers.server")
+SERVER_START_S = 60.0
+SERVER_STOP_S = 3.0
+
+# What belongs to one worker; a process started beside it, or a job started within it, has its own.
+WORKER_VARIABLES = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SLIPSTREAM_STORE_FD",
+        "SLIPSTREAM_CONTROL_FD",
+        "SLIPSTREAM_BACK_FD",
+        "SLIPSTREAM_PRESENCE_FD",
+        "SLIPSTREAM_JOB",
+        "SLIPSTREAM_LAUNCHER",
+        "SLIPSTREAM_SERVER_ADDRESSES",
+        "SLIPSTREAM_SERVER_INDEX",
+        "SLIPSTREAM_RUN_KEY",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }
+)
+SECRET_VARIABLES = frozenset({"SLIPSTREAM_SECRET", "SLIPSTREAM_SECRET_FILE"})
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a process runs: a command before its own, and environment on top of the job's.
+
+    ``Placement(("ip", "netns", "exec", "host0"))`` puts it into a network namespace. The prefix
+    has to become the process (exec), not stay its parent. ``address`` is where others reach it, if
+    it is not on the launcher's own host.
+    """
+
+    prefix: tuple[str, ...] = ()
+    address: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def inherited_environment() -> dict[str, str]:
+    """This process's environment without what only it was meant to have."""
+    return {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
+
+
+def start_process(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    placement: Placement,
+    *,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts ``command`` in a session of its own; on Linux it is killed when its parent dies.
+
+    The kernel takes the calling *thread* for the parent: call this from one that stays.
+    """
+    full = [*placement.prefix, *command]
+    try:
+        return subprocess.Popen(
+            full,
+            env={**env, **placement.env},
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+        )
+    except OSError as error:
+        if error.errno in ERRORS:
+            raise out_of_descriptors(f"starting {full[0]!r}") from error
+        reason = error.strerror or str(error)
+        raise LaunchError(f"cannot start {full[0]!r}: {reason}; is it on the PATH?") from error
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+    set_death_signal, kill = 1, int(signal.SIGKILL)
+    parent = os.getpid()
+
+    def arm() -> None:
+        prctl(set_death_signal, kill, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(128 + kill)
+
+    return arm
+
+
+class ServerProcess:
+    """A server this process started. It lives until ``close()``, or as long as its parent."""
+
+    def __init__(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.index = index
+        self.process = process
+        self._group = ChildGroup.led_by(process.pid)
+        self.address = ""
+        self._stdin = process.stdin
+        self._first_line: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        reader.start()
+        self.output = (reader, start_relay(process.stderr, f"[{self.name}] ", 2))
+
+    @property
+    def name(self) -> str:
+        """``server 0`` and so on."""
+        return f"server {self.index}"
+
+    def _read(self, stdout: IO[bytes]) -> None:
+        self._first_line.put(stdout.readline())
+        relay(stdout, f"[{self.name}] ", 2)
+
+    def announced(self, timeout_s: float) -> bool:
+        """Waits for the address; True once it is known."""
+        if self.address:
+            return True
+        try:
+            line = self._first_line.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        try:
+            self.address = str(json.loads(line)["address"])
+        except (ValueError, KeyError, TypeError) as error:
+            wrote = repr(line.decode(errors="replace").strip()) if line else "nothing"
+            raise LaunchError(
+                f"{self.name} did not start: it wrote {wrote} where its address was expected; "
+                "its output above may show why"
+            ) from error
+        return True
+
+    def dismiss(self) -> None:
+        """Tells the server to end, without waiting for it."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def close(self, timeout_s: float = SERVER_STOP_S) -> None:
+        """Tells the server to end, waits, and kills it if it does not."""
+        self.dismiss()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._group.send(signal.SIGKILL)
+            self.process.wait()
+        self._group.close()
+        for thread in self.output:
+            thread.join(timeout=1.0)
+
+
+def start_server(
+    *,
+    index: int,
+    credentials: Credentials,
+    bind: str = "127.0.0.1",
+    placement: Placement | None = None,
+    timeout_s: float | None = SERVER_START_S,
+    command: Sequence[str] = SERVER_COMMAND,
+) -> ServerProcess:
+    """Starts a server.
+
+    It has a session of its own, so the terminal's Ctrl-C passes it by, and dies with the thread
+    that called this (Linux) or when its stdin ends (everywhere).
+
+    Args:
+        bind: the address to listen on.
+        timeout_s: how long to wait for the server's address; None: not at all.
+
+    Raises:
+        LaunchError: it cannot be started, or has ended.
+        WaitLimit: its address has not come in time.
+    """
+    # The key of one run; the job's secret, from which every run's key follows, is left out.
+    env = {k: v for k, v in inherited_environment().items() if k not in SECRET_VARIABLES} | {
+        "SLIPSTREAM_SERVER_INDEX": str(index),
+        "SLIPSTREAM_RUN_KEY": credentials.key.hex(),
+        "SLIPSTREAM_ENCRYPT": "1" if credentials.encrypt else "0",
+        "SLIPSTREAM_BIND": bind,
+    }
+    pipe = subprocess.PIPE
+    process = start_process(
+        command, env, placement or Placement(), stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    server = ServerProcess(index, process)
+    try:
+        if timeout_s is not None and not server.announced(timeout_s):
+            raise WaitLimit(f"{server.name} to write its address", timeout_s, [server.name])
+    except BaseException:
+        server.close(timeout_s=0.5)
+        raise
+    return server

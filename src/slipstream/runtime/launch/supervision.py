@@ -1,0 +1,257 @@
+"""What to do when members of a job end: pure, so that every order of events can be tried."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+# A worker that ends only because another one failed exits with this (EX_UNAVAILABLE), so that
+# the launcher names the one that failed even if that one takes longer to go.
+EXIT_PEER_FAILED = 69
+Place = Literal["outside", "inside", "left"]  # of the job: a worker joins it, and leaves it
+JOB = "the job"  # what ends when the launcher itself gives up, after it has logged why
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long members may take: to end by themselves after a failure, after SIGTERM, to start."""
+
+    grace_s: float = 8.0
+    term_s: float = 3.0
+    kill_s: float = 5.0
+    server_start_s: float = 60.0
+
+
+def is_worker(member: str) -> bool:
+    """Whether a member of this name is a worker."""
+    return member.startswith("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A member ended; a negative code is the signal that killed it.
+
+    ``place`` is where a worker was then.
+    """
+
+    member: str
+    code: int
+    place: Place = "left"
+
+    @property
+    def failed(self) -> bool:
+        """Also with code 0, if it ended in the middle of the job."""
+        return self.code != 0 or self.place == "inside"
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell gives it: 128 + n for signal n."""
+        if self.code < 0:
+            return 128 - self.code
+        return self.code or int(self.failed)
+
+    @property
+    def remoteness(self) -> int:
+        """How far from the cause this end may be; members follow one another out of a job."""
+        if (
+            self.member == JOB
+            or self.code < 0
+            or (self.is_worker and self.code != EXIT_PEER_FAILED)
+        ):
+            return 0
+        return 2 if self.is_worker else 1  # servers stay longest: they see every end
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it was a worker."""
+        return is_worker(self.member)
+
+    def __str__(self) -> str:
+        if self.member == JOB:
+            return "the job could not go on"
+        if self.code < 0:
+            return f"{self.member} was killed by {signal_name(-self.code)}"
+        ended = f"{self.member} exited with code {self.code}"
+        if self.code == 0 and self.failed:
+            return f"{ended} before it had left the job (the end of its `with` block)"
+        return ended
+
+
+@dataclass(frozen=True, slots=True)
+class CameBack:
+    """A worker that was started again trains with the others."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher itself was asked to stop."""
+
+    signum: int
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell gives it: 128 + n for signal n."""
+        return 128 + self.signum
+
+    def __str__(self) -> str:
+        by = "Ctrl-C" if self.signum == signal.SIGINT else signal_name(self.signum)
+        return f"stopped by {by}"
+
+
+Event = Ended | CameBack | Signalled
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the job ended: the launcher's exit code and, unless all went well, the line to print."""
+
+    code: int
+    line: str = ""
+
+
+@dataclass(slots=True)
+class Supervision:
+    """Decides, from events, which signal to send to the workers still there, and when.
+
+    A failure gives the other workers ``grace_s`` to end by themselves; then SIGTERM follows, then
+    SIGKILL. A signal to the launcher begins with SIGTERM, a second one goes on to SIGKILL.
+
+    Args:
+        may_lose: workers that may be killed while the rest go on.
+        restarts: workers that are started again if they are killed.
+        leader: the worker without which there is no job; None: there is none.
+
+    Attributes:
+        running: workers that have not ended.
+        deadline: when to ``escalate``.
+        lost: ends of workers that the rest go on without.
+        replaced: ends of workers to be started again.
+        over: the leader has ended, so nobody comes back.
+    """
+
+    limits: Limits
+    clock: Callable[[], float]
+    may_lose: int = 0
+    restarts: int = 0
+    leader: str | None = "rank 0"
+    running: set[str] = field(default_factory=set)
+    deadline: float = math.inf
+    lost: list[Ended] = field(default_factory=list)
+    replaced: list[Ended] = field(default_factory=list)
+    over: bool = False
+    _back: set[str] = field(default_factory=set)  # started again, and one of the others since
+    _late_returns: set[str] = field(default_factory=set)  # not back when the leader ended
+    _failures: list[Ended] = field(default_factory=list)
+    _asked: Signalled | None = None
+    _sent: list[signal.Signals] = field(default_factory=list)
+    _stuck: tuple[str, ...] = ()  # workers that were still there at the deadline
+
+    @property
+    def ending(self) -> bool:
+        """Whether the job ends: something has failed, or a signal has come."""
+        return self._asked is not None or bool(self._failures)
+
+    @property
+    def to_signal(self) -> set[str]:
+        """The workers that a signal is for."""
+        return self.running if self.ending else self._late_returns
+
+    def started(self, worker: str) -> None:
+        """A worker was started."""
+        self.running.add(worker)
+
+    def take(self, event: Event) -> signal.Signals | None:
+        """Take an event; returns the signal to send to ``to_signal``, if any."""
+        if isinstance(event, Signalled):
+            self._asked = self._asked or event
+            return self.escalate()
+        if isinstance(event, CameBack):
+            self._back.add(event.member)
+            return None
+        self.running.discard(event.member)
+        self._back.discard(event.member)
+        if event.member in self._late_returns and not self.ending:
+            self._late_returns.discard(event.member)
+            if not self._late_returns:
+                self.deadline = math.inf
+                self._sent.clear()
+            return None
+        if self._tolerated(event):
+            again = event.code < 0 and self._restartable(event)
+            (self.replaced if again else self.lost).append(event)
+            return None
+        if event.member == self.leader and not self.ending:
+            # The job is over; one that was started again may be looking for it for long.
+            self.over = True
+            self._late_returns = {e.member for e in self.replaced} & self.running - self._back
+            if self._late_returns:
+                self.deadline = self.clock() + self.limits.grace_s
+        # A server may well be gone before the workers are: rank 0 dismisses it at the end.
+        if event.failed and not self._sent:
+            self._failures.append(event)
+            self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
+        return None
+
+    def _tolerated(self, event: Ended) -> bool:
+        """Whether the job goes on: the worker was killed, or left behind by the others."""
+        return (
+            (event.code < 0 or event.code == EXIT_PEER_FAILED)
+            and event.is_worker
+            and event.member != self.leader
+            and (self._can_lose_one() or self._restartable(event))
+            and not self.ending
+        )
+
+    def _can_lose_one(self) -> bool:
+        """Whether the job goes on without one more: a worker must be left to finish it."""
+        left = self.leader is not None or any(is_worker(name) for name in self.running)
+        return left and len(self.lost) < self.may_lose
+
+    def _restartable(self, event: Ended) -> bool:
+        """Whether to start a worker again: it was killed, and restarts are left; or it was started
+        again before, and ended because the others had finished."""
+        if event.code < 0:
+            return len(self.replaced) < self.restarts and not self.over
+        return event.member in {ended.member for ended in self.replaced}
+
+    def escalate(self) -> signal.Signals | None:
+        """The deadline has passed, or a second signal has come: the next harder signal."""
+        steps = ((signal.SIGTERM, self.limits.term_s), (signal.SIGKILL, self.limits.kill_s))
+        if len(self._sent) == len(steps):
+            self.running -= set(self.to_signal)  # stuck in the kernel: nothing can be done about it
+            return None
+        if not self._sent:
+            self._stuck = tuple(sorted(self.running))
+        signum, limit_s = steps[len(self._sent)]
+        self._sent.append(signum)
+        self.deadline = self.clock() + limit_s
+        return signum
+
+    def verdict(self) -> Verdict:
+        """How the job ended, once nobody runs any more."""
+        if not self._failures:
+            return Verdict(self._asked.exit_code, str(self._asked)) if self._asked else Verdict(0)
+        cause = min(self._failures, key=lambda failure: failure.remoteness)
+        if cause.remoteness and self._stuck:
+            names = ", ".join(self._stuck)
+            return Verdict(cause.exit_code, f"{names} hung and had to be stopped; the rest gave up")
+        return Verdict(cause.exit_code, f"{cause}{self._fate_of_others(cause)}")
+
+    def _fate_of_others(self, cause: Ended) -> str:
+        rest = "the other ranks" if cause.is_worker else "the ranks"
+        if self._sent:
+            return f"; {rest} were stopped"
+        return f"; {rest} ended with it" if len(self._failures) > 1 else ""
+
+
+def signal_name(signum: int) -> str:
+    """SIGTERM and so on; a number for an unknown one."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,187 @@
+"""Who has failed, who is lost and who comes back; rank 0 decides and informs the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.errors import ContributionRefused, FrameRefused, PeerFailed, PeerLost, RuntimeFault
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.members.failure_detector import Roster, is_worker
+from slipstream.runtime.members.message_pump import MessagePump
+from slipstream.runtime.members.waiting import Waiter
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Fault, Leave, Message, Rejoin, Return
+
+HUB = "rank 0"
+logger = logging.getLogger(__name__)
+
+
+class Coordination:
+    """One member's part in it.
+
+    Attributes:
+        lost: workers that the others go on without.
+        on_lost: rank 0 only: called with each worker that is lost; None: losing one ends the job.
+        on_return: called with a worker that was lost and is heard from again; its message is
+            dropped. None: it is a member again, as before.
+        processes: by name of a member: the process that the name belongs to.
+    """
+
+    def __init__(self, pump: MessagePump, roster: Roster, waiter: Waiter) -> None:
+        self._pump, self._roster, self._waiter = pump, roster, waiter
+        self.lost: list[str] = []
+        self.on_lost: Callable[[str], None] | None = None
+        self.on_return: Callable[[str], None] | None = None
+        self.processes: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}  # by name of a worker that was started again
+        self._rejoining: set[str] = set()  # of these, those that are not admitted yet
+        pump.admit = self._admit
+        pump.on_refused = self._on_refused
+        pump.on(Fault, self._on_fault)
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether this member is rank 0."""
+        return self._pump.name == HUB
+
+    # ---- messages of others
+
+    def _admit(self, message: Message[Any]) -> bool:
+        """Whether to handle a message: its sender is the process that has the name, and is no
+        lost worker that may not come back like that."""
+        self._require_bound(message)
+        if message.sender in self.lost and not self._asks_to_return(message):
+            if self.on_return is not None:
+                self.on_return(message.sender)
+                return False
+            self._take_back(message.sender)
+        self._roster.heard_from(message.sender, self._pump.clock())
+        return True
+
+    def _require_bound(self, message: Message[Any]) -> None:
+        """A worker that was started again is another process; it sends a Rejoin first."""
+        known = self.processes.get(message.sender)
+        if known not in (None, message.process) and not isinstance(message.body, Rejoin):
+            raise FrameRefused(f"{message.sender} is another process")
+
+    def _asks_to_return(self, message: Message[Any]) -> bool:
+        return isinstance(message.body, Return | Rejoin) or message.sender in self._rejoining
+
+    def _on_refused(self, message: Message[Any], error: FrameRefused) -> None:
+        """A round cannot close without a worker's gradient: if it does not fit, the job ends."""
+        if isinstance(error, ContributionRefused) and message.sender in self.processes:
+            reason = f"its gradient was refused by {self._pump.name}: {error}"
+            self.report(message.sender, reason)
+
+    # ---- workers that are lost, and that come back
+
+    def lose(self, name: str, silent_s: float) -> None:
+        """A member is silent: the others go on without it, or the job has failed."""
+        if self.on_lost is None or not self.is_hub or not is_worker(name):
+            self.announce(Fault(name, None, silent_s))
+            return
+        with self._waiter.updating():
+            self._roster.leave(name)
+            self.lost.append(name)
+        log_event(logger, "member_lost", at=self._pump.name, member=name, silent_s=silent_s)
+        self.on_lost(name)
+
+    def go_on_without(self, name: str) -> None:
+        """Workers other than rank 0: rank 0 has announced that a worker is lost."""
+        with self._waiter.updating():
+            self.lost.append(name)
+        log_event(logger, "member_lost", at=self._pump.name, member=name)
+
+    def give_up(self, name: str) -> None:
+        """Rank 0: a worker is known to have died, before its silence shows it."""
+        if name in self._roster.heard:
+            self.lose(name, 0.0)
+
+    def await_return(self, name: str, body: Rejoin, process: int) -> None:
+        """Rank 0: a worker was started again.
+
+        It may read what the others have gathered and ask to be admitted; until then it stays lost.
+
+        Raises:
+            FrameRefused: this is no later incarnation of a worker that is known.
+        """
+        known = self._incarnations.get(name, 0)
+        if name == HUB or name not in self.processes or body.incarnation <= known:
+            raise FrameRefused(
+                f"{name} comes back in incarnation {body.incarnation}, after {known}"
+            )
+        self.give_up(name)
+        if self._waiter.fault is None:
+            self._incarnations[name] = body.incarnation
+            self._rejoining.add(name)
+            self.processes[name] = process
+            self._pump.transport.connect(name, body.address)
+
+    def readmit(self, name: str, address: str, process: int) -> None:
+        """A worker that was lost is a member again, as another process at another address."""
+        self._pump.transport.connect(name, address)
+        self._rejoining.discard(name)
+        self.processes[name] = process
+        if name in self.lost:
+            self._take_back(name)
+
+    def _take_back(self, name: str) -> None:
+        with self._waiter.changed:
+            self.lost.remove(name)
+            self._roster.returned(name)
+            if self.is_hub:
+                self._roster.expect(name, self._pump.clock())
+        log_event(logger, "member_rejoined", at=self._pump.name, member=name)
+
+    # ---- faults
+
+    def announce(self, fault: Fault, *, reported: bool = False, by: str = "") -> None:
+        """Fail with a fault; rank 0 sends it to all others first.
+
+        Args:
+            reported: whether the member that failed has shown the error itself.
+            by: the member that reported the fault, which needs no message; by default the one that
+                failed.
+        """
+        if self.is_hub:
+            # Those that have finished wait to be dismissed, so they get it as well.
+            for name in {*self._roster.heard, *self._roster.finished} - {by or fault.peer}:
+                self._pump.transport.send(name, fault, priority=CONTROL)
+        self._roster.leave(fault.peer)
+        self._log_fault(fault)
+        if fault.peer == self._pump.name:
+            self._waiter.fail(RuntimeFault(f"{self._pump.name}: {fault.reason}"))
+        elif fault.reason is None:
+            self._waiter.fail(PeerLost(fault.peer, fault.silent_s))
+        else:
+            self._waiter.fail(PeerFailed(fault.peer, fault.reason, reported=reported))
+
+    def _log_fault(self, fault: Fault) -> None:
+        at, member = self._pump.name, fault.peer
+        if fault.reason is None:
+            log_event(logger, "member_lost", at=at, member=member, silent_s=fault.silent_s)
+        else:
+            log_event(logger, "member_failed", at=at, member=member, reason=fault.reason)
+
+    def report(self, peer: str, reason: str) -> None:
+        """This member has seen that another one failed; call it on the pump's thread."""
+        if self._waiter.fault is not None:
+            return
+        if self.is_hub:
+            self.announce(Fault(peer, reason, 0.0), by=HUB)
+        else:
+            self._pump.transport.send(HUB, Leave(reason, about=peer))
+            self._waiter.fail(PeerFailed(peer, reason))
+
+    def on_failed(self, message: Message[Leave], reason: str) -> None:
+        """A member reports that it, or another one, has failed."""
+        fault = Fault(message.body.about or message.sender, reason, 0.0)
+        self.announce(fault, reported=message.body.reported, by=message.sender)
+
+    def _on_fault(self, message: Message[Fault]) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not decide who has failed")
+        if message.body.peer != self._pump.name or message.body.reason is not None:
+            self.announce(message.body)

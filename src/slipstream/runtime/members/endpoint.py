@@ -1,0 +1,163 @@
+"""A member as one pair of a model and an optimizer uses it: messages, rounds and waits.
+
+A job may train several pairs. Each makes rounds of its own, and its messages carry its number; all
+share the member's thread, its lock, and what it knows of the others. Every wait has a limit; one
+that runs into it names who is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from slipstream.errors import RuntimeFault, WaitLimit
+from slipstream.runtime.members.coordination import Coordination
+from slipstream.runtime.members.failure_detector import Roster
+from slipstream.runtime.members.message_pump import MessagePump
+from slipstream.runtime.members.waiting import Holds, Waiter
+from slipstream.transports.protocol import Ticket
+from slipstream.transports.wire import AnyBody, Message
+from slipstream.types import Buffer
+
+POLL_S = 0.001
+Missing = Callable[[], Sequence[str]]
+B = TypeVar("B")
+
+
+class Endpoint:
+    """One pair's side of a member.
+
+    Args:
+        pair: the number that the pair's messages carry.
+
+    Attributes:
+        pump: receives messages and calls their handlers.
+        roster: when each member was last heard from, and how far each is.
+        waiter: the lock over what the pump's thread and the training thread share, and the job's
+            fault. ``lock``, ``changed``, ``updating``, ``fail``, ``check`` and ``pause`` are its.
+        coordination: who has failed, who is lost, who comes back. ``lost`` and ``report`` are its.
+    """
+
+    def __init__(
+        self,
+        pair: int,
+        pump: MessagePump,
+        roster: Roster,
+        waiter: Waiter,
+        coordination: Coordination,
+    ) -> None:
+        self.pair = pair
+        self.name, self.transport = pump.name, pump.transport
+        self.pump, self.roster, self.waiter = pump, roster, waiter
+        self.coordination, self.is_hub = coordination, coordination.is_hub
+        self.lost, self.report = coordination.lost, coordination.report
+        self.lock: AbstractContextManager[object] = waiter.changed
+        self.changed, self.updating = waiter.changed, waiter.updating
+        self.fail, self.check, self.pause = waiter.fail, waiter.check, waiter.pause
+        self._round = 0
+
+    @property
+    def now(self) -> float:
+        """The time, by the member's clock."""
+        return self.pump.clock()
+
+    @property
+    def fault(self) -> RuntimeFault | None:
+        """The job's fault, if there is one."""
+        return self.waiter.fault
+
+    @property
+    def round(self) -> int:
+        """Rounds that this member has begun for this pair.
+
+        The roster has the sum over pairs. All workers make the rounds of all pairs in the same
+        order, so their sums compare.
+        """
+        return self._round
+
+    @round.setter  # noqa: A003 - the property, not the builtin
+    def round(self, round_: int) -> None:
+        self.roster.round += round_ - self._round
+        self._round = round_
+
+    # ---- messages
+
+    def on(self, kind: type[B], handler: Callable[[Message[B]], None]) -> None:
+        """Set the handler of this pair's messages of a kind; it runs on the pump's thread."""
+        self.pump.on(kind, handler, pair=self.pair)
+
+    def send(
+        self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
+    ) -> Ticket | None:
+        """Send to a peer; or to this member itself, which needs no ticket."""
+        return self.pump.send(peer, body, frames, priority=priority, pair=self.pair)
+
+    @property
+    def refused(self) -> int:
+        """How many messages the member refused, of whichever pair."""
+        return self.pump.refused
+
+    @property
+    def last_refusal(self) -> str:
+        """The sender of the last message that was refused, and why."""
+        return self.pump.last_refusal
+
+    # ---- waits of the training thread
+
+    def wait_until(
+        self, holds: Holds, *, what: str, limit_s: float, missing: Missing | None = None
+    ) -> None:
+        """Wait until ``holds()``.
+
+        Args:
+            what: what the wait is for, to people.
+            missing: who has not come; by default, workers that have not begun this round.
+
+        Raises:
+            RuntimeFault: the job's fault.
+            WaitLimit: ``limit_s`` have passed.
+        """
+        if self.waiter.wait(holds, limit_s):
+            return
+        self.check()
+        names = missing() if missing else self.roster.behind(self.roster.round)
+        raise WaitLimit(what, limit_s, names, self.last_refusal)
+
+    def wait_for_end(self, holds: Holds, *, what: str, limit_s: float, missing: Missing) -> None:
+        """The same for the end of training: out of lockstep, each round that a worker begins
+        resets the limit."""
+        while True:
+            before = dict(self.roster.rounds)
+            try:
+                return self.wait_until(holds, what=what, limit_s=limit_s, missing=missing)
+            except WaitLimit:
+                if self.roster.lockstep or self.roster.rounds == before:
+                    raise
+
+    def poll_until(
+        self,
+        holds: Holds,
+        poll: Callable[[], object],
+        *,
+        what: str,
+        limit_s: float,
+        missing: Missing,
+    ) -> float:
+        """Poll while waiting; any worker's progress resets the limit.
+
+        Returns:
+            The seconds waited.
+        """
+        begun_s = moved_s = time.monotonic()
+        rounds = dict(self.roster.rounds)
+        while not holds():
+            self.check()
+            if self.roster.rounds != rounds:
+                rounds, moved_s = dict(self.roster.rounds), time.monotonic()
+            if time.monotonic() - moved_s > limit_s:
+                raise WaitLimit(what, limit_s, missing(), self.last_refusal)
+            poll()
+            self.pause(POLL_S)
+        return time.monotonic() - begun_s

@@ -1,0 +1,107 @@
+"""Who is in the job, when each member was last heard from, and who must be taken for lost.
+
+Pure: the time and the state of links are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SILENCE_S = 5.0
+SILENCE_FACTOR_IF_LINK_ALIVE = 12  # times longer, while the link itself answers
+
+
+def is_worker(name: str) -> bool:
+    """Whether a member of this name is a worker."""
+    return name.startswith("rank ")
+
+
+class Roster:
+    """The members that this one watches, and how far each worker is.
+
+    Attributes:
+        silence_s: how long a member may be silent before it counts as lost.
+        worker_silence_s: the same for workers, where nobody waits for a particular one; None: as
+            for all.
+        heard: by member that is watched: when it was last heard from.
+        rounds: by worker: rounds begun.
+        left: members that left in order, failed or were lost.
+        finished: by worker that left in order: rounds begun.
+        round: rounds that this member itself has begun, of all pairs together.
+        lockstep: whether every worker makes every round, so that all must end together.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self.silence_s = silence_s
+        self.worker_silence_s: float | None = None
+        self.heard: dict[str, float] = {}
+        self.rounds: dict[str, int] = {}
+        self.left: set[str] = set()
+        self.finished: dict[str, int] = {}
+        self.round = 0
+        self.lockstep = True
+
+    def expect(self, name: str, now: float) -> None:
+        """Watch a member from now on, unless it has left."""
+        if name not in self.left:
+            self.heard.setdefault(name, now)
+
+    def heard_from(self, name: str, now: float) -> None:
+        """A message of a member has come."""
+        if name in self.heard:
+            self.heard[name] = now
+
+    def leave(self, name: str) -> None:
+        """Watch a member no longer."""
+        self.left.add(name)
+        self.heard.pop(name, None)
+        self.rounds.pop(name, None)
+
+    def returned(self, name: str) -> None:
+        """A member that had left may be expected again."""
+        self.left.discard(name)
+
+    def silent(self, now: float) -> list[tuple[str, float]]:
+        """Members not heard from for longer than allowed, and for how long."""
+        ages = ((name, now - at) for name, at in list(self.heard.items()))
+        return [(name, age) for name, age in ages if age > self._allowed_s(name)]
+
+    def lost(self, now: float, link_alive: Callable[[str], bool]) -> list[tuple[str, float]]:
+        """Of the silent ones, those whose link does not answer either, or not for very long.
+
+        A link that answers for a silent member shows that its process lives: Python may be busy
+        with one long call.
+        """
+        longest_s = SILENCE_FACTOR_IF_LINK_ALIVE * self.silence_s
+        return [
+            (name, age) for name, age in self.silent(now) if age > longest_s or not link_alive(name)
+        ]
+
+    def dead_workers(
+        self, now: float, link_refused: Callable[[str], bool]
+    ) -> list[tuple[str, float]]:
+        """Workers whose host refuses connections, and how long they were silent."""
+        heard = list(self.heard.items())
+        return [(name, now - at) for name, at in heard if is_worker(name) and link_refused(name)]
+
+    def _allowed_s(self, name: str) -> float:
+        if self.worker_silence_s is None or not is_worker(name):
+            return self.silence_s
+        return self.worker_silence_s
+
+    def ahead(self, round_: int) -> list[str]:
+        """Where workers are in lockstep, those that have begun a later round."""
+        if not self.lockstep:
+            return []
+        return sorted(name for name, at in self.rounds.items() if at > round_)
+
+    def behind(self, round_: int) -> list[str]:
+        """Workers that have not begun a round; servers begin none of their own."""
+        late = (name for name, at in self.rounds.items() if at < round_)
+        return sorted(name for name in late if is_worker(name))
+
+    def finished_early(self) -> list[str]:
+        """Where workers are in lockstep, those that left while this member trains on."""
+        if not self.lockstep:
+            return []
+        return [name for name, at in self.finished.items() if at < self.round]

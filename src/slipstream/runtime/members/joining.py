@@ -1,0 +1,124 @@
+"""Joining a job: from an environment to a running heartbeat and everybody's address."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import LaunchError, WaitLimit
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.members.gathering import URGENT, Gathering
+from slipstream.runtime.members.member import HUB, Member
+from slipstream.runtime.members.rendezvous import Rendezvous, Run
+from slipstream.transports.wire import Rejoin
+from slipstream.transports.zmq import ZmqTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long anything may take; every wait has one of these."""
+
+    start_s: float
+    wait_s: float
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a worker has once it is part of a job of several."""
+
+    env: Environment
+    limits: Limits
+    host: str
+    rendezvous: Rendezvous
+    run: Run
+    transport: ZmqTransport
+    member: Member
+    gathering: Gathering
+    addresses: tuple[str, ...]  # by rank
+
+    def close_store(self) -> None:
+        """Close the rendezvous store; from then on another job may use its port."""
+        self.transport.guard.store_port = None
+        self.rendezvous.close()
+
+    def finish_training(self) -> bool:
+        """Wait until nobody trains any more. Returns whether no worker was lost."""
+        return self.member.exit_barrier.finish_training(
+            self.env.rank, self.env.world_size, self.limits.wait_s
+        )
+
+    def leave(self, summary: bytes) -> list[bytes]:
+        """Leave in order; returns, on rank 0, the figures of ranks 1 to n-1."""
+        return self.member.exit_barrier.leave(
+            summary, self.env.world_size, self.limits.wait_s, before_dismissal=self.close_store
+        )
+
+    @property
+    def first_on_each_host(self) -> tuple[int, ...]:
+        """The lowest rank on each host, in rank order."""
+        hosts: dict[str, int] = {}
+        for rank, address in enumerate(self.addresses):
+            hosts.setdefault(address.rpartition(":")[0], rank)
+        return tuple(hosts.values())
+
+
+def join(env: Environment, limits: Limits) -> Membership:
+    """Find the others, link to them, and start the heartbeat."""
+    env.require_secret()
+    host = env.listen_host()
+    try:
+        return _join(env, limits, host)
+    except WaitLimit as late:
+        raise LaunchError(str(late), missing=late.missing) from late
+
+
+def _join(env: Environment, limits: Limits, host: str) -> Membership:
+    rendezvous = Rendezvous(env, limit_s=limits.start_s)
+    run = rendezvous.meet()
+    name = f"rank {env.rank}"
+    transport = ZmqTransport(
+        name, host=host, credentials=run.credentials, process=rendezvous.process
+    )
+    member = Member(name, transport, silence_s=limits.silence_s)
+    gathering = Gathering(member, env.rank, env.world_size, limits.start_s)
+    try:
+        addresses = rendezvous.addresses(run, transport.address)
+        _link(env, member, run, addresses)
+        if env.launcher is not None:
+            member.on_tick(lambda: end_with(env.launcher))
+        member.on_tick(transport.guard.tick)
+        member.start()
+        # Nobody goes on before everybody listens: a message to come must find its reader.
+        gathering.gather("joined", True, bool)
+        if env.rank == 0 and not env.agent_store:
+            transport.guard.store_port = env.master_port
+    except BaseException:
+        member.stop()
+        rendezvous.close()
+        raise
+    return Membership(env, limits, host, rendezvous, run, transport, member, gathering, addresses)
+
+
+def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) -> None:
+    """Connect to every rank, bind its name to its process, and expect heartbeats."""
+    everybody = [f"rank {rank}" for rank in range(env.world_size)]
+    # A worker that was started again does not know which others were too; rank 0 never is.
+    known = everybody[:1] if env.incarnation else everybody
+    member.bind(dict(zip(known, run.processes, strict=False)))
+    member.bind({member.name: member.transport.process})
+    for name, address in zip(everybody, addresses, strict=True):
+        if name != member.name:
+            member.transport.connect(name, address)
+    if env.incarnation:
+        # Rank 0 does not expect this process yet, and does not know its address.
+        member.send(HUB, Rejoin(member.transport.address, env.incarnation), priority=URGENT)
+    else:
+        member.expect(*(everybody if env.rank == 0 else (HUB,)))
+
+
+def end_with(launcher: int | None) -> None:
+    """End this process when its launcher is gone; Linux does it by itself, others do not."""
+    if os.getppid() == 1 and launcher != 1:
+        os._exit(1)

@@ -1,0 +1,64 @@
+"""Whether a member's links lack bandwidth, from what its own transfers show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.planning.bandwidth import Passive
+from slipstream.transports.protocol import Transport
+
+HOLDS_S = 5.0  # an estimate; the less that is sent, the less there is to learn from
+
+
+@dataclass(slots=True)
+class Watched:
+    """One link: its measured rate; if it was found congested, until when that holds."""
+
+    passive: Passive = field(default_factory=Passive)
+    nbytes: int = 0
+    seconds: float = 0.0
+    until: float | None = None
+
+
+class LinkWatch:
+    """A link is congested if it brought less than ``enough`` bytes/s to a peer while it was busy.
+
+    A link that carries little shows little, so a verdict holds for ``HOLDS_S`` only. One clock is
+    then sent as if the link were free, and measured again.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Sequence[str],
+        enough: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport, self._enough, self._clock = transport, enough, clock
+        self._watched = {peer: Watched() for peer in peers}
+
+    def congested(self) -> bool:
+        """Whether any of the links is."""
+        if self._enough is None:
+            return False
+        now = self._clock()
+        lacking = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
+        return bool(lacking)
+
+    def _lacks(self, peer: str, link: Watched, now: float) -> bool:
+        assert self._enough is not None
+        nbytes, seconds = self._transport.delivered(peer)
+        before = link.passive.bytes_s
+        if nbytes < link.nbytes:  # another connection, which counts from the beginning
+            link.nbytes, link.seconds = 0, 0.0
+        link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
+        if link.passive.bytes_s != before:  # else it was too little yet, and adds up
+            link.nbytes, link.seconds = nbytes, seconds
+        if link.until is not None and now > link.until:
+            link.passive, link.nbytes, link.seconds, link.until = Passive(), nbytes, seconds, None
+        elif link.passive.sufficient(self._enough) is not False:
+            link.until = None
+        elif link.until is None:
+            link.until = now + HOLDS_S
+        return link.until is not None

@@ -1,0 +1,338 @@
+"""Where the ranks of a job meet, once: torch's TCPStore, which anybody who reaches it may change.
+
+So it holds nothing secret and nothing that is believed without a signature. Each rank posts a fresh
+nonce, signed with the job's key. All nonces together make the key of this run; addresses are signed
+with that one, so that no value of an earlier run, or of another place in the store, is taken for
+one of this run. Everything after that goes over authenticated links.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from torch import distributed
+
+from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
+from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback, resolves_to_loopback
+from slipstream.transports.credentials import Credentials, process_number, stretch
+
+NONCE_BYTES = SIGNATURE_BYTES = 32
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+TRY_S = 2.0
+T = TypeVar("T")
+EVERYBODY = (
+    "all ranks to join (a job secret has to be set on all of them or on none, and WORLD_SIZE "
+    "workers have to be started)"
+)
+
+_jobs = itertools.count()  # a process may run several, one after the other
+_used_fds: set[int] = set()  # sockets of the launcher that a store has had, and closed
+
+
+class StoreClosed(PeerFailed):
+    """The store that rank 0 hosts has gone."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank posts first: a nonce of its process, and its WORLD_SIZE."""
+
+    nonce: bytes
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the ranks of one run have in common, and the process number of each rank."""
+
+    credentials: Credentials
+    processes: tuple[int, ...]
+
+
+class Rendezvous:
+    """One rank's view of the store, for as long as the ranks need to find each other."""
+
+    def __init__(self, env: Environment, *, limit_s: float) -> None:
+        self._env, self._limit_s = env, limit_s
+        self._prefix = f"slipstream/{env.attempt}/{next(_jobs)}"
+        self.store: Any = distributed.PrefixStore(self._prefix, connect_store(env, limit_s))
+        self._master = stretch(env.secret) if env.secret else b""
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    @property
+    def process(self) -> int:
+        """The number of this process in the headers of its messages."""
+        return process_number(self._nonce)
+
+    def close(self) -> None:
+        """Everybody has met: rank 0 stops listening, unless torchrun's agent does it."""
+        self.store = None
+
+    def _shared_token(self) -> bytes:
+        """Without a secret, rank 0 makes one up; everyone who reaches the store can read it.
+
+        ``Environment.require_secret`` has made sure that the store listens on loopback only.
+        """
+        if self._env.rank == 0:
+            self._ask("set", "token", secrets.token_hex(32))
+        self._wait({"token": "rank 0"})
+        return bytes(self._ask("get", "token"))
+
+    def meet(self) -> Run:
+        """Take this rank's place and wait for the others; what they all have in common then.
+
+        A store that closes meanwhile was that of the job before, in the same processes.
+        """
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            try:
+                return self._meet()
+            except StoreClosed:
+                if self._env.rank == 0 or time.monotonic() > deadline:
+                    raise
+            self.store = None
+            self.store = distributed.PrefixStore(
+                self._prefix, connect_store(self._env, deadline - time.monotonic())
+            )
+
+    def _meet(self) -> Run:
+        env = self._env
+        if env.secret is None:
+            self._master = self._shared_token()
+        credentials = Credentials.for_run(self._master, b"meeting", encrypt=False)
+        if not env.incarnation:
+            self._take_place(credentials)
+        places = self._read_all("place", credentials, Place)
+        for rank, place in enumerate(places):
+            self._check_place(rank, place)
+        nonces = [place.nonce for place in places]
+        # Dedicated servers are started before anybody meets, with what their launcher made up.
+        fresh = env.job if env.job and env.server_addresses else hashlib.sha256(b"".join(nonces))
+        run = fresh.encode() if isinstance(fresh, str) else fresh.digest()
+        return Run(
+            Credentials.for_run(self._master, run, encrypt=env.encrypts),
+            tuple(process_number(nonce) for nonce in nonces),
+        )
+
+    def addresses(self, run: Run, own: str) -> tuple[str, ...]:
+        """Where every rank listens, by rank."""
+        if not self._env.incarnation:
+            self._post("address", run.credentials, own)
+        addresses = self._read_all("address", run.credentials, str)
+        addresses[self._env.rank] = own
+        return tuple(addresses)
+
+    def _take_place(self, credentials: Credentials) -> None:
+        key = f"place/{self._env.rank}"
+        own = self._signed(key, credentials, Place(self._nonce, self._env.world_size))
+        found = bytes(self._ask("compare_set", key, "", own))
+        if found == own:
+            return
+        self._opened(key, found, self._env.rank, credentials, Place)
+        raise LaunchError(
+            f"rank {self._env.rank} has joined the job at {self._where} already, in another "
+            "process: another job uses this port, or this rank was started twice; choose another "
+            "MASTER_PORT, or wait until that job has ended",
+            only_here=True,
+        )
+
+    def _check_place(self, rank: int, place: Place) -> None:
+        env = self._env
+        if rank == env.rank and not env.incarnation and place.nonce != self._nonce:
+            raise SecretError(
+                f"the place of rank {rank} in the store at {self._where} was changed by somebody "
+                "else; make sure that only this job's hosts reach MASTER_PORT",
+                only_here=True,
+            )
+        if len(place.nonce) != NONCE_BYTES or place.world_size != env.world_size:
+            raise LaunchError(
+                f"rank {rank} was started with WORLD_SIZE={place.world_size}, rank {env.rank} with "
+                f"WORLD_SIZE={env.world_size}: set the same everywhere; if it is the same, another "
+                "job uses this port",
+                only_here=True,
+            )
+
+    # ---- signed values
+
+    @property
+    def _where(self) -> str:
+        return f"{self._env.store_address}:{self._env.master_port}"
+
+    def _read_all(self, kind: str, credentials: Credentials, of: type[T]) -> list[T]:
+        keys = {f"{kind}/{rank}": f"rank {rank}" for rank in range(self._env.world_size)}
+        self._wait(keys)
+        return [
+            self._opened(key, bytes(self._ask("get", key)), rank, credentials, of)
+            for rank, key in enumerate(keys)
+        ]
+
+    def _post(self, kind: str, credentials: Credentials, value: object) -> None:
+        key = f"{kind}/{self._env.rank}"
+        self._ask("set", key, self._signed(key, credentials, value))
+
+    def _signed(self, key: str, credentials: Credentials, value: object) -> bytes:
+        content = msgspec.msgpack.encode(value)
+        return credentials.sign(self._claim(key, content)) + content
+
+    def _claim(self, key: str, content: bytes) -> bytes:
+        """What is signed: a value under its whole key, so that it is worth nothing elsewhere."""
+        return msgspec.msgpack.encode((self._prefix, key, content))
+
+    def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
+        signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
+        if not credentials.genuine(self._claim(key, content), signature):
+            if rank == self._env.rank:
+                named = f"the value of rank {rank}, this process's own rank,"
+            else:
+                named = f"the value of rank {rank}"
+            raise SecretError(
+                f"{named} in the store at {self._where} is not signed with this job's secret: set "
+                "SLIPSTREAM_SECRET (or the secret file) to the same text on every rank; if it is "
+                "the same, another job uses this port, or somebody else writes to it",
+                # Rank 0 sees it too, unless it is in a job that has begun.
+                only_here=rank == self._env.rank or self._has(["address/0"]),
+            )
+        return msgspec.msgpack.decode(content, type=of)
+
+    def _wait(self, whom: Mapping[str, str]) -> None:
+        """Wait until all keys are there; ``whom`` has, by key, the rank that posts it."""
+        deadline = time.monotonic() + self._limit_s
+        pause_s = SHORTEST_PAUSE_S
+        while not self._has(list(whom)):
+            if time.monotonic() > deadline:
+                missing = [name for key, name in whom.items() if not self._has([key])]
+                raise WaitLimit(EVERYBODY, self._limit_s, missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _has(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def _ask(self, call: str, *arguments: object) -> Any:
+        try:
+            return getattr(self.store, call)(*arguments)
+        except (distributed.DistError, RuntimeError) as error:
+            raise StoreClosed("rank 0", f"its store at {self._where} does not answer") from error
+
+
+def connect_store(env: Environment, limit_s: float) -> Any:
+    """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
+    if env.rank == 0 and not env.agent_store:
+        return make_store(env, limit_s, listening_fd(env))
+    # On a thread: torch's limit does not cover a rank 0 that listens but never answers.
+    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(reach_store(env, limit_s))
+        except Exception as error:
+            outcome.put(error)
+
+    thread = threading.Thread(target=connect, name="slipstream store", daemon=True)
+    thread.start()
+    try:
+        store = outcome.get(timeout=limit_s + LONGEST_PAUSE_S)
+    except queue.Empty:
+        # If torch gave up while Python ends, it would take the process down with it.
+        thread.join(2 * TRY_S)
+        raise unreachable(env, limit_s) from None
+    if isinstance(store, Exception):
+        raise store
+    return store
+
+
+def reach_store(env: Environment, limit_s: float) -> Any:
+    """Try until rank 0 answers or the time is up."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            # By ourselves first: torch fills the terminal when nobody listens.
+            left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
+            socket.create_connection((env.store_address, env.master_port), left_s).close()
+            store = make_store(env, TRY_S)
+        except (OSError, distributed.DistError) as error:
+            if time.monotonic() > deadline:
+                raise unreachable(env, limit_s) from error
+            time.sleep(LONGEST_PAUSE_S)
+        else:
+            store.set_timeout(timedelta(seconds=limit_s))
+            return store
+
+
+def unreachable(env: Environment, limit_s: float) -> LaunchError:
+    """The error of a rank that does not reach the store."""
+    return LaunchError(
+        f"rank {env.rank} cannot reach rank 0 at {env.store_address}:{env.master_port} within "
+        f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its",
+        missing=["rank 0"],
+    )
+
+
+def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
+    """A client of the store; its server, if there is a socket to listen on."""
+    return distributed.TCPStore(
+        env.store_address,
+        env.master_port,
+        None,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=limit_s),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def listening_fd(env: Environment) -> int:
+    """A socket for the store, on loopback only where all ranks are on one host."""
+    if env.store_fd is not None and env.store_fd not in _used_fds:
+        _used_fds.add(env.store_fd)
+        os.set_inheritable(env.store_fd, False)
+        require_loopback(env, env.store_fd)
+        return env.store_fd
+    address = env.store_address
+    try:
+        # A host's own name may stand for loopback, where no other host gets through.
+        return bound_fd(env.listen_host() if resolves_to_loopback(address) else address, env)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            # MASTER_ADDR may be a name that forwards to this host.
+            return bound_fd(env.listen_host(), env)
+        raise LaunchError(
+            f"rank 0 cannot listen on {address}:{env.master_port}: "
+            f"{os.strerror(error.errno or 0)}; choose a free MASTER_PORT"
+        ) from error
+
+
+def close_listener(env: Environment) -> None:
+    """Of a launcher whose workers do not meet over the network: nobody connects any more."""
+    if env.store_fd is not None and env.store_fd not in _used_fds:
+        _used_fds.add(env.store_fd)
+        os.close(env.store_fd)
+
+
+def require_loopback(env: Environment, fd: int) -> None:
+    """Refuse a launcher's socket that others reach, where the token would lie open there."""
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        host = str(listener.getsockname()[0])
+    if env.secret is None and not is_loopback(host):
+        raise SecretError(
+            f"SLIPSTREAM_STORE_FD listens on {host}, which other hosts reach: set "
+            "SLIPSTREAM_SECRET to a random text, or let it listen on " + LOOPBACK
+        )
+
+
+def bound_fd(host: str, env: Environment) -> int:
+    """A new listening socket at MASTER_PORT."""
+    with socket.create_server((host, env.master_port), backlog=2048) as server:
+        return server.detach()

@@ -1,0 +1,50 @@
+"""How the training thread waits for the network thread; the job's first fault ends every wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from slipstream.errors import RuntimeFault
+
+Holds = Callable[[], bool]
+
+
+class Waiter:
+    """The lock over what both threads share, the condition on it, and the job's first fault.
+
+    A simulation passes one of its own to a ``Member``, which waits by letting messages move.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.fault: RuntimeFault | None = None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold the lock for a change, then wake the threads that wait for one."""
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
+    def fail(self, fault: RuntimeFault) -> None:
+        """Remember the first fault; every wait, now or later, ends with it."""
+        with self.updating():
+            self.fault = self.fault or fault
+
+    def check(self) -> None:
+        """Raise the job's fault, if there is one."""
+        if self.fault is not None:
+            raise self.fault
+
+    def wait(self, holds: Holds, limit_s: float) -> bool:
+        """Wait until ``holds()``, a fault or the limit. Returns whether it holds."""
+        with self.changed:
+            self.changed.wait_for(lambda: holds() or self.fault is not None, timeout=limit_s)
+            return holds()
+
+    def pause(self, seconds: float) -> None:
+        """Give queued messages time to leave."""
+        time.sleep(seconds)

@@ -1,0 +1,1 @@
+"""Server processes: what they are told, what they hold, what they answer."""

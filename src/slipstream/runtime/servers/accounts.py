@@ -1,0 +1,139 @@
+"""What servers can tell of rounds and of gradients' age, and all servers' accounts as one."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from slipstream.consistency.agreement import Agreement
+from slipstream.printable import printable
+from slipstream.runtime.exchange.aggregator import Aggregator
+
+
+class ServerFigures(msgspec.Struct, frozen=True):
+    """One server's account."""
+
+    staleness: dict[str, dict[int, int]]  # by tensor: how many gradients were how old
+    makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it was made of
+    made: dict[int, int] = {}  # by worker: rounds it made
+    dropped: dict[int, int] = {}
+    late: list[tuple[int, int]] = []  # rounds and workers of the last gradients that were dropped
+    first: list[tuple[int, int | None]] = []  # since which round how many made one
+    durations_s: dict[int, list[float]] = {}  # by worker: its last steps
+    arrivals: dict[int, list[tuple[float, int]]] = {}  # of the k-th gradient: histogram
+    refused: int = 0  # messages that did not fit
+    last_refusal: str = ""  # whose the last was, and why
+
+
+def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures:
+    staleness = {name: dict(ages) for name, ages in holder.staleness().items()}
+    makers = [(round_, list(ranks)) for round_, ranks in holder.makers]
+    if agreement is None:
+        return ServerFigures(staleness, makers)
+    arrivals = agreement.arrivals
+    return ServerFigures(
+        staleness,
+        makers,
+        dict(agreement.made),
+        dict(agreement.dropped),
+        list(agreement.late),
+        list(agreement.first),
+        {rank: [round(s, 6) for s in steps] for rank, steps in arrivals.durations.items()},
+        {k: histogram.as_pairs() for k, histogram in sorted(arrivals.kth.items())},
+    )
+
+
+def merge_figures(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
+    """All servers' figures as one, in plain data; empty where there is nothing to tell."""
+    ages: dict[str, Counter[int]] = {}
+    for account in accounts:
+        for name, counts in account.staleness.items():
+            ages.setdefault(name, Counter()).update(counts)
+    told: dict[str, Any] = {"staleness": {name: summarized(c) for name, c in ages.items() if c}}
+    if refused := [account for account in accounts if account.refused]:
+        told["refused_by_servers"] = {
+            "messages": sum(account.refused for account in refused),
+            "last": [account.last_refusal for account in refused],
+        }
+    for account in accounts:
+        if account.arrivals:
+            told["rounds"] = {
+                "made": account.made,
+                "dropped": account.dropped,
+                "late": account.late,
+                "first": account.first,
+                "arrivals_s": account.arrivals,
+                "durations_s": account.durations_s,
+            }
+    return told
+
+
+def merge_pairs(accounts: Sequence[Sequence[ServerFigures]]) -> dict[str, Any]:
+    """Every pair's figures, by server, as one; rounds are the first pair's.
+
+    With several pairs, the names of tensors begin with the number of theirs.
+    """
+    if not accounts:
+        return {}
+    if len(accounts) == 1:
+        return merge_figures(accounts[0])
+    merged: list[ServerFigures] = []
+    for pair, servers in enumerate(accounts):
+        known = max((len(before) for before in accounts[:pair]), default=0)
+        for index, account in enumerate(servers):
+            staleness = {f"pair {pair}: {name}": c for name, c in account.staleness.items()}
+            about = msgspec.structs.replace(account, staleness=staleness)
+            if index < known:  # what a server refused is the same in all of its accounts
+                about = msgspec.structs.replace(about, refused=0, last_refusal="")
+            merged.append(about if pair == 0 else msgspec.structs.replace(about, arrivals={}))
+    return merge_figures(merged)
+
+
+def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
+    """A table, a row a tensor, for people."""
+    head = ("tensor", "min", "mean", "median", "max", "std", "count")
+    rows = [
+        (
+            printable(name),
+            *(f"{told[key]:.4g}" for key in head[1:-1]),
+            str(int(told["count"])),
+        )
+        for name, told in ages.items()
+    ]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in (head, *rows))
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def summarized(ages: Mapping[int, int]) -> dict[str, float]:
+    """As in the first table of the paper on backup workers."""
+    values = sorted(ages.items())
+    count = sum(number for _, number in values)
+    mean = sum(age * number for age, number in values) / count
+    spread = sum(number * (age - mean) ** 2 for age, number in values) / count
+    return {
+        "min": values[0][0],
+        "mean": mean,
+        "median": median(values, count),
+        "max": values[-1][0],
+        "std": spread**0.5,
+        "count": count,
+    }
+
+
+def median(values: Iterable[tuple[int, int]], count: int) -> float:
+    """Of counted values in ascending order."""
+    wanted = ((count - 1) // 2, count // 2)
+    found: list[int] = []
+    seen = 0
+    for value, number in values:
+        found += [value for place in wanted if seen <= place < seen + number]
+        seen += number
+    return statistics.fmean(found)

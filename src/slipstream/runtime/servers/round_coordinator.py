@@ -1,0 +1,144 @@
+"""Server 0's decisions: whose contributions make a round, and which batches workers train on.
+
+Every server gets every decision, in the order in which they were made and with the same priority,
+so all servers combine the same contributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from slipstream.consistency import FirstOf
+from slipstream.consistency.agreement import Agreement, Decision, Late
+from slipstream.consistency.leases import Leases
+from slipstream.errors import ConfigError, FrameRefused
+from slipstream.plan import Plan
+from slipstream.planning.backups import Adapting
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.servers.senders import server_of, worker_of
+from slipstream.transports.wire import (
+    Arrived,
+    Commit,
+    Dump,
+    Lease,
+    Leased,
+    Message,
+    Serve,
+    Snapshot,
+)
+from slipstream.types import Rank
+
+IDLE_S = 0.25
+TICKS_PER_LIMIT = 20  # a round that closes by time closes at most 1/20 of its limit late
+ADAPTING = Adapting()
+
+
+class RoundCoordinator:
+    """What server 0 does for all servers.
+
+    Attributes:
+        agreement: which contributions make each round; None if the plan needs no such decisions.
+    """
+
+    def __init__(self, plan: Plan, member: Endpoint) -> None:
+        self._plan, self._member = plan, member
+        self.agreement = agreement_for(plan) if plan.consistency.agreed else None
+        self._leases: Leases | None = None
+        member.on(Arrived, self._on_arrived)
+        member.on(Snapshot, self._on_snapshot)
+        member.on(Lease, self._on_lease)
+
+    def tick(self) -> None:
+        """Close rounds whose time limit has passed."""
+        if self.agreement is not None:
+            self._announce(self.agreement.tick(self._member.now))
+
+    @property
+    def tick_every_s(self) -> float:
+        if self.agreement is None or self.agreement.rule.close_after_s is None:
+            return IDLE_S
+        return min(IDLE_S, self.agreement.rule.close_after_s / TICKS_PER_LIMIT)
+
+    def on_worker_left(self, rank: Rank, *, lost: bool) -> None:
+        """Decide without a worker from now on; its unfinished batches go to others."""
+        if self.agreement is None:
+            return
+        if self._leases is not None:
+            self._leases.forfeit(rank, keeping=self.agreement.is_in(rank))
+        self._announce(self.agreement.retire(rank, self._member.now, lost=lost))
+
+    def _on_arrived(self, message: Message[Arrived]) -> None:
+        agreement, server = self._require_agreement(), server_of(message.sender)
+        if not 0 <= server < agreement.holders:
+            raise FrameRefused(f"{message.sender} is no server")
+        body = message.body
+        self._announce(agreement.arrived(server, body.rank, body.round, self._member.now))
+
+    def _on_snapshot(self, message: Message[Snapshot]) -> None:
+        self._require_agreement()
+        self._send_to_servers(Dump(worker_of(message, self._plan.cluster)))
+
+    def _on_lease(self, message: Message[Lease]) -> None:
+        rank = worker_of(message, self._plan.cluster)
+        if self._leases is None:
+            self._leases = Leases(message.body.batches)
+        if self._leases.batches != message.body.batches:
+            raise FrameRefused(f"{message.body.batches} batches; others have another number")
+        self._leases.give_back(rank, message.body.returned)
+        batch = self._leases.lease(rank)
+        self._member.send(message.sender, Leased(batch.epoch, batch.number))
+        if self.agreement is None:
+            self._leases.finish(rank, counts=True)  # without agreement, every gradient counts
+
+    def _require_agreement(self) -> Agreement:
+        if self.agreement is None:
+            raise FrameRefused(f"{self._member.name} does not decide on rounds")
+        return self.agreement
+
+    def _announce(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Late):
+                self._send_to_servers(Serve(decision.round, decision.rank))
+            else:
+                self._send_to_servers(Commit(decision.round, list(decision.ranks)))
+            self._finish_leases(decision)
+
+    def _send_to_servers(self, body: Commit | Serve | Dump) -> None:
+        cluster = self._plan.cluster
+        for node in cluster.server_nodes:
+            self._member.send(cluster.name(node), body)
+
+    def _finish_leases(self, decision: Decision) -> None:
+        """A batch counts if its gradient made the round, or will make a later one from its sender's
+        residual; else it is leased again."""
+        if self._leases is None:
+            return
+        if isinstance(decision, Late):
+            if self._plan.keeps_dropped:
+                self._leases.defer(decision.rank)
+            else:
+                self._leases.finish(decision.rank, counts=False)
+        else:
+            for rank in decision.ranks:
+                self._leases.finish(rank, counts=True)
+
+
+def agreement_for(plan: Plan) -> Agreement:
+    rule, cluster = plan.consistency.admit, plan.cluster
+    if not isinstance(rule, FirstOf):
+        raise ConfigError(f"{rule} decides on no rounds")
+    holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
+    agreement = Agreement(rule, cluster.workers, holding)
+    if rule.adapts:
+        agreement.reconsider = adapted
+    return agreement
+
+
+def adapted(agreement: Agreement) -> FirstOf:
+    """The rule with the number of workers per round that the step times so far favour."""
+    rule, steps = agreement.rule, agreement.arrivals.durations
+    here = {rank: steps[rank] for rank in agreement.members if rank in steps}
+    first = ADAPTING.first_after(agreement.round, here, rule.first or agreement.workers)
+    return msgspec.structs.replace(rule, first=max(first, rule.min_first))

@@ -1,0 +1,55 @@
+"""Who may send what to a server: checks of a message's sender, as FrameRefused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from slipstream.errors import FrameRefused
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.members.member import HUB
+from slipstream.transports.wire import Message
+from slipstream.types import Cluster, Rank
+
+COORDINATOR = "server 0"  # decides which contributions make a round, and leases batches
+B = TypeVar("B")
+
+
+def server_of(name: str) -> int:
+    """2 for ``server 2``; -1 for anything else."""
+    return rank_of(name, "server")
+
+
+def worker_of(message: Message[Any], cluster: Cluster) -> Rank:
+    """The rank of the worker that sent a message.
+
+    Raises:
+        FrameRefused: the sender is no worker of the cluster, so there is no link back to it.
+    """
+    rank = rank_of(message.sender)
+    if not 0 <= rank < cluster.workers:
+        raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
+    return rank
+
+
+def require_rank(rank: Rank, cluster: Cluster) -> None:
+    """Refuse a message about a worker that the cluster does not have."""
+    if rank >= cluster.workers:
+        raise FrameRefused(f"there is no rank {rank}")
+
+
+def require_coordinator(message: Message[Any]) -> None:
+    """Refuse a decision that does not come from the server that decides."""
+    if message.sender != COORDINATOR:
+        raise FrameRefused(f"a decision from {message.sender}")
+
+
+def from_hub(handler: Callable[[Message[B]], None]) -> Callable[[Message[B]], None]:
+    """The handler for a request that only rank 0 may make."""
+
+    def handle(message: Message[B]) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
+        handler(message)
+
+    return handle

@@ -1,0 +1,217 @@
+"""Starting a job's servers and sending them the plan; which of them run on this host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.errors import ConfigError, FrameRefused, TooManyServers
+from slipstream.plan import Plan
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.launch.processes import ServerProcess, start_server
+from slipstream.runtime.launch.supervision import signal_name
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.members.member import HUB, Member
+from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.strategy import Strategy
+from slipstream.transports.wire import Configure, Message, Ready, Release, WorkerLeft
+from slipstream.types import Cluster, Spec
+
+logger = logging.getLogger(__name__)
+LAST = 1 << 30  # less urgent than any chunk
+
+
+def choose_clusters(
+    strategy: Strategy, specs: Sequence[tuple[Spec, ...]], membership: Membership, running: int
+) -> list[Cluster]:
+    """For each pair, the servers that hold it; all pairs are held by the same ones.
+
+    Args:
+        specs: By pair.
+        running: How many servers there are already; 0 before any was started.
+
+    Returns:
+        By pair, how many of the servers it uses: fewer than others where its model is small.
+
+    Raises:
+        TooManyServers: No model is large enough for the servers that were asked for.
+    """
+    env = membership.env
+    asked = len(env.server_addresses) or env.servers
+    most = running or asked or len(membership.first_on_each_host)
+    clusters = [largest_cluster(strategy, each, membership, most) for each in specs]
+    used = max(cluster.servers for cluster in clusters)
+    if asked and not running and 0 < used < asked:
+        largest = max(specs, key=lambda each: sum(spec.numel for spec in each))
+        strategy.plan(largest, Cluster(env.world_size, asked, bool(env.server_addresses)))
+    return clusters
+
+
+def largest_cluster(
+    strategy: Strategy, specs: tuple[Spec, ...], membership: Membership, most: int
+) -> Cluster:
+    """With as many servers as the model can fill, at most so many."""
+    env = membership.env
+    for servers in range(most, 0, -1):
+        cluster = Cluster(env.world_size, servers, bool(env.server_addresses))
+        if not strategy.needs_servers(specs, cluster):
+            return Cluster(env.world_size)
+        try:
+            strategy.plan(specs, cluster)
+        except TooManyServers:
+            if servers > 1:
+                continue
+        return cluster
+    return Cluster(env.world_size)
+
+
+@dataclass(slots=True)
+class Shards:
+    """The servers of a job, as one worker sees them."""
+
+    addresses: tuple[str, ...] = ()
+    colocated: frozenset[str] = frozenset()
+    own: list[ServerProcess] = field(default_factory=list)
+
+    def start(self, count: int, membership: Membership) -> None:
+        """Start this worker's share of so many servers and link to all of them; once."""
+        env, gathering = membership.env, membership.gathering
+        if not count or self.addresses:
+            return  # dedicated ones, if there are any, are not needed by this strategy
+        if env.server_addresses:
+            self.addresses = env.server_addresses
+        else:
+            starters = membership.first_on_each_host
+            mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
+            self._start_own(mine, membership)
+            self.addresses = tuple(
+                gathering.read(f"server/{k}", starters[k % len(starters)], str)
+                for k in range(count)
+            )
+            self.colocated = frozenset(f"server {k}" for k in mine)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            membership.transport.connect(name, address)
+        membership.member.bind(self._processes(membership))
+
+    def for_pair(self, count: int) -> Shards:
+        """The first so many, which hold one pair; closing these ends no process."""
+        addresses = self.addresses[:count]
+        names = {f"server {k}" for k in range(count)}
+        return Shards(addresses, self.colocated & names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"server {k}" for k in range(len(self.addresses)))
+
+    def _processes(self, membership: Membership) -> dict[str, int]:
+        return {name: membership.run.credentials.process_of(name) for name in self.names}
+
+    def _start_own(self, mine: list[int], membership: Membership) -> None:
+        for k in mine:
+            server = start_server(
+                index=k,
+                credentials=membership.run.credentials,
+                bind=membership.host,
+                timeout_s=membership.limits.start_s,
+            )
+            self.own.append(server)
+            membership.gathering.post(f"server/{k}", server.address)
+        self._watch_own(membership.member)
+
+    def _watch_own(self, member: Member) -> None:
+        """Report a server that is killed: it sends no error, and may not be watched yet."""
+
+        def tick() -> None:
+            for server in self.own:
+                code = server.process.poll()
+                if code is not None and code < 0:
+                    member.report(server.name, f"was killed by {signal_name(-code)}")
+
+        if self.own:
+            member.on_tick(tick)
+
+    def configure(
+        self,
+        plan: Plan,
+        membership: Membership,
+        member: Endpoint,
+        optimizer: OptimizerRecipe | None,
+    ) -> Callable[[], None]:
+        """Rank 0 sends every server the plan of a pair.
+
+        Returns:
+            What waits until all have accepted it, and raises ConfigError if a server cannot run it.
+        """
+        names = self.names
+        if member.name != HUB or not names:
+            return lambda: None
+        answers = self._collect_answers(membership.member, member)
+        content = self._configuration(plan, membership, optimizer).encode()
+        for name in names:
+            member.send(name, Configure(), [content])
+
+        def wait() -> None:
+            member.wait_until(
+                lambda: len(answers) == len(names),
+                what="the servers to take the plan",
+                limit_s=membership.limits.start_s,
+                missing=lambda: [name for name in names if name not in answers],
+            )
+            for name, reason in answers.items():
+                if reason is not None:
+                    raise ConfigError(f"{name} refused the plan: {reason}")
+            self._log_configured(plan, member)
+
+        return wait
+
+    def _log_configured(self, plan: Plan, member: Endpoint) -> None:
+        for name, address in zip(self.names, self.addresses, strict=True):
+            log_event(
+                logger,
+                "server_configured",
+                member=name,
+                address=address,
+                pair=member.pair,
+                updates=plan.update.holder_applies,
+            )
+
+    def _collect_answers(self, whole: Member, member: Endpoint) -> dict[str, str | None]:
+        """By server that has answered: why it refuses the plan, or None. Filled as they come."""
+        answers: dict[str, str | None] = {}
+
+        def on_ready(message: Message[Ready]) -> None:
+            if message.sender not in self.names:
+                raise FrameRefused(f"{message.sender} is no server")
+            # At once: a server that is ready waits for heartbeats while others still start.
+            whole.expect(message.sender)
+            with member.updating():
+                answers[message.sender] = message.body.reason
+
+        member.on(Ready, on_ready)
+        return answers
+
+    def _configuration(
+        self, plan: Plan, membership: Membership, optimizer: OptimizerRecipe | None
+    ) -> Configuration:
+        addresses = {f"rank {rank}": address for rank, address in enumerate(membership.addresses)}
+        addresses |= dict(zip(self.names, self.addresses, strict=True))
+        processes = {f"rank {rank}": number for rank, number in enumerate(membership.run.processes)}
+        processes |= self._processes(membership)
+        silence_s = membership.member.roster.worker_silence_s or membership.limits.silence_s
+        return Configuration.of(plan, addresses, processes, silence_s, optimizer)
+
+    def release(self, member: Endpoint) -> None:
+        """Rank 0 tells servers that a pair is no longer trained under this plan."""
+        for name in self.names if member.name == HUB else ():
+            member.send(name, Release())
+
+    def retire(self, rank: int, member: Endpoint) -> None:
+        """Tell servers that a worker makes no more rounds; after all that it has pushed."""
+        for name in self.names:
+            member.send(name, WorkerLeft(rank), priority=LAST)
+
+    def close(self) -> None:
+        for server in self.own:
+            server.close()

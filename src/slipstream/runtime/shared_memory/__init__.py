@@ -1,0 +1,1 @@
+"""Learners of one machine: the launcher's part, and the process that updates."""

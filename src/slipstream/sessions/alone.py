@@ -1,0 +1,170 @@
+"""A job of one process: the plain loop, at the plain loop's speed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.consistency.leases import Batch
+from slipstream.errors import SlipstreamError
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.error_reporting import rank_reports
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.summary import WorkerFigures, combine
+from slipstream.sessions.protocol import Pair, Training
+from slipstream.strategy import Strategy
+from slipstream.torch.averages import Averages
+from slipstream.torch.finite_gradients import FiniteGradients, before_use
+from slipstream.torch.kept_state import OwnState
+from slipstream.torch.loading import load_alone
+from slipstream.torch.preparing import as_trained, prepare_pairs
+from slipstream.torch.sampler import in_turn
+from slipstream.torch.saving import save_alone
+from slipstream.types import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+class AloneSession:
+    """Implements ``Session`` for a world of one."""
+
+    def __init__(self, env: Environment) -> None:
+        log_event(logger, "joined", rank=env.rank, size=env.world_size, host="localhost")
+        self._env = env
+        self._training: AloneTraining | None = None
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> AloneTraining:
+        if self._training is not None:
+            self._training.close()
+        self._training = AloneTraining(tuple(pairs), strategy, self._env)
+        return self._training
+
+    def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
+        return combine([figures])
+
+    def abort(self, error: BaseException) -> None:
+        pass
+
+    def reports(self, error: SlipstreamError) -> bool:
+        return rank_reports(error, self._env.rank)
+
+    def close(self) -> None:
+        pass
+
+
+class AloneTraining(Training):
+    """The user's optimizers update the user's models."""
+
+    def __init__(self, pairs: tuple[Pair, ...], strategy: Strategy, env: Environment) -> None:
+        self.pairs = pairs
+        inventories = prepare_pairs(pairs, strategy)
+        planned, cluster = as_trained(strategy, len(pairs)), Cluster(1, servers=1)
+        self.plans = [planned.plan(inventory.specs, cluster) for inventory in inventories]
+        self._lease = in_turn(rank=0, workers=1)
+        self._steps = []
+        for pair, inventory in zip(pairs, inventories, strict=True):
+            trained = [name for name, p in pair.model.named_parameters() if p.requires_grad]
+            names = inventory.parameter_names if len(pairs) > 1 else trained
+            self._steps.append(AloneSteps(pair, names, strategy, env))
+
+    @property
+    def committed(self) -> int:
+        return self._steps[0].made
+
+    @property
+    def begun(self) -> bool:
+        return any(steps.made for steps in self._steps)
+
+    def lease(self, batches: int, returned: int) -> Batch:
+        return self._lease(batches, returned)
+
+    def averages(self) -> list[dict[str, torch.Tensor]]:
+        kept = [steps.averages for steps in self._steps]
+        return [{} if each is None else each.weights for each in kept]
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        facts = {**facts, "steps": [steps.made for steps in self._steps]}
+        save_alone(path, self.pairs, [steps.state for steps in self._steps], facts)
+
+    def load(self, path: Path) -> None:
+        found = load_alone(path, self.pairs, [steps.state for steps in self._steps])
+        for steps, made in zip(self._steps, found, strict=True):
+            steps.made = made
+
+    def close(self) -> None:
+        """Remove the hooks: the optimizers are ordinary ones again."""
+        for steps in self._steps:
+            steps.close()
+
+
+class AloneSteps:
+    """Counts one pair's steps, and does what comes with each.
+
+    Args:
+        names: of the pair's parameters.
+
+    Attributes:
+        made: steps completed, with those of the checkpoint that the job began with.
+        averages: of the weights, if any are kept.
+        state: what checkpoints have of the pair, beside the model.
+    """
+
+    def __init__(
+        self, pair: Pair, names: Sequence[str], strategy: Strategy, env: Environment
+    ) -> None:
+        model, optimizer = pair
+        average = strategy.update.average
+        self.made = 0
+        self.averages = None if average is None else Averages(model, average.decay, names)
+        self.state = OwnState(model, optimizer, self.averages)
+        self._handles = watch_gradients(pair, names, env, lambda: self.made)
+        if (norm := strategy.update.clip_norm) is not None:
+            self._handles.append(optimizer.register_step_pre_hook(clip_to(norm)))
+        self._handles.append(optimizer.register_step_post_hook(self._count))
+
+    def _count(self, *_: Any) -> None:
+        self.made += 1
+        if self.averages is not None:
+            self.averages.follow()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def watch_gradients(
+    pair: Pair, names: Sequence[str], env: Environment, step: Callable[[], int]
+) -> list[Any]:
+    """Alone, gradients are examined when the optimizer is about to use them.
+
+    With "pass" they are not: alone, training runs at the speed of the plain loop. Returns the
+    handles of the hooks.
+    """
+    if env.nonfinite == "pass":
+        return []
+    finite = FiniteGradients(env.nonfinite, env.rank)
+    named = [(name, p) for name, p in pair.model.named_parameters() if name in names]
+
+    def examine() -> None:
+        finite.step = step()
+        finite.clear_refused(named)
+
+    return [pair.optimizer.register_step_pre_hook(before_use(examine))]
+
+
+def clip_to(norm: float) -> Callable[..., None]:
+    """What a worker does to its gradient before it leaves, for a step that is taken alone."""
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(trained, norm)
+
+    return clip

@@ -1,0 +1,52 @@
+"""Collective calls: what all ranks of a networked job do together, named alike on all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from slipstream.runtime.members.gathering import CALLS
+from slipstream.runtime.members.joining import Membership
+
+
+class CollectiveCalls:
+    """One rank's side; every rank must make each call, and as often as the others.
+
+    Attributes:
+        poll: called while this rank waits for the others.
+        position: part of a call's name, where ranks cannot just count calls: a worker that came
+            back has not made all of them.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._made: Counter[str] = Counter()
+        self.poll: Callable[[], None] = lambda: None
+        self.position: Callable[[], str] = str
+
+    def gather(self, what: str, value: Any, doing: str = "") -> list[Any]:
+        """Every rank's value, in order; ``doing`` names the user's call in errors."""
+        key = self.name(what)
+        with self.watched(doing or CALLS.get(what, what)):
+            return self._membership.gathering.gather(key, value, Any)
+
+    def name(self, what: str) -> str:
+        """A name for what all ranks do now: what it is, and how often it has been done.
+
+        Workers may end at different steps, so the position is no part of the name of the end.
+        """
+        at = "" if what == "ended" else self.position()
+        self._made[what + at] += 1
+        return f"{what}{at}/{self._made[what + at]}"
+
+    def watched(self, doing: str) -> AbstractContextManager[None]:
+        """Within, a wait for all ranks ends with an error when some of them train on or end."""
+        watch = self._membership.member.heartbeat.check_collective(doing)
+
+        def tick(missing: Sequence[str]) -> None:
+            watch(missing)
+            self.poll()
+
+        return self._membership.gathering.watched(tick)

@@ -1,0 +1,124 @@
+"""A job on this machine under ``slipstream run``: the strategy decides what it is.
+
+Rank and size come from the environment, so this process need not join the others before it needs
+them. With a strategy of learners it gets shared memory from its launcher; with any other it joins
+the rest over the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.error_reporting import rank_reports
+from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.members.joining import Limits, join
+from slipstream.runtime.members.rendezvous import close_listener
+from slipstream.runtime.shared_memory.launcher_line import LauncherLine
+from slipstream.runtime.summary import WorkerFigures
+from slipstream.sessions.alone import AloneSession
+from slipstream.sessions.networked import NetworkedSession, on_one_machine_only
+from slipstream.sessions.protocol import Pair, Session, Training
+from slipstream.sessions.shared_memory import SharedMemorySession
+from slipstream.strategy import Strategy
+from slipstream.systems import parse
+
+
+class LaunchedSession:
+    """Implements ``Session`` by another one, made when it is needed."""
+
+    def __init__(
+        self, env: Environment, limits: Limits, line: LauncherLine, presence: Presence
+    ) -> None:
+        self._env, self._limits, self._line, self._presence = env, limits, line, presence
+        self._session: Session | None = None
+        self._reports: Callable[[SlipstreamError], bool] = self._is_first_to_report
+        self._reported: dict[str, bool] = {}  # by error text: whether this process was the first
+
+    # ---- joining
+
+    def share(self, value: Any) -> Any:
+        return self._joined("has called job.share before job.distribute").share(value)
+
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+        session = self._session
+        if session is None and (self._is_for_learners or strategy.shared_memory is not None):
+            session = self._enter(self._share_memory(strategy))
+        elif session is None:
+            session = self._enter(self._join_network(f"asks for {strategy.name}", self._limits))
+        elif strategy.shared_memory is not None and not self._is_for_learners:
+            raise ConfigError(
+                f"job.share came before job.distribute, and {strategy.name} was not known yet: the "
+                "workers have joined over the network, and cannot share memory any more; call "
+                f"job.share after job.distribute, or start with --strategy {strategy.name}"
+            )
+        return session.open(pairs, strategy)
+
+    def _enter(self, session: Session) -> Session:
+        self._session, self._reports = session, session.reports
+        return session
+
+    def _joined(self, doing: str, start_s: float = 0.0) -> Session:
+        """The session, joined by now although no strategy but the command line's is known."""
+        if self._session is not None:
+            return self._session
+        if self._is_for_learners:
+            return self._enter(self._share_memory(parse(str(self._env.strategy))))
+        if self._env.world_size == 1:
+            return AloneSession(self._env)  # the strategy may yet be one of learners
+        limits = replace(self._limits, start_s=max(start_s, self._limits.start_s))
+        return self._enter(self._join_network(doing, limits))
+
+    @property
+    def _is_for_learners(self) -> bool:
+        """Whether the command line names a strategy of learners."""
+        named = self._env.strategy
+        return named is not None and parse(named).shared_memory is not None
+
+    def _share_memory(self, strategy: Strategy) -> Session:
+        if self._env.server_addresses:
+            raise on_one_machine_only(strategy)
+        close_listener(self._env)
+        return SharedMemorySession(self._env, self._limits, self._line, self._presence)
+
+    def _join_network(self, doing: str, limits: Limits) -> Session:
+        if self._env.world_size == 1:
+            return AloneSession(self._env)
+        self._line.joins_network(doing)
+        self._reports = lambda error: rank_reports(error, self._env.rank)
+        return NetworkedSession(join(self._env, limits))
+
+    # ---- the end
+
+    def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
+        """Workers that have not joined yet have trained on their own, and may end far apart."""
+        session = self._joined("has ended without job.distribute", self._limits.wait_s)
+        return session.leave(figures)
+
+    def abort(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.abort(error)
+        elif isinstance(error, SlipstreamError):
+            self._reports(error)  # while the launcher can still be asked
+
+    def reports(self, error: SlipstreamError) -> bool:
+        return self._reports(error)
+
+    def _is_first_to_report(self, error: SlipstreamError) -> bool:
+        """Before this rank has joined, no other rank learns of its errors: the first rank that has
+        an error reports it."""
+        text = str(error)
+        if text not in self._reported:
+            self._reported[text] = True
+            with suppress(SlipstreamError):  # the launcher is gone
+                self._reported[text] = self._line.is_first(f"error/{text}")
+        return self._reported[text]
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._line.close()

@@ -1,0 +1,385 @@
+"""A job of several processes that send each other messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.consistency.leases import Batch
+from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.planning.choosing import ByTime
+from slipstream.planning.table import as_tables, as_text
+from slipstream.runtime.error_reporting import describe_error, rank_reports
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.exchange.choices import layer_of
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.sessions.collective_calls import CollectiveCalls
+from slipstream.sessions.networked_weights import OwnWeights, Parts, Weights, WeightsAtServers
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.undistributed import Undistributed
+from slipstream.strategy import Strategy
+from slipstream.torch.gossip import come_back
+from slipstream.torch.inventory import whole_vector
+from slipstream.torch.loading import load_job
+from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.replica import Replica, SharedParts
+from slipstream.torch.replicating import replicate
+from slipstream.torch.saving import kept_averages
+
+logger = logging.getLogger(__name__)
+
+
+class NetworkedSession:
+    """Implements ``Session`` for a member of a job."""
+
+    def __init__(self, membership: Membership) -> None:
+        log_event(
+            logger,
+            "joined",
+            rank=membership.env.rank,
+            size=membership.env.world_size,
+            host=membership.host,
+        )
+        self.membership = membership
+        self._calls = CollectiveCalls(membership)
+        self._training: Training = Undistributed()
+        self._shared: SharedParts | None = None
+        self._replicas: tuple[Replica, ...] = ()
+
+    def share(self, value: Any) -> Any:
+        # Every rank waits for all: one that went on at once could be seen training by a rank that
+        # has yet to call this.
+        return self._calls.gather("share", value if self.membership.env.rank == 0 else None)[0]
+
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+        if strategy.shared_memory is not None and self.membership.env.launcher is not None:
+            raise on_one_machine_only(strategy)
+        if self._shared is None:
+            self._shared = SharedParts.of(self.membership, pairs[0])
+        self._replicas = replicate(pairs, strategy, self._shared, self._replicas)
+        trained = tuple(
+            Pair(pair.model, replica.optimizer)
+            for pair, replica in zip(pairs, self._replicas, strict=True)
+        )
+        parts = Parts(trained, self._replicas, self.membership, self._calls)
+        self._training = NetworkedTraining(parts, strategy.name)
+        for pair in trained:
+            self._warn_of_momentum(strategy, pair.optimizer)
+        return self._training
+
+    def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+        momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
+        env = self.membership.env
+        if env.rank == 0 and strategy.consistency.alone and momentum > 0.5:
+            warnings.warn(
+                f"{strategy.name} with momentum {momentum}: every one of {env.world_size} workers' "
+                "gradients is applied by itself, on top of each other's momentum. Divide the "
+                "learning rate by the number of workers and take momentum near 0",
+                stacklevel=4,
+            )
+
+    def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
+        is_first = self.membership.env.rank == 0
+        accounts = self._training.accounts() if is_first else {}
+        others = self.membership.leave(figures.encode())
+        if not is_first:
+            return None
+        return combine([figures, *(WorkerFigures.decode(each) for each in others)]) | accounts
+
+    def abort(self, error: BaseException) -> None:
+        # Rank 0 prints slipstream's own errors: see ``error_reporting``.
+        reported = isinstance(error, SlipstreamError)
+        self.membership.member.abandon(describe_error(error), reported=reported)
+
+    def reports(self, error: SlipstreamError) -> bool:
+        return rank_reports(error, self.membership.env.rank)
+
+    def close(self) -> None:
+        self.membership.member.stop()
+        self.membership.close_store()
+        for replica in self._replicas:
+            replica.close()
+        if self._shared is not None:
+            self._shared.close()
+
+
+class NetworkedTraining(Training):
+    """One worker's replicas of the models."""
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        self.pairs, self.replicas, self.membership = parts.pairs, parts.replicas, parts.membership
+        self.replica = self.replicas[0]
+        self.plans = [replica.plan for replica in self.replicas]
+        self._name, self._calls, self._parts = name, parts.calls, parts
+        self._clocks = [clock_of(replica) for replica in self.replicas]
+        self._clock = self._clocks[0]
+        self._looping = not self.membership.env.incarnation
+        self._back_at = 0
+        if self.replica.join_coordinator is not None:
+            self.replica.join_coordinator.standing = self._standing
+        if self.membership.env.incarnation:
+            self._come_back()
+        self._weights = self._weights_of(parts)
+
+    def _weights_of(self, parts: Parts) -> Weights:
+        channel = self.replica.partial
+        if channel is not None:
+            self._calls.poll = channel.poll
+            self._calls.position = self._position
+            if self.replica.consensus is not None:
+                self.replica.consensus.meanwhile = channel.poll
+            return OwnWeights(parts, channel, lambda: self.rejoined, self._back_at)
+        if self.plan.delivers_every_result:
+            return Weights(parts)
+        assert self.replica.service is not None
+        return WeightsAtServers(
+            parts, self.replica.service, lambda: [clock.resumed_at for clock in self._clocks]
+        )
+
+    # ---- steps
+
+    @property
+    def committed(self) -> int:
+        return self._clock.committed
+
+    @property
+    def begun(self) -> bool:
+        return any(replica.synchronizer.step for replica in self.replicas)
+
+    @property
+    def own_steps(self) -> int:
+        return self.replica.synchronizer.step - self._clock.resumed_at
+
+    @property
+    def rejoined(self) -> bool:
+        """Whether this worker was started again and has taken no step since: what all workers do
+        together before the end of this one, the others have done without it."""
+        return bool(self.membership.env.incarnation) and self.own_steps == self._back_at
+
+    def next_step(self) -> int:
+        return self._clock.next_step()
+
+    def begin_step(self) -> None:
+        self._looping = True
+
+    def end_step(self, step: int) -> None:
+        self._clock.end_step(step)
+
+    def _position(self) -> str:
+        """What a worker that came back does before its loop, the others have done before theirs."""
+        return f"/{self.committed if self._looping else self._clock.resumed_at}"
+
+    # ---- coming back
+
+    def _standing(self) -> list[int]:
+        """What one that comes back must know."""
+        return [self._clock.resumed_at, self.replica.chain.sync]
+
+    def _come_back(self) -> None:
+        """Into a job that has gone on without this worker."""
+        replica, env = self.replica, self.membership.env
+        assert replica.partial is not None
+        model = self.pairs[0].model
+        welcome = come_back(model, self.plan, replica.partial, replica.chain, self.membership)
+        self._clock.resumed_at = welcome.standing[0]
+        replica.synchronizer.resume(self._clock.resumed_at + welcome.steps)
+        self._back_at = self.own_steps
+        if env.back_fd is not None:
+            with os.fdopen(env.back_fd, "wb") as launcher:
+                launcher.write(b".")
+
+    # ---- weights
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for replica in self.replicas:
+                stack.enter_context(replica.synchronizer.accumulate())
+            yield
+
+    def leaving_during_backward(self, pair: int) -> AbstractContextManager[None]:
+        if len(self.replicas) == 1:
+            return nullcontext()
+        return self.replicas[pair].synchronizer.leaving_during_backward()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        drivers = [replica.synchronizer.driver for replica in self.replicas]
+        before = [driver.frozen for driver in drivers]
+        for driver in drivers:
+            driver.frozen = True
+        try:
+            yield
+        finally:
+            for driver, was_frozen in zip(drivers, before, strict=True):
+                driver.frozen = was_frozen
+
+    def wait(self) -> None:
+        self._parts.wait()
+
+    def flush(self) -> None:
+        self._weights.flush()
+
+    def lease(self, batches: int, returned: int) -> Batch:
+        return self._weights.lease(batches, returned)
+
+    def averages(self) -> list[dict[str, torch.Tensor]]:
+        return [kept_averages(replica) for replica in self.replicas]
+
+    def mean_weights(self) -> MeanWeights:
+        model = self.pairs[0].model
+        mean, spread = whole_vector(model), 0.0
+        if self.replica.consensus is not None and not self.rejoined:
+            found, spread = self.replica.consensus.reach(mean.numpy())
+            mean = torch.from_numpy(found)
+        return MeanWeights(by_name_of(model, mean), spread)
+
+    # ---- checkpoints
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        if not self.rejoined:
+            steps = [clock.committed for clock in self._clocks]
+            self._weights.save(path, {**facts, "steps": steps})
+
+    def load(self, path: Path) -> None:
+        """A worker that was started again has the others' weights, which are newer."""
+        if self.rejoined:
+            return
+        if self.own_steps and not self._weights.loads_midway:
+            raise ConfigError(f"with {self._name} job.load comes before the first step")
+        self.flush()
+        occasion = self._calls.name("load")
+        with self._calls.watched("job.load"):
+            steps = load_job(path, occasion, self.pairs, self.replicas, self.membership)
+        for clock, replica, step in zip(self._clocks, self.replicas, steps, strict=True):
+            clock.resumed_at = step
+            replica.synchronizer.resume(step)
+
+    # ---- figures
+
+    def figures(self) -> TrainingFigures:
+        transport = self.membership.transport
+        return TrainingFigures(
+            servers=max(replica.plan.cluster.servers for replica in self.replicas),
+            traffic=self._traffic(),
+            wait_s=sum(replica.synchronizer.driver.wait_s for replica in self.replicas),
+            refused=self.membership.member.refused + sum(transport.refused.values()),
+        )
+
+    def _traffic(self) -> Traffic:
+        sent: Counter[str] = Counter()
+        received: Counter[str] = Counter()
+        for replica in self.replicas:
+            out, back = replica.bytes()
+            sent, received = sent + out, received + back
+        transport = self.membership.transport
+        moved = transport.sent + transport.received
+        colocated = {peer for replica in self.replicas for peer in replica.shards.colocated}
+        local = sum(moved[peer] for peer in colocated)
+        by_links = sum(
+            exchange.sent.total() + exchange.received.total()
+            for replica in self.replicas
+            for exchange in (*replica.link_exchanges, replica.partial)
+            if exchange is not None
+        )
+        return Traffic(
+            sent=sent.total(),
+            received=received.total(),
+            local=local,
+            control=moved.total() - local - by_links,
+            by_scheme=dict(sent + received),
+        )
+
+    def accounts(self) -> dict[str, Any]:
+        return self._weights.accounts()
+
+    def plan_table(self) -> str:
+        return as_tables([table_of(replica) for replica in self.replicas])
+
+    def finish(self) -> None:
+        self._weights.finish()
+
+
+class StepClock:
+    """This worker counts: it makes every step.
+
+    Attributes:
+        resumed_at: the step of the checkpoint that the job began with.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._synchronizer = replica.synchronizer
+        self.resumed_at = 0
+
+    @property
+    def committed(self) -> int:
+        """Steps completed."""
+        return self._synchronizer.step
+
+    def next_step(self) -> int:
+        """The number of the next step."""
+        return self._synchronizer.step
+
+    def end_step(self, step: int) -> None:
+        """Raise RuntimeFault if the step was never made."""
+        if self._synchronizer.step == step:
+            raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
+
+
+class RoundClock:
+    """The servers count rounds, and this worker may miss some.
+
+    Attributes:
+        resumed_at: the step of the checkpoint that the job began with.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.resumed_at = 0
+
+    @property
+    def committed(self) -> int:
+        """Rounds committed."""
+        return self.resumed_at + self._replica.round
+
+    def next_step(self) -> int:
+        """The round that is open; waits to learn it."""
+        return self.resumed_at + self._replica.open_round()
+
+    def end_step(self, step: int) -> None:
+        """Nothing to check: a worker may miss rounds."""
+
+
+def table_of(replica: Replica) -> str:
+    """The plan of one pair for people, with what its layers have chosen."""
+    choices = None if replica.compact is None else replica.compact.choices
+    if choices is None:
+        return as_text(replica.plan.rows(replica.plan.verdicts(0, None)))
+    names = [layer_of(unit).name for unit in choices.units]
+    verdicts = dict(zip(names, choices.verdicts, strict=False))
+    speeds = choices.chooser.speeds if isinstance(choices.chooser, ByTime) else None
+    return as_text(replica.plan.rows(verdicts, speeds))
+
+
+def clock_of(replica: Replica) -> StepClock | RoundClock:
+    """Rounds are counted by servers where a worker may miss some."""
+    consistency = replica.plan.consistency
+    misses_rounds = consistency.agreed or consistency.alone
+    return RoundClock(replica) if misses_rounds else StepClock(replica)
+
+
+def on_one_machine_only(strategy: Strategy) -> LaunchError:
+    """Of ``slipstream run`` with options that spread a job."""
+    return LaunchError(
+        f"{strategy.name}: learners share the memory of one machine, and have a server of their "
+        "own: leave out --lab and --servers"
+    )

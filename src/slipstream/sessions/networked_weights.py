@@ -1,0 +1,189 @@
+"""Where a networked job's weights are: with every worker, at servers, or each worker its own.
+
+That decides how workers come to the same weights, who deals batches, and what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.consistency.leases import Batch
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.servers.accounts import merge_pairs
+from slipstream.runtime.servers.shard_service import ShardService
+from slipstream.sessions.collective_calls import CollectiveCalls
+from slipstream.sessions.protocol import Pair
+from slipstream.torch.copying import copy_state
+from slipstream.torch.preparing import distinct_models
+from slipstream.torch.replica import Replica
+from slipstream.torch.sampler import in_turn
+from slipstream.torch.saving import save_job, save_servers, take_weights
+
+Lease = Callable[[int, int], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a networked training is made of; ``replicas`` are by pair."""
+
+    pairs: tuple[Pair, ...]
+    replicas: tuple[Replica, ...]
+    membership: Membership
+    calls: CollectiveCalls
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.membership.env.rank
+
+    def wait(self) -> None:
+        """Until this worker's weights are up to date."""
+        for replica in self.replicas:
+            replica.synchronizer.wait()
+
+    def accounts(self) -> dict[str, Any]:
+        """What servers know, where they are asked."""
+        services = [replica.service for replica in self.replicas]
+        return merge_pairs([service.accounts() for service in services if service is not None])
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Rank 0 writes; every rank must call it."""
+        with self.calls.watched("job.save"):
+            save_job(
+                path,
+                self.calls.name("save"),
+                self.pairs,
+                self.replicas,
+                self.membership,
+                facts=facts,
+            )
+
+
+class Weights:
+    """The weights that count are on every worker: all apply every result, so all have the same.
+
+    Attributes:
+        loads_midway: whether a checkpoint may be loaded after the first step.
+        lease: gives the next batch of an epoch; see ``Training.lease``.
+    """
+
+    loads_midway = True
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.lease: Lease = in_turn(parts.rank, parts.membership.env.world_size)
+
+    def flush(self) -> None:
+        """Wait until every worker has every update that any of them has made."""
+        self._parts.wait()
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write a checkpoint; every rank must call it."""
+        self.flush()
+        self._parts.save(path, facts)
+
+    def accounts(self) -> dict[str, Any]:
+        """What servers and channels know of the training."""
+        return self._parts.accounts()
+
+    def finish(self) -> None:
+        """Called when the loop is over: all workers take the last weights."""
+
+
+class WeightsAtServers(Weights):
+    """Servers update the weights, and a worker may miss some of theirs.
+
+    Args:
+        resumed_at: returns the step at which each pair began in this job.
+    """
+
+    loads_midway = False
+
+    def __init__(
+        self, parts: Parts, service: ShardService, resumed_at: Callable[[], list[int]]
+    ) -> None:
+        super().__init__(parts)
+        self.lease = service.lease
+        self._resumed_at = resumed_at
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """All of it is at the servers: the other ranks' calls do nothing."""
+        if self._parts.rank != 0:
+            return
+        self.flush()
+        replicas = self._parts.replicas
+        if replicas[0].plan.consistency.agreed:  # servers write which round theirs is
+            facts = {**facts, "steps": self._resumed_at()}
+        save_servers(path, self._parts.pairs, replicas, facts)
+
+    def finish(self) -> None:
+        """Workers end at different times; all take the last weights."""
+        pairs, replicas = self._parts.pairs, self._parts.replicas
+        membership, chain = self._parts.membership, replicas[0].chain
+        for replica in replicas:
+            for exchange in replica.link_exchanges:
+                exchange.drain()
+        for replica in replicas:
+            replica.shards.retire(self._parts.rank, replica.member)
+        with chain.opened():
+            complete = membership.finish_training()
+            if self._parts.rank == 0 or not complete:
+                for pair, replica in zip(pairs, replicas, strict=True):
+                    take_weights(pair.model, replica)
+            for model in distinct_models(pairs) if complete else ():
+                copy_state(chain, model)
+
+
+class OwnWeights(Weights):
+    """Every worker has weights of its own, and workers exchange slices of updates.
+
+    Args:
+        rejoined: whether this worker was started again and has taken no step since. Collective
+            calls that the others make meanwhile are made without it.
+        missed: the steps before it came back.
+    """
+
+    loads_midway = False
+
+    def __init__(
+        self, parts: Parts, channel: GossipChannel, rejoined: Callable[[], bool], missed: int
+    ) -> None:
+        super().__init__(parts)
+        self._channel, self._rejoined = channel, rejoined
+        self.lease = in_turn(parts.rank, parts.membership.env.world_size, missed)
+
+    def flush(self) -> None:
+        if self._rejoined():
+            return
+        self._channel.drain()
+        self._take_first_ranks("flushed")
+
+    def _take_first_ranks(self, what: str) -> None:
+        """All take rank 0's weights. They have all updates alike then, but added in another order;
+        and some may have got more than others of one that has died."""
+        ((model, _),), (replica,) = self._parts.pairs, self._parts.replicas
+        membership = self._parts.membership
+        with replica.chain.opened():
+            while True:
+                lost = [rank_of(name) for name in membership.member.lost]
+                replica.chain.among(self._gather(what, lost)[0])
+                self._gather(what, None)  # everybody knows now whose pieces to take
+                copied = copy_state(replica.chain, model)
+                # Who trains on sends slices, which a copy still under way would overwrite.
+                if all(self._gather(what, copied)):
+                    return
+
+    def _gather(self, what: str, value: Any) -> list[Any]:
+        return self._parts.calls.gather(what, value, "job.flush")
+
+    def accounts(self) -> dict[str, Any]:
+        return {"slices": self._channel.account()}
+
+    def finish(self) -> None:
+        self._channel.drain(final=True)
+        self._take_first_ranks("ended")

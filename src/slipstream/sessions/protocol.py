@@ -1,0 +1,257 @@
+"""What ``Job`` asks of the job that its process is part of.
+
+``slipstream.init`` makes a ``Session``: who else is there. ``job.distribute`` opens a ``Training``
+in it: one strategy, and one or several pairs of a model and an optimizer. A strategy is known only
+then, so these are two interfaces.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.consistency.leases import Batch
+from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
+from slipstream.plan import Plan
+from slipstream.planning.table import as_tables, as_text
+from slipstream.runtime.summary import Traffic, WorkerFigures
+from slipstream.sessions.request import own_optimizer
+from slipstream.strategy import Strategy
+from slipstream.torch.averages import lent
+from slipstream.torch.fingerprint import fingerprint_of
+from slipstream.torch.inventory import whole_vector
+from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.preparing import Pair, distinct_models
+from slipstream.torch.sampler import LeasedBatches
+
+__all__ = ["Pair", "Session", "Training", "TrainingFigures"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFigures:
+    """What one worker's training has cost so far."""
+
+    servers: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    wait_s: float = 0.0
+    refused: int = 0  # frames
+
+
+class Session(Protocol):
+    """This process's place among the processes of a job."""
+
+    def share(self, value: Any) -> Any:
+        """One process's value, on all of them: see ``Job.share``."""
+
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+        """Begin to train.
+
+        May be called again before the first step, with the earlier pairs first. What the loop holds
+        of these stays valid.
+
+        Args:
+            pairs: all models with their optimizers.
+            strategy: the same for all pairs.
+
+        Raises:
+            ConfigError: this cannot be trained here; the message has the way out.
+        """
+
+    def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
+        """Leave in order.
+
+        Args:
+            figures: of this worker.
+
+        Returns:
+            The job's summary on the process that has all figures, else None.
+        """
+
+    def abort(self, error: BaseException) -> None:
+        """Send the others the error that ends this process."""
+
+    def reports(self, error: SlipstreamError) -> bool:
+        """Whether this process is the one to print an error that nobody caught."""
+
+    def close(self) -> None:
+        """Free everything, however the job ended."""
+
+
+class Training(Protocol):
+    """The models as they are trained in a session. The first pair's steps are the job's.
+
+    Implementations derive from it: what is not abstract is right for a process that exchanges
+    nothing with others.
+
+    Attributes:
+        pairs: what the loop uses; empty before ``job.distribute``.
+        plans: by pair: what was decided for its tensors.
+    """
+
+    pairs: tuple[Pair, ...] = ()
+    plans: Sequence[Plan] = ()
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided for every tensor of the first pair."""
+        return self.plans[0]
+
+    @property
+    @abstractmethod
+    def committed(self) -> int:
+        """Steps completed; rounds committed, where a worker may miss some."""
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of this worker, whether they counted or not."""
+        return self.committed
+
+    @property
+    def begun(self) -> bool:
+        """Whether any pair has made a step here, or goes on from a checkpoint."""
+        return self.own_steps > 0
+
+    @property
+    def rejoined(self) -> bool:
+        """Whether training had begun without this worker, which has taken no step since."""
+        return False
+
+    def next_step(self) -> int:
+        """The number of the step that this worker makes next; may wait to learn it."""
+        return self.committed
+
+    def begin_step(self) -> None:
+        """Called when the loop begins a step."""
+        return
+
+    def end_step(self, step: int) -> None:
+        """Called when the loop has ended a step.
+
+        Raises:
+            RuntimeFault: the step was never made.
+        """
+        if self.committed == step:
+            raise RuntimeFault(f"step {step} of job.steps ended without optimizer.step()")
+
+    def steps(self, total: int, scheduler: Any) -> Iterator[int]:
+        """The steps until ``total`` are completed: see ``Job.steps``."""
+        expected = 0 if self.rejoined else self.committed
+        while (step := self.next_step()) < total:
+            if scheduler is not None:
+                catch_up(scheduler, step - expected)
+            self.begin_step()
+            yield step
+            expected = step + 1
+            self.end_step(step)
+
+    @abstractmethod
+    def lease(self, batches: int, returned: int) -> Batch:
+        """The next batch of an epoch of so many; ``returned`` are given back unused."""
+
+    def sampler(
+        self, dataset: Sized, batch_size: int, *, workers: int, shuffle: bool, seed: int
+    ) -> LeasedBatches:
+        """Batches of which every one counts once an epoch: see ``Job.sampler``."""
+        return LeasedBatches(
+            dataset,
+            batch_size,
+            self.lease,
+            lambda: self.own_steps,
+            workers=workers,
+            shuffle=shuffle,
+            seed=seed,
+        )
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backward passes within only add up locally."""
+        return nullcontext()
+
+    def backward_for(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """The gradients of the pair with this optimizer leave during backward passes within."""
+        for number, pair in enumerate(self.pairs):
+            if optimizer in (pair.optimizer, own_optimizer(pair.optimizer)):
+                return self.leaving_during_backward(number)
+        raise ConfigError("job.backward_for takes an optimizer that job.distribute has returned")
+
+    def leaving_during_backward(self, pair: int) -> AbstractContextManager[None]:
+        """One pair's gradients leave during backward passes within."""
+        return nullcontext()
+
+    def wait(self) -> None:
+        """Wait until this worker's weights are up to date."""
+        return
+
+    def flush(self) -> None:
+        """Wait until every worker has every update that any of them has made."""
+        self.wait()
+
+    def mean_weights(self) -> MeanWeights:
+        """The mean of all workers' weights of the first pair, and how far apart they are."""
+        model = self.pairs[0].model
+        return MeanWeights(by_name_of(model, whole_vector(model)), 0.0)
+
+    def averages(self) -> list[dict[str, torch.Tensor]]:
+        """By pair: averaged weights by the parameter's name; empty if none are kept."""
+        return [{} for _ in self.pairs]
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Weights that arrive unasked are not taken within."""
+        return nullcontext()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Within, the models have the averaged weights."""
+        if self.plan.update.average is None:
+            raise ConfigError("nothing is averaged: give the strategy averaged=0.9999, or the like")
+        return self._lent_averages()
+
+    @contextmanager
+    def _lent_averages(self) -> Iterator[None]:
+        self.wait()
+        averages = self.averages()
+        with self.frozen(), ExitStack() as stack:
+            for (model, _), weights in zip(self.pairs, averages, strict=True):
+                stack.enter_context(lent(model, weights))
+            yield
+
+    @abstractmethod
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write a checkpoint that holds ``facts`` too."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint."""
+
+    def figures(self) -> TrainingFigures:
+        """What this worker's training has cost so far."""
+        return TrainingFigures()
+
+    def accounts(self) -> dict[str, Any]:
+        """What others know of the training: rounds made, gradients' ages, slices."""
+        return {}
+
+    def fingerprint(self) -> str | None:
+        """A digest of this worker's weights, if it has any."""
+        return fingerprint_of(distinct_models(self.pairs)) if self.pairs else None
+
+    def plan_table(self) -> str:
+        """The plan for people."""
+        return as_tables([as_text(plan.rows({})) for plan in self.plans])
+
+    def finish(self) -> None:
+        """Called when the loop is over: all workers take the last weights."""
+        self.wait()
+
+
+def catch_up(scheduler: Any, steps: int) -> None:
+    """For steps that this worker took no part in; torch would warn if it has taken none at all."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(steps):
+            scheduler.step()

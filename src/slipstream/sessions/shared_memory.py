@@ -1,0 +1,198 @@
+"""A job whose workers are learners on one machine: weights are in memory that they share."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from slipstream.consistency.leases import Batch
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.plan import Plan
+from slipstream.routes import SharedMemory as SharedMemoryRoute
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.error_reporting import learner_reports
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.members.joining import Limits
+from slipstream.runtime.servers.accounts import ServerFigures, merge_figures
+from slipstream.runtime.shared_memory.launcher_line import LauncherLine
+from slipstream.runtime.shared_memory.messages import Account, Hello
+from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.undistributed import Undistributed
+from slipstream.strategy import Strategy
+from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.inventory import config_fingerprint
+from slipstream.torch.learner import Learner
+from slipstream.torch.preparing import check_pairs, prepare_pairs
+from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
+from slipstream.transports.shared_memory import SharedMemory
+from slipstream.types import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+class SharedMemorySession:
+    """Implements ``Session`` for a learner; the launcher answers."""
+
+    def __init__(
+        self, env: Environment, limits: Limits, line: LauncherLine, presence: Presence
+    ) -> None:
+        log_event(logger, "joined", rank=env.rank, size=env.world_size, host="localhost")
+        self._env, self._limits, self._line, self._presence = env, limits, line, presence
+        self._shared = 0  # calls of ``share``
+        self._training: Training = Undistributed()
+        self._opened = ExitStack()
+        self._ages: Counter[int] = Counter()
+
+    def share(self, value: Any) -> Any:
+        """The value of the first learner that calls it for the n-th time. Nobody waits; a learner
+        that is started again gets the values that the others got."""
+        self._shared += 1
+        return self._line.share(f"share/{self._shared}", value)
+
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+        route = strategy.shared_memory
+        if route is None:
+            raise ConfigError(
+                f"this job was started for learners that share memory, and the script asks for "
+                f"{strategy.name}: start it with --strategy {strategy.name}"
+            )
+        check_pairs(pairs, strategy)
+        ((model, optimizer),) = pairs
+        check_shareable(model, optimizer)
+        (inventory,) = prepare_pairs(pairs, strategy)
+        plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
+        self._presence.join()
+        learner = self._join(pairs[0], route, plan)
+        pair = Pair(model, learner.start())
+        self._ages = learner.ages
+        self._training = SharedMemoryTraining(pair, strategy.name, plan, learner, self._line)
+        return self._training
+
+    def _join(self, pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Learner:
+        welcome, descriptor = self._line.join(hello_of(pair, route, plan))
+        rank = self._env.rank
+        learner = Learner(
+            *pair,
+            route,
+            not plan.update.holder_applies,
+            rank,
+            SharedMemory(descriptor),
+            welcome.plan,
+            self._limits.wait_s,
+            FiniteGradients(self._env.nonfinite, rank, lambda: self._line.is_first("nonfinite")),
+        )
+        self._opened.callback(learner.close)
+        if welcome.fill:
+            learner.weights.fill()
+        self._line.begin(filled=welcome.fill)
+        return learner
+
+    def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
+        if not self._training.pairs:
+            return combine([figures])
+        farewell = self._line.depart(figures.encode(), dict(self._ages))
+        self._training.wait()  # what others have done since is taken
+        if not farewell.figures:
+            return None
+        summary = combine([WorkerFigures.decode(content) for content in farewell.figures])
+        summary["steps"] = self._training.committed
+        summary["restarts"] = farewell.restarts
+        if farewell.account is not None:
+            summary |= as_accounts(farewell.account, Counter())
+        return summary
+
+    def abort(self, error: BaseException) -> None:
+        pass  # the launcher sees this process end
+
+    def reports(self, error: SlipstreamError) -> bool:
+        return learner_reports(error, self._env.rank)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class SharedMemoryTraining(Training):
+    """Steps are updates of the shared weights, whoever made the gradient."""
+
+    def __init__(
+        self, pair: Pair, name: str, plan: Plan, learner: Learner, line: LauncherLine
+    ) -> None:
+        self.pairs, self.plans, self._name = (pair,), (plan,), name
+        self._learner, self._line = learner, line
+
+    @property
+    def committed(self) -> int:
+        return self._learner.rings.version
+
+    @property
+    def own_steps(self) -> int:
+        return self._learner.steps
+
+    @property
+    def rejoined(self) -> bool:
+        """The weights may have come a long way without this learner, also before the job began."""
+        return self.own_steps == 0
+
+    def end_step(self, step: int) -> None:
+        """A learner need not make a step in each pass: others make steps too."""
+
+    def wait(self) -> None:
+        """Wait until this learner's gradients are applied."""
+        self._learner.wait()
+
+    def lease(self, batches: int, returned: int) -> Batch:
+        return Batch(*self._line.lease(batches, returned))
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """The server writes what it has; of all learners' calls rank 0's counts."""
+        if self._learner.rank == 0:
+            self.wait()
+            self._line.save(str(path.absolute()))
+
+    def load(self, path: Path) -> None:
+        """Before the first step; one of the learners' calls counts."""
+        if self.own_steps:
+            raise ConfigError(f"with {self._name} job.load comes before the first step")
+        self._line.load(str(path.absolute()))
+        self._learner.begin_anew()
+
+    def figures(self) -> TrainingFigures:
+        """Gradients went through memory; nothing else has moved."""
+        moved = self._learner.moved
+        traffic = Traffic(sent=moved, local=moved, by_scheme={"dense/memory": moved})
+        return TrainingFigures(traffic=traffic, wait_s=self._learner.wait_s)
+
+    def accounts(self) -> dict[str, Any]:
+        return as_accounts(self._line.account(), self._learner.ages)
+
+
+def hello_of(pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Hello:
+    """What this learner brings, for the launcher to compare and to lay out."""
+    return Hello(
+        [*config_fingerprint(*pair), *plan.strategy.config_fingerprint()],
+        shared_tensors(*pair),
+        type(pair.optimizer).__name__,
+        settings_of(pair.optimizer),
+        "server" if plan.update.holder_applies else "direct",
+        route.slots,
+        route.consistent,
+        route.checkpoints and os.path.abspath(route.checkpoints),
+        route.every_s,
+    )
+
+
+def as_accounts(account: Account, own: Counter[int]) -> dict[str, Any]:
+    """An account as the other systems' servers give theirs."""
+    ages = Counter(account.staleness) + own
+    figures = ServerFigures({"all tensors": dict(ages)} if ages else {}, [])
+    found = merge_figures([figures]) | {"checkpoints": account.checkpoints}
+    if account.refused:
+        found["refused_by_servers"] = {"messages": account.refused}
+    return found

@@ -1,0 +1,201 @@
+"""The network of a simulation and everybody on it; decides who acts and what arrives next."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from slipstream.consistency import FirstOf
+from slipstream.errors import ConfigError
+from slipstream.plan import Plan
+from slipstream.runtime.members.member import BEAT_S, HUB
+from slipstream.runtime.servers.accounts import ServerFigures
+from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.server import Server
+from slipstream.runtime.servers.shard_service import ShardService
+from slipstream.testing.clock import VirtualClock
+from slipstream.testing.members import (
+    FOREVER_S,
+    Event,
+    Owed,
+    SimulatedMember,
+    Tensors,
+    owed_by,
+    zeros,
+)
+from slipstream.testing.worker import Worker
+from slipstream.transports.memory import MemoryNetwork
+from slipstream.transports.wire import Configure, Lost, Message, Ready
+
+ACTION_S = 0.01
+
+
+class Stage:
+    """Servers are told the plan when it is set up."""
+
+    def __init__(self, plan: Plan, seed: int, optimizer: OptimizerRecipe | None) -> None:
+        self.plan = plan
+        self.clock = VirtualClock()
+        self.trace: list[Event] = []
+        self.random = random.Random(seed)
+        self._playing = False
+        self._stuck: set[Worker] = set()  # since the last message
+        self._to_give_up: list[Worker] = []
+        self._dead: set[str] = set()  # who handles no messages any more, either
+        self._network = MemoryNetwork(seed)
+        nodes = [*plan.cluster.worker_nodes, *plan.cluster.server_nodes]
+        names = [plan.cluster.name(node) for node in nodes]
+        self.members = {name: self._member(name) for name in names}
+        self.servers = [
+            Server(index, self.members[plan.cluster.name(node)])
+            for index, node in enumerate(plan.cluster.server_nodes)
+        ]
+        for rank in plan.cluster.worker_nodes:
+            worker = self.members[plan.cluster.name(rank)]
+            for name in names:
+                worker.transport.connect(name, self.members[name].transport.address)
+            worker.expect(*(names if worker.is_hub else [HUB]))
+        self._configure(optimizer)
+
+    def _member(self, name: str) -> SimulatedMember:
+        return SimulatedMember(
+            name,
+            self._network,
+            self.clock,
+            move=self.move,
+            waits=lambda: not self._playing,
+            trace=self.trace,
+        )
+
+    def _configure(self, optimizer: OptimizerRecipe | None) -> None:
+        hub = self.members[HUB]
+        answers: dict[str, str | None] = {}
+
+        def on_ready(message: Message[Ready]) -> None:
+            answers[message.sender] = message.body.reason
+
+        hub.on(Ready, on_ready)
+        nodes = [*self.plan.cluster.worker_nodes, *self.plan.cluster.server_nodes]
+        addresses = {name: name for name in map(self.plan.cluster.name, nodes)}
+        content = Configuration.of(self.plan, addresses, {}, FOREVER_S, optimizer).encode()
+        for server in self.servers:
+            hub.send(server.member.name, Configure(), [content])
+        self.drain()
+        for name, reason in answers.items():
+            if reason is not None:
+                raise ConfigError(f"{name} refused the plan: {reason}")
+
+    def move(self) -> bool:
+        """One message arrives and is handled; False when none is under way."""
+        receiver = self._network.deliver()
+        if receiver in self._dead:
+            self.members[receiver].transport.receive(0.0)
+        elif receiver is not None:
+            self._stuck.clear()
+            self.members[receiver].take(arrived=1)
+        return receiver is not None
+
+    def drain(self) -> None:
+        while self.move():
+            pass
+
+    def retire(self, rank: int, speaker: str) -> None:
+        """A worker says that it has left, or rank 0 that it is lost."""
+        # Not before: it imports torch, which most simulations can do without.
+        from slipstream.runtime.servers.shards import Shards
+
+        shards = Shards(tuple(server.member.name for server in self.servers))
+        shards.retire(rank, self.members[speaker])
+        if self.plan.delivers_every_result:
+            for worker in self.plan.cluster.worker_nodes:
+                self.members[speaker].send(self.plan.cluster.name(worker), Lost(rank))
+
+    def figures(self) -> list[ServerFigures]:
+        return ShardService(len(self.servers), self.members[HUB], FOREVER_S).accounts()
+
+    def owed_back(self) -> Owed:
+        """What servers' codecs hold back."""
+        owed: Owed = {}
+        for node, server in zip(self.plan.cluster.server_nodes, self.servers, strict=True):
+            assert server.shard is not None
+            mine, residuals = self.plan.chunks_of(node), server.shard.aggregator.memories
+            for tensor, part in owed_by(self.plan, mine, residuals).items():
+                owed[tensor] = owed[tensor] + part if tensor in owed else part
+        return owed
+
+    def held(self) -> Tensors:
+        """The weights that servers have, by tensor."""
+        if not self.plan.update.holder_applies:
+            return ()
+        whole = [zeros(spec) for spec in self.plan.specs]
+        for node, server in zip(self.plan.cluster.server_nodes, self.servers, strict=True):
+            assert server.shard is not None
+            for chunk in self.plan.chunks_of(node):
+                now = server.shard.aggregator.updater.current(chunk)
+                for segment, values in zip(chunk.segments, now, strict=True):
+                    if values is not None:
+                        part = whole[segment.tensor].part(segment.start, segment.stop)
+                        part.data[:] = values.data
+        return tuple(values.data.tobytes() for values in whole)
+
+    def play(self, cast: Sequence[Worker]) -> int:
+        """Let workers act and messages arrive until all are done; how far workers were apart."""
+        running = {worker: worker.train() for worker in cast}
+        speed = self.random.uniform(0.3, 0.7)  # of the network
+        spread = 0
+        self._to_give_up = [worker for worker in cast if worker.conduct.given_up]
+        self._playing = True
+        while running:
+            for worker in [worker for worker in running if worker.dead]:
+                self._dead.add(worker.member.name)
+                del running[worker]
+            able = [worker for worker in running if worker.here and worker not in self._stuck]
+            if not able or self.random.random() < speed:
+                if not self.move() and not able and not self._pass_time(list(running)):
+                    self._give_up(list(running))
+                continue
+            (worker,) = self.random.choices(able, [worker.conduct.speed for worker in able])
+            went_on = next(running[worker], None)
+            worker.member.take(arrived=0)
+            if went_on is False:
+                self._stuck.add(worker)
+                continue
+            self._advance(self.clock.now + ACTION_S)
+            rounds = [worker.member.round for worker in running]
+            spread = max(spread, max(rounds) - min(rounds))
+            if went_on is None:
+                del running[worker]
+        self._playing = False
+        self.drain()
+        return spread
+
+    def _advance(self, now: float) -> None:
+        self.clock.now = now
+        for worker in [worker for worker in self._to_give_up if not worker.here]:
+            self._to_give_up.remove(worker)
+            self.retire(worker.rank, HUB)
+        for server in self.servers:
+            server.tick()
+            self.members[server.member.name].take(arrived=0)
+
+    def _pass_time(self, running: Sequence[Worker]) -> bool:
+        """Until somebody comes back, or a round is over because of the time; False: for nothing."""
+        before = len(self.trace)
+        back = [worker.conduct.back_at for worker in running if not worker.here]
+        rule = self.plan.consistency.admit
+        limit_s = rule.close_after_s if isinstance(rule, FirstOf) else None
+        due = [] if limit_s is None else [self.clock.now + limit_s]
+        if back or due:
+            self._advance(min(back + due))
+        return bool(back) or len(self.trace) > before
+
+    def _give_up(self, running: Sequence[Worker]) -> None:
+        """Nobody can go on: say so as the runtime would, once all know how far the others are."""
+        self._playing = False
+        for _ in range(2):
+            self.clock.advance(BEAT_S)
+            for member in self.members.values():
+                member.tick()
+            self.drain()
+        min(running, key=lambda worker: worker.rank).exchange.wait()
+        raise AssertionError("a worker that was stuck went on by itself")

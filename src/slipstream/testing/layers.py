@@ -1,0 +1,112 @@
+"""Layers that travel in compact form in a simulation: what workers have of them, and the maths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slipstream.codecs.matrices import Matrix
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.aggregator import LayerGradients
+from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.exchange.send_buffers import Loan
+from slipstream.testing.members import ByteSlots
+from slipstream.types import Layer, Unit, Values
+
+MOST_ROWS = 3
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """One worker's matrices of a layer: X and dY, or ids and values."""
+
+    first: np.ndarray[Any, Any]
+    second: np.ndarray[Any, Any]
+
+
+Rows = Callable[[int, int, Unit], LayerRows | None]  # rank, round, unit; None: it was not used
+
+
+def whole_numbers(seed: int) -> Rows:
+    """Small whole numbers, whose sums and products are exact; every worker has rows of its own."""
+
+    def rows(rank: int, round_: int, unit: Unit) -> LayerRows | None:
+        layer = unit.layer
+        assert layer is not None
+        numbers = np.random.default_rng((seed, rank, round_, unit.index))
+        count = int(numbers.integers(1, MOST_ROWS + 1))
+        inputs, outputs = layer.inputs, layer.outputs
+        if layer.form == "rows":
+            ids = numbers.choice(outputs, size=(count, 1), replace=False).astype(np.int64)
+            return LayerRows(ids, whole(numbers, count, inputs, layer.dtype))
+        x = whole(numbers, count, inputs, layer.dtype)
+        return LayerRows(x, whole(numbers, count, outputs, layer.dtype))
+
+    return rows
+
+
+def whole(numbers: np.random.Generator, rows: int, columns: int, dtype: str) -> Any:
+    return numbers.integers(-4, 5, size=(rows, columns)).astype(dtype)
+
+
+def dense(plan: Plan, layer: Layer, rows: LayerRows) -> dict[int, bytes]:
+    """The gradient that a worker's matrices stand for, by tensor."""
+    made, count = LayerGradients(plan), len(rows.first)
+    first, second = raw(rows.first), raw(rows.second)
+    if layer.form == "rows":
+        made.add_rows(layer, Values(first, "int64"), Values(second, layer.dtype), count, 1.0)
+    else:
+        given = Values(second, layer.dtype), Values(first, layer.dtype)
+        made.multiply(layer, *given, count, 1.0)
+    return {tensor: values.data.tobytes() for tensor, values in made.flat.items()}
+
+
+def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
+
+
+def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bool) -> None:
+    """As a worker does: X in the forward pass if it is ``early``, the rest after backward."""
+    if rows is None:
+        channel.ready_layer(unit.index, None)
+        return
+    first, second = (held(channel, unit, m, p) for p, m in enumerate((rows.first, rows.second)))
+    if early:
+        channel.early(unit.index, *first)
+        channel.ready_layer(unit.index, [second], early=True)
+    else:
+        channel.ready_layer(unit.index, [first, second])
+
+
+def held(
+    channel: RoundChannel, unit: Unit, matrix: np.ndarray[Any, Any], place: int
+) -> tuple[Matrix, Loan]:
+    content = raw(matrix)
+    loan = channel.buffer(unit.index, place, content.nbytes)
+    loan.data[:] = content
+    return Matrix(len(matrix), loan.data, matrix.dtype.name), loan
+
+
+class ByteLayers:
+    """Writes layers' gradients into a worker's tensors; implements ``LayerMath`` in numpy."""
+
+    def __init__(self, plan: Plan, slots: ByteSlots) -> None:
+        self._plan, self._slots = plan, slots
+
+    def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
+        made = LayerGradients(self._plan)
+        made.multiply(layer, dy, x, rows, share)
+        self._write(made)
+
+    def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
+        made = LayerGradients(self._plan)
+        made.add_rows(layer, ids, values, rows, share)
+        self._write(made)
+
+    def _write(self, made: LayerGradients) -> None:
+        for tensor, values in made.flat.items():
+            self._slots.sink(tensor).data[:] = values.data
+            self._slots.finish(tensor)

@@ -1,0 +1,80 @@
+"""Where an optimizer's state is kept, and averaged weights: in this process, or at servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from slipstream.runtime.files.checkpoint_format import OptimizerState
+from slipstream.torch.averages import Averages
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Held:
+    """What was found, by tensor's name.
+
+    Attributes:
+        weights: Where servers hold them.
+        state: The optimizer's, by entry's name.
+        round: The round after which all of this was so, where servers agree on rounds.
+    """
+
+    weights: Tensors = field(default_factory=dict)
+    averages: Tensors = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    round: int = 0
+
+
+class KeptState(Protocol):
+    """The optimizer's state and averaged weights of one pair, wherever they are."""
+
+    def fetch(self) -> Held:
+        """All of it."""
+        ...
+
+    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+        """Take over what a checkpoint has, once its weights are in the model; every rank calls it.
+
+        Args:
+            averages: By parameter's name. Others begin with the weights.
+        """
+        ...
+
+
+class OwnState:
+    """Of an optimizer that runs in this process; implements ``KeptState``."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages | None
+    ) -> None:
+        self._model, self._optimizer, self._averages = model, optimizer, averages
+
+    def fetch(self) -> Held:
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        state = {names[id(p)]: dict(entries) for p, entries in self._optimizer.state.items()}
+        return Held({}, {} if self._averages is None else self._averages.weights, state)
+
+    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+        by_name = dict(self._model.named_parameters())
+        self._optimizer.state.clear()
+        for name, entries in saved.state.items():
+            parameter = by_name[name]
+            self._optimizer.state[parameter] = {
+                key: placed(value, parameter) for key, value in entries.items()
+            }
+        if self._averages is not None:
+            self._averages.begin()
+            self._averages.load(averages)
+
+
+def placed(value: Any, parameter: torch.Tensor) -> Any:
+    """State of the parameter's shape lives where the parameter does; counters stay put."""
+    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        return value.to(parameter.device)
+    return value

@@ -1,0 +1,107 @@
+"""A layer's dense mean gradient from all workers' rows, in torch, straight into its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.torch.slots import GradientPlaces, OwnGradients
+from slipstream.types import Layer, Values
+
+
+class TorchLayerMath:
+    """Implements ``LayerMath``. The memory of a gradient is reused, unless somebody still holds it.
+
+    Args:
+        parameters: By tensor's number.
+        modules: By layer's name; an emulated device's takes the time that its product would.
+        results: By tensor's number: where the gradient goes, added to one that is there. By
+            default the parameters' own ``.grad``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        modules: Mapping[str, Any],
+        results: GradientPlaces | None = None,
+    ) -> None:
+        self._parameters, self._modules = parameters, modules
+        self._results = OwnGradients(parameters) if results is None else results
+        self._memories: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
+        if self._emulated(layer, rows):
+            return
+        weight = self._parameters[layer.weight]
+        given = matrix(dy, rows, layer.outputs)
+        # A parameter may have been frozen since the start; the other one of the layer is not.
+        if weight.requires_grad:
+            self._multiply(layer.weight, matrix(x, rows, layer.inputs), given, share)
+        if layer.bias is not None and (bias := self._parameters[layer.bias]).requires_grad:
+            total = given.sum(0, dtype=torch.promote_types(given.dtype, torch.float32))
+            self._add(layer.bias, (total * share).to(bias.device, bias.dtype))
+
+    @torch.no_grad()
+    def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
+        if self._emulated(layer, rows):
+            return
+        out = self._results[layer.weight]
+        if out is None:
+            out = self._results[layer.weight] = self._memory(layer.weight).detach().zero_()
+        elif out.is_sparse:
+            out = self._results[layer.weight] = out.to_dense()
+        where = typed(ids.data, torch.int64)
+        given = matrix(values, rows, layer.inputs)
+        out.index_add_(0, where.to(out.device), given.to(out.device), alpha=share)
+
+    def _emulated(self, layer: Layer, rows: int) -> bool:
+        module: Any = self._modules.get(layer.name)
+        if not hasattr(module, "rebuild"):
+            return False
+        module.rebuild(rows)
+        return True
+
+    def _memory(self, tensor: int) -> Tensor:
+        """Of the last gradient, unless somebody still holds it; contents are left over."""
+        weight, held = self._parameters[tensor], self._memories.get(tensor)
+        if held is None or held.shape != weight.shape or is_shared(held):
+            held = self._memories[tensor] = torch.empty_like(weight, requires_grad=False)
+        return held
+
+    def _multiply(self, tensor: int, x: Tensor, dy: Tensor, share: float) -> None:
+        """Divided as it is summed: short formats are rounded once."""
+        out = self._results[tensor]
+        fresh = out is None
+        if out is None:
+            out = self._results[tensor] = self._memory(tensor).detach()
+        factors = dy.t().to(out.device), x.to(out.device)
+        torch.addmm(out, *factors, beta=0 if fresh else 1, alpha=share, out=out)
+
+    def _add(self, tensor: int, values: Tensor) -> None:
+        out = self._results[tensor]
+        if out is None:
+            self._results[tensor] = values
+        else:
+            out += values
+
+
+def matrix(values: Values, rows: int, columns: int) -> Tensor:
+    """The stacked rows as a tensor, in the memory that they are in."""
+    return typed(values.data, getattr(torch, values.dtype)).view(rows, columns)
+
+
+def typed(memory: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> Tensor:
+    """Raw memory as numbers; torch cannot view no bytes at all as another type."""
+    return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype)
+
+
+def is_shared(memory: Tensor) -> bool:
+    """Whether a tensor other than this one has its memory: a gradient that somebody kept."""
+    storage = memory.untyped_storage()
+    # This handle and the tensor itself hold it.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)

@@ -1,0 +1,79 @@
+"""This worker's own gradients: what is checked of them and done to them before they leave."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import RuntimeFault
+from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.inventory import Inventory, unexpected_gradient
+
+
+class LocalGradients:
+    """The gradients of one model's exchanged parameters.
+
+    Args:
+        finite: Decides about gradients that are not finite.
+        clip_norm: The norm to which this worker's whole gradient is scaled down; None: never.
+    """
+
+    def __init__(
+        self, inventory: Inventory, finite: FiniteGradients, clip_norm: float | None
+    ) -> None:
+        self._inventory, self._finite, self._clip_norm = inventory, finite, clip_norm
+        named = zip(inventory.specs, inventory.tensors, strict=True)
+        self._trained = [(spec.name, tensor) for spec, tensor in named if spec.role == "parameter"]
+        self._known = {id(tensor) for tensor in inventory.tensors}
+        self._dtypes = [tensor.dtype for tensor in inventory.tensors]
+        self._left: list[tuple[Tensor, Tensor | None, int]] = []
+
+    def clip(self) -> None:
+        """Scale this worker's whole gradient down, where the strategy asks for it."""
+        if self._clip_norm is not None:
+            self.clear_refused()  # one that is not finite would make all others so
+            trained = [p for _, p in self._trained if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(trained, self._clip_norm)
+
+    def clear_refused(self) -> None:
+        """Where gradients are used before they leave: those that do not count are None then."""
+        self._finite.clear_refused(self._trained)
+
+    def note_left(self) -> None:
+        """These gradients have left: whoever changes them now would change nothing."""
+        gradients = [(p, p.grad) for _, p in self._trained]
+        self._left = [(p, g, 0 if g is None else g._version) for p, g in gradients]
+
+    def changed_since(self) -> bool:
+        """Whether somebody has changed gradients that had left; if not, they are forgotten."""
+        changed = any(
+            p.grad is not gradient or (gradient is not None and gradient._version != version)
+            for p, gradient, version in self._left
+        )
+        if not changed:
+            self._left = []
+        return changed
+
+    def refuse_converted(self, tensor: int) -> None:
+        """Refuse a tensor that is not as the plan has it.
+
+        Raises:
+            RuntimeFault: It has another dtype than at ``job.distribute``.
+        """
+        before, now = self._dtypes[tensor], self._inventory.tensors[tensor].dtype
+        if now != before:
+            raise RuntimeFault(
+                f"{self._inventory.specs[tensor].name!r} is {now} now, but was {before} at "
+                "job.distribute: convert the model (model.double(), model.to(...)) before that"
+            )
+
+    def refuse_unknown(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients that are not exchanged: weights would drift apart unseen.
+
+        Raises:
+            RuntimeFault: A parameter trains that took no part in ``job.distribute``.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._known:
+                    raise unexpected_gradient(parameter)

@@ -1,0 +1,219 @@
+"""What will be exchanged, for every pair of a model and an optimizer; refuses what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from slipstream.compat import check
+from slipstream.consistency import FirstOf
+from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
+from slipstream.routes import dense_only
+from slipstream.runtime.config_fingerprint import difference
+from slipstream.runtime.members.joining import Membership
+from slipstream.strategy import Strategy
+from slipstream.torch.flat_weights import FlatWeights
+from slipstream.torch.inventory import (
+    Inventory,
+    check_optimizer,
+    config_fingerprint,
+    groups_of,
+)
+from slipstream.torch.shard_optimizer import check_elementwise
+
+
+class Pair(NamedTuple):
+    """A model, and the optimizer that updates it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def distinct_models(pairs: Sequence[Pair]) -> list[nn.Module]:
+    """Every model once: several optimizers may share one."""
+    return list({id(pair.model): pair.model for pair in pairs}.values())
+
+
+def first_with(pairs: Sequence[Pair], number: int) -> int:
+    """The number of the first pair that has the same model."""
+    return next(k for k, pair in enumerate(pairs) if pair.model is pairs[number].model)
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
+    """What will be exchanged; refuses what cannot work, before anything starts.
+
+    Raises:
+        ConfigError: The strategy, or this optimizer with it, cannot train the model.
+    """
+    check_optimizer(model, optimizer)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
+        raise ConfigError(
+            "LBFGS runs backward itself, several times a step, so nobody can run ahead of its "
+            "updates: use another optimizer, or rounds of all workers, such as push_pull()"
+        )
+    check(strategy)
+    strategy.to_json()  # refuses parts that servers could not know
+    inventory = Inventory.of(model)
+    if not inventory.specs:
+        raise ConfigError("the model has no parameter that requires a gradient")
+    if strategy.rotation is not None:
+        FlatWeights(inventory)
+    if not strategy.update.holder_applies or strategy.shared_memory is not None:
+        return inventory
+    check_elementwise(optimizer)
+    if optimizer.state:
+        raise ConfigError(
+            "the optimizer already has state, which update='server' would not take over: give a "
+            "new one, and use job.load to continue from a checkpoint"
+        )
+    return inventory.of_optimizer(optimizer)
+
+
+def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
+    """Refuse pairs that do not go together, or that a strategy cannot train.
+
+    Raises:
+        ConfigError: There is none; an optimizer is given twice; a parameter is in two optimizers;
+            or the strategy trains one model with one optimizer only.
+    """
+    if not pairs:
+        raise ConfigError("job.distribute was given an empty list: give (model, optimizer) pairs")
+    if len({id(pair.optimizer) for pair in pairs}) < len(pairs):
+        raise ConfigError(
+            "job.distribute was given the same optimizer twice: each optimizer belongs to "
+            "one pair; put several models that it updates into one nn.ModuleDict"
+        )
+    check_disjoint(pairs)
+    one_only = strategy.shared_memory is not None or strategy.rotation is not None
+    if len(pairs) > 1 and one_only:
+        raise ConfigError(
+            f"{strategy.name} trains one model with one optimizer, and was given {len(pairs)} "
+            "pairs: use one optimizer over one nn.ModuleDict, or another strategy, such as "
+            "push_pull()"
+        )
+
+
+def check_disjoint(pairs: Sequence[Pair]) -> None:
+    """Every parameter is updated by one optimizer.
+
+    Raises:
+        ConfigError: One is in two optimizers.
+    """
+    owners: dict[int, int] = {}
+    for number, (model, optimizer) in enumerate(pairs):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in groups_of(optimizer):
+            owner = owners.setdefault(parameter, number)
+            if owner != number:
+                raise ConfigError(
+                    f"the parameter {names.get(parameter, '')!r} is in the optimizers of pair "
+                    f"{owner} and pair {number}: each parameter is updated by one optimizer"
+                )
+
+
+def as_trained(strategy: Strategy, pairs: int) -> Strategy:
+    """The strategy as so many pairs can use it.
+
+    Several pairs send dense gradients only: factors and rows are captured in backward passes, and
+    with several pairs not every pass through a model belongs to its optimizer.
+
+    Raises:
+        ConfigError: It knows no dense route.
+    """
+    if pairs == 1:
+        return strategy
+    try:
+        return msgspec.structs.replace(strategy, routes=dense_only(strategy.routes))
+    except ConfigError as error:
+        raise ConfigError(f"{strategy.name}: {error}") from error
+
+
+def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
+    """What will be exchanged for each pair; refuses what cannot work, before anything starts.
+
+    One pair exchanges all of its model. Of several, each exchanges what its own optimizer holds,
+    and buffers belong to the first pair that has them.
+
+    Raises:
+        ConfigError: A pair, or all of them together, cannot be trained with the strategy.
+    """
+    check_pairs(pairs, strategy)
+    if len(pairs) == 1:
+        return [prepare(*pairs[0], strategy)]
+    inventories: list[Inventory] = []
+    taken: set[int] = set()
+    for number, pair in enumerate(pairs):
+        inventory = prepare(*pair, strategy)
+        inventories.append(inventory.of_optimizer(pair.optimizer, without=taken))
+        taken |= {id(tensor) for tensor in inventory.tensors}
+        if all(spec.role == "buffer" for spec in inventories[-1].specs):
+            raise ConfigError(
+                f"the optimizer of pair {number} holds no parameter that requires a gradient"
+            )
+    return inventories
+
+
+def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
+    """Refuse several pairs where rounds need several workers, and a worker may miss some.
+
+    One that has missed rounds of one pair comes to another place of the loop than the others. They
+    would wait for its gradients of one pair, and it for theirs of another.
+
+    Raises:
+        ConfigError: Such workers could wait for each other for ever.
+    """
+    rule = strategy.consistency.among(workers).admit
+    if pairs == 1 or not isinstance(rule, FirstOf):
+        return
+    of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
+    closes_anyway = rule.close_after_s is not None and rule.min_first == 1
+    if not of_all and not closes_anyway:
+        raise ConfigError(
+            f"{strategy.name} with {pairs} pairs: workers that miss rounds of one pair come to "
+            "different places of the loop, and would wait for each other there; use "
+            f"first={workers}, close_after_s with min_first=1, or async_sgd()"
+        )
+
+
+def agree(
+    pairs: Sequence[Pair], strategy: Strategy, membership: Membership, key: str
+) -> list[Inventory]:
+    """``prepare_pairs`` on every rank; an error of one, or a difference, is the same error on all.
+
+    Args:
+        key: The name of this gathering, which is another one each time.
+
+    Raises:
+        ConfigError: On some rank the pairs cannot be trained with the strategy.
+        ModelMismatch: Ranks have different models, optimizers or strategies.
+    """
+    problem, inventories = None, []
+    try:
+        inventories = prepare_pairs(pairs, strategy)
+        check_rounds(strategy, len(pairs), membership.env.world_size)
+    except SlipstreamError as error:
+        problem = error
+    lines: list[str] = []
+    if problem is None:
+        for number, pair in enumerate(pairs):
+            head = f"pair {number}: " if len(pairs) > 1 else ""
+            lines += [head + line for line in config_fingerprint(*pair)]
+        lines += strategy.config_fingerprint()
+        lines.append(f"servers: {membership.env.servers or 'one a host'}")
+    said = membership.gathering.gather(key, [str(problem or ""), lines], list[Any])
+    if problem is not None:
+        raise problem
+    for rank, (trouble, other) in enumerate(said):
+        if trouble:
+            raise ConfigError(f"rank {rank}: {trouble}")
+        if other != said[0][1]:
+            raise ModelMismatch(difference(rank, said[0][1], other, "rank 0"))
+    return inventories

@@ -1,0 +1,174 @@
+"""Makes replicas of pairs of a model and an optimizer: ``job.distribute`` on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.errors import FrameRefused, LaunchError, LeftBehind
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.members.member import HUB, SILENCE_FACTOR_IF_LINK_ALIVE
+from slipstream.runtime.servers.shards import LAST, choose_clusters
+from slipstream.strategy import Strategy
+from slipstream.torch.copying import copy_state
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.preparing import (
+    Pair,
+    agree,
+    as_trained,
+    distinct_models,
+)
+from slipstream.torch.replica import Replica, SharedParts, Wiring
+from slipstream.transports.protocol import CONTROL
+from slipstream.transports.wire import Lost, Message, RouteUpdated
+
+
+def replicate(
+    pairs: Sequence[Pair], strategy: Strategy, shared: SharedParts, before: Sequence[Replica] = ()
+) -> tuple[Replica, ...]:
+    """Plan, start servers, copy rank 0's state, and hook into the models.
+
+    Args:
+        pairs: all pairs of the job, those of earlier calls first.
+        before: the replicas of earlier calls. One whose plan is still right is kept.
+
+    Returns:
+        A replica for each pair.
+    """
+    membership = shared.membership
+    check_start(strategy, membership)
+    shared.calls += 1
+    inventories = agree(pairs, strategy, membership, shared.key("model"))
+    trained = as_trained(strategy, len(pairs))
+    specs = [inventory.specs for inventory in inventories]
+    clusters = choose_clusters(trained, specs, membership, len(shared.shards.addresses))
+    plans = [trained.plan(each, cluster) for each, cluster in zip(specs, clusters, strict=True)]
+    roster, plan = membership.member.roster, plans[0]
+    roster.lockstep = plan.delivers_every_result and plan.rotation is None
+    if plan.consistency.goes_on and not plan.delivers_every_result:
+        roster.worker_silence_s = SILENCE_FACTOR_IF_LINK_ALIVE * membership.limits.silence_s
+    membership.member.coordination.on_lost = None  # until all can handle a loss
+    shared.shards.start(max(cluster.servers for cluster in clusters), membership)
+    replicas = wire(pairs, plans, inventories, shared, before)
+    if plan.consistency.goes_on:  # not before: nobody could handle a loss while the job starts
+        go_on_without_the_lost(membership, replicas)
+    return replicas
+
+
+def check_start(strategy: Strategy, membership: Membership) -> None:
+    """Refuse what needs another way to start.
+
+    Raises:
+        LaunchError: Learners that share memory; or a worker that comes back where none can.
+    """
+    if strategy.shared_memory is not None:
+        raise LaunchError(
+            f"learners of {strategy.name} share memory, which their launcher gives them: start "
+            f"them with `slipstream run --workers N --strategy {strategy.name} SCRIPT`"
+        )
+    if membership.env.incarnation and strategy.rotation is None:
+        raise LaunchError(
+            f"a worker cannot come back with {strategy.name}: only where workers exchange slices, "
+            "as ako does; start the job again from a checkpoint"
+        )
+
+
+def wire(
+    pairs: Sequence[Pair],
+    plans: Sequence[Plan],
+    inventories: Sequence[Inventory],
+    shared: SharedParts,
+    before: Sequence[Replica],
+) -> tuple[Replica, ...]:
+    """The pairs' parts, made in the same order on all ranks."""
+    membership, kept, wirings = shared.membership, dict(enumerate(before)), []
+    for number, (pair, plan, inventory) in enumerate(zip(pairs, plans, inventories, strict=True)):
+        old = kept.get(number)
+        if old is not None and old.plan == plan:
+            continue
+        if old is not None:
+            kept.pop(number).close()
+            old.shards.release(old.member)
+        loop = None if old is None else old.loop
+        wirings.append((number, Wiring(pair, plan, inventory, shared, loop)))
+    with shared.chain.opened():
+        # All at once: servers that update import torch first, which takes a while.
+        for wait in [wiring.configure() for _, wiring in wirings]:
+            wait()
+        membership.gathering.gather(shared.key("configured"), True, bool)
+        if not membership.env.incarnation:
+            known = {id(pairs[number].model) for number in kept}
+            for model in distinct_models([pairs[number] for number, _ in wirings]):
+                if id(model) not in known:
+                    copy_state(shared.chain, model)
+    made = kept | {number: wiring.finish() for number, wiring in wirings}
+    replicas = tuple(made[number] for number in range(len(pairs)))
+    for replica in replicas if len(replicas) > 1 else ():
+        replica.synchronizer.leave_at_step()
+    if plans[0].consistency.goes_on and plans[0].delivers_every_result:
+        reroute_around_the_lost(replicas, membership)
+    # Nobody trains before everybody can take a gradient.
+    membership.gathering.gather(shared.key("distributed"), True, bool)
+    membership.gathering.limit_s = membership.limits.wait_s
+    # Workers that come back meet there, and NCCL uses it; nobody else needs it any more.
+    if not any(replica.needs_store for replica in replicas):
+        membership.close_store()
+    return replicas
+
+
+def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) -> None:
+    """Where rounds do not need every worker, one that is stopped for a while is not an error; where
+    they do, the rest make them without it, and it has missed too much to come back."""
+    member, delivers_every_result = membership.member, replicas[0].plan.delivers_every_result
+
+    def on_lost(name: str) -> None:
+        for replica in replicas:
+            replica.shards.retire(rank_of(name), replica.member)
+        if delivers_every_result:
+            for rank in range(membership.env.world_size):
+                member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
+
+    def on_return(name: str) -> None:
+        # What was sent while it could not be reached may be lost.
+        if member.is_hub:
+            member.send(name, Lost(rank_of(name)), priority=CONTROL)
+
+    member.coordination.on_lost = on_lost
+    if delivers_every_result:
+        member.coordination.on_return = on_return
+
+
+def why_left_behind(silence_s: float) -> str:
+    return (
+        f"was not heard for {silence_s:.0f} s, and the others went on without it: it has missed "
+        "updates and cannot come back; start it again from a checkpoint, or give slipstream.init a "
+        "longer silence_limit_s"
+    )
+
+
+def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership) -> None:
+    """What a worker does when rank 0 has lost another one."""
+    member = membership.member
+    channels = [channel for replica in replicas for channel in replica.channels.of_messages]
+
+    def on_lost(message: Message[Lost]) -> None:
+        lost = message.body.rank
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} does not say who is lost")
+        if lost == membership.env.rank:
+            slices = replicas[0].partial
+            if slices is not None and not slices.entered:
+                return  # it is about the incarnation before
+            member.fail(LeftBehind(member.name, why_left_behind(member.roster.silence_s)))
+            return
+        if not member.is_hub:
+            member.coordination.go_on_without(f"rank {lost}")
+        for channel in channels:
+            channel.lose(lost)
+        for replica in replicas:
+            for name in replica.shards.names:
+                # Rank 0's after its word that this one is lost.
+                replica.member.send(name, RouteUpdated(lost), priority=LAST)
+
+    member.on(Lost, on_lost)

@@ -1,0 +1,65 @@
+"""Where workers update: the mean gradient is in ``.grad`` when backward() returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.torch.synchronizer import Synchronizer
+
+
+class WorkerUpdates:
+    """The user's optimizer runs here, on the mean gradient; implements ``Applier``.
+
+    Args:
+        on_applied: Called after each update of the weights.
+    """
+
+    single_pass = ""  # a second pass is exchanged like the first
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        optimizer: torch.optim.Optimizer,
+        on_applied: Callable[[], None],
+    ) -> None:
+        self._synchronizer, self._on_applied = synchronizer, on_applied
+        self.hooks = [
+            optimizer.register_step_pre_hook(self._before_update),
+            optimizer.register_step_post_hook(self._after_update),
+        ]
+
+    def pass_ended(self) -> None:
+        self._synchronizer.flush()
+        self.wait()
+
+    def wait(self, tensors: Sequence[int] | None = None) -> None:
+        self._synchronizer.driver.wait(tensors)
+
+    def begin_step(self) -> None:
+        """Nothing is remembered from step to step."""
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:  # it runs backward itself, within the step
+            exchanging = self._synchronizer.leaves_at_step
+            return self._with_exchange(closure, args, kwargs) if exchanging else None
+        self._synchronizer.gradients.refuse_unknown(optimizer)
+        self._synchronizer.end_exchange()
+        self.wait()
+        return None
+
+    def _with_exchange(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """A step's arguments with a closure whose gradients leave during its backward pass."""
+
+        def run() -> Any:
+            with self._synchronizer.leaving_during_backward():
+                return closure()
+
+        return args[:1], {**kwargs, "closure": run}
+
+    def _after_update(self, *_: Any) -> None:
+        self._on_applied()
+        self._synchronizer.end_step()

@@ -1,0 +1,70 @@
+"""Strategies composed of exported parts, which no named system is."""
+
+from __future__ import annotations
+
+from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows
+from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
+from slipstream.routes import Everywhere, Prefer, Route
+from slipstream.schedules import AfterBackward
+from slipstream.strategy import Strategy
+from slipstream.systems import ako, push_pull
+from slipstream.topologies import Mesh, Sharded
+from slipstream.updates import ClipNorm, Ema, Update, User
+
+WHOLE = Sharded(whole_layers=True)
+HOLDER = Update(outer=User(at="holder"))
+SMALL = 4096  # bytes: several chunks even of small models
+
+
+def compact(topology: Mesh | Sharded) -> Prefer:
+    """Layers as factors or rows, everything else dense."""
+    ups = (Factors(), Rows(), Dense())
+    return Prefer(tuple(Route(topology, up=up) for up in ups))
+
+
+FILTERED = Prefer((Route(Sharded(), up=Filter(Above(Drop(0.8)))), Route(Sharded())))
+
+MIXES = {
+    "factors, backup workers": Strategy(
+        "factors_backup", compact(WHOLE), Consistency(FirstOf(2)), HOLDER
+    ),
+    "factors, all workers": Strategy(
+        "factors_all", compact(WHOLE), Consistency(FirstOf(3)), HOLDER
+    ),
+    "factors on a mesh, staleness": Strategy(
+        "factors_lag", compact(Mesh()), Consistency(All(), Lag(2))
+    ),
+    "factors at servers, staleness": Strategy(
+        "factors_fold", compact(WHOLE), Consistency(Fold(), Lag(2))
+    ),
+    "filter, backup workers": Strategy(
+        "filter_backup", FILTERED, Consistency(FirstOf(2)), HOLDER, chunk_bytes=SMALL
+    ),
+    "one bit on a mesh": Strategy("one_bit_mesh", Everywhere(Route(Mesh(), up=OneBit()))),
+    "one bit, backup workers": Strategy(
+        "one_bit_backup", Everywhere(Route(Sharded(), up=OneBit())), Consistency(FirstOf(2)), HOLDER
+    ),
+    "8 bits, backup workers": Strategy(
+        "int8_backup",
+        Everywhere(Route(Sharded(), up=Quantized(8, block=64))),
+        Consistency(FirstOf(2)),
+        HOLDER,
+    ),
+    "8 bits both ways": Strategy(
+        "int8", Everywhere(Route(Sharded(), up=Quantized(8, block=64), down=Quantized(8, block=64)))
+    ),
+    "4 bits by chance, on a mesh": Strategy(
+        "int4_mesh", Everywhere(Route(Mesh(), up=Quantized(4, 32, rounding="stochastic", seed=5)))
+    ),
+    "bf16 on a mesh": Strategy("bf16_mesh", Everywhere(Route(Mesh(), up=Dense("bfloat16")))),
+    "filtered slices": ako(partitions=2, staleness=1, rate="1gbit", delta=1e-4),
+    "averaged at workers": push_pull(averaged=0.8),
+    "clipped at workers": push_pull(clip_norm=0.05),
+    "clipped, stale, at workers": Strategy(
+        "clipped_stale",
+        Everywhere(Route(Sharded())),
+        Consistency(Fold(), Lag(1)),
+        Update(before=(ClipNorm(0.05),), average=Ema(0.8)),
+        AfterBackward(),
+    ),
+}

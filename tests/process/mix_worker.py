@@ -1,0 +1,86 @@
+"""Trains with a strategy that no named system is, and writes down what must hold of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import digest
+from forked_servers import start_servers_by_fork
+from mix_strategies import MIXES
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.sessions.networked import NetworkedTraining
+
+STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
+
+
+def build(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    layers = nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    samples = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(BATCH, INPUTS, generator=samples, dtype=torch.float64).to(dtype)
+    return inputs, inputs[:, :OUTPUTS].sin()
+
+
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {name: tensor.detach().double().tolist() for name, tensor in model.named_parameters()}
+
+
+def owed(job: slipstream.Job) -> dict[str, Any]:
+    """What this worker's codecs still hold back, by parameter."""
+    assert isinstance(job._training, NetworkedTraining)
+    found: dict[str, Tensor] = {}
+    for channel in job._training.replica.exchanges:
+        if isinstance(channel, RoundChannel):
+            for chunk in job.plan.chunks:
+                memories = channel.memories(chunk)
+                for segment, memory in zip(chunk.segments, memories, strict=True):
+                    spec = job.plan.specs[segment.tensor]
+                    whole = found.setdefault(spec.name, torch.zeros(spec.numel).double())
+                    if memory is not None:
+                        whole[segment.start : segment.stop] = torch.from_numpy(memory).double()
+    order = (spec.name for spec in job.plan.specs if spec.role == "parameter")
+    return {name: found[name].tolist() for name in order if name in found}
+
+
+def main(name: str, folder: str, dtype_name: str) -> None:
+    start_servers_by_fork()
+    dtype = getattr(torch, dtype_name)
+    model = build(dtype)
+    begun = weights(model)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    given = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
+    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+        model, optimizer = job.distribute(model, optimizer, MIXES[name])
+        for step in job.steps(STEPS):
+            inputs, targets = batch(job.rank, step, dtype)
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            for own, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    given[own] += parameter.grad.double()
+            optimizer.step()
+        job.wait()
+        told: dict[str, Any] = {"owed": owed(job), "stats": job.stats()}
+        if job.plan.update.average is not None:
+            with job.averaged_weights():
+                told["averaged"] = weights(model)
+        job.flush()
+    told |= {"digest": digest(model), "begun": begun, "weights": weights(model)}
+    told["given"] = {name: values.tolist() for name, values in given.items()}
+    Path(folder, f"{job.rank}.json").write_text(json.dumps(told, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

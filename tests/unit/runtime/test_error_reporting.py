@@ -1,0 +1,123 @@
+import sys
+
+import pytest
+
+from slipstream.errors import (
+    ConfigError,
+    LaunchError,
+    NonFiniteGradient,
+    PeerFailed,
+    PeerLost,
+    SlipstreamError,
+    UnknownStrategy,
+    WaitLimit,
+)
+from slipstream.runtime.error_reporting import (
+    REPORT_S,
+    learner_reports,
+    location,
+    report_errors,
+    reporting_rank,
+)
+from slipstream.runtime.launch.process_group import log_line
+from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (UnknownStrategy("x"), 0),
+        (WaitLimit("results", 3, ["rank 0"]), 0),
+        (PeerLost("rank 2", 6.0), 0),
+        (PeerLost("rank 0", 6.0), 1),
+        (PeerFailed("rank 0", "boom"), 1),
+        (PeerFailed("server 0", "boom"), 0),
+        (LaunchError("nobody there", missing=["rank 0"]), 1),
+        (LaunchError("nobody there", missing=["rank 2"]), 0),
+    ],
+)
+def test_one_rank_speaks_for_all(error: SlipstreamError, rank: int) -> None:
+    assert reporting_rank(error) == rank
+
+
+def test_what_was_told_already_is_not_said_again() -> None:
+    assert reporting_rank(PeerFailed("rank 0", "boom", reported=True)) == -1
+
+
+@pytest.fixture(autouse=True)
+def own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+def error_reporting(rank: int, error: BaseException) -> None:
+    report_errors(rank)
+    try:
+        raise error
+    except BaseException as caught:
+        sys.excepthook(type(caught), caught, caught.__traceback__)
+
+
+def test_an_error_is_one_line_and_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    error_reporting(0, ConfigError("no such thing"))
+    said = capsys.readouterr().err
+    assert said.startswith("slipstream: no such thing\n  at ")
+    assert "raise error" in said
+    assert "Traceback" not in said
+
+
+def test_what_a_peer_said_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        error_reporting(0, PeerFailed("rank 1", "first\nsecond\x1b[2J\rslipstream: all is well"))
+    said = capsys.readouterr().err
+    assert "rank 1 failed: first\nsecond\\x1b[2J\\rslipstream: all is well\n" in said
+    log_line("\x1b[2J")
+    assert capsys.readouterr().err == "slipstream: \\x1b[2J\n"
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    error_reporting(2, ConfigError("no such thing"))
+    assert capsys.readouterr().err == ""
+
+
+def test_anothers_failure_has_an_exit_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        error_reporting(1, PeerLost("rank 2", 6.0))
+    assert ended.value.code == EXIT_PEER_FAILED
+    assert capsys.readouterr().err == ""
+
+
+def test_the_users_own_errors_are_shown_as_python_shows_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error_reporting(1, ZeroDivisionError("theirs"))
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "ZeroDivisionError: theirs" in said
+
+
+def test_without_a_trace_there_is_no_place() -> None:
+    assert location(None) == ""
+
+
+def test_a_learner_says_its_own_faults_which_nobody_else_hears_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report_errors(1, lambda error: learner_reports(error, rank=1))
+    for error in (NonFiniteGradient(1, "w", 3), UnknownStrategy("no such system")):
+        sys.excepthook(type(error), error, None)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("slipstream: rank 1: the gradient of 'w' is not finite at step 3;")
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(0, []), (1, [REPORT_S])])
+def test_under_torchrun_who_does_not_report_lets_the_other_do_so_first(
+    rank: int, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("slipstream.runtime.error_reporting.time.sleep", slept.append)
+    error_reporting(rank, ConfigError("alike on all ranks"))
+    assert slept == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    error_reporting(rank, ConfigError("alike on all ranks"))
+    assert slept == waits

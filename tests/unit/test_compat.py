@@ -1,0 +1,288 @@
+"""What does not go together is refused before anything starts, with the reason and a way out."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream import compat
+from slipstream.codecs import Above, Dense, Factors, Filter, InPlace, OneBit, Rotate, Rows
+from slipstream.compat import RULES, problems
+from slipstream.consistency import (
+    All,
+    ByAge,
+    Consistency,
+    Constant,
+    Each,
+    FirstOf,
+    Fold,
+    Free,
+    Lag,
+    LagBehindPeers,
+)
+from slipstream.errors import IncompatibleParts
+from slipstream.parts import FACTS, Facts
+from slipstream.planning.choosing import ByBytes
+from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route, SharedMemory
+from slipstream.schedules import AfterBackward, Merging, WaitFree
+from slipstream.strategy import Strategy
+from slipstream.systems import SYSTEMS, parse
+from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.types import Cluster, Spec
+from slipstream.updates import Add, ClipNorm, Ema, Update, User, UserSteps
+
+SHARDS, WHOLE = Route(Sharded()), Route(Sharded(whole_layers=True), up=Factors())
+PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
+SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
+IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
+RELAYED = Route(Tree((((0,), (1,), ()),)))
+AT_HOLDER = Update(outer=User(at="holder"))
+STEPS = Update(inner=UserSteps(), outer=Add())
+KEPT = Update(inner=UserSteps(own="kept"), outer=Add())
+APART = Consistency(Each(), LagBehindPeers(4))
+HOGWILD = Consistency(Each(), Free())
+FILTERED = Filter(Above(0.5))
+
+
+def made(
+    route: Route | Any,
+    consistency: Consistency | None = None,
+    update: Update | None = None,
+    schedule: Any = None,
+) -> Strategy:
+    routes = Everywhere(route) if isinstance(route, Route) else route
+    return Strategy(
+        "mine",
+        routes,
+        consistency or Consistency(),
+        update or Update(),
+        schedule or AfterBackward(),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(SYSTEMS))
+def test_the_named_systems_are_in_order(name: str) -> None:
+    assert problems(SYSTEMS[name]()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "push_pull(update='server', averaged=0.9, clip_norm=1.0)",
+        "push_pull(averaged=0.9, clip_norm=1.0)",
+        "push_pull(wire='bfloat16')",
+        "async_sgd(clip_norm=1.0, lr_by_staleness=True, averaged=0.9)",
+        "parameter_flow(staleness=3, payload='update')",
+        "gadei(apply='direct', consistent=True)",
+        "poseidon(choose='bytes')",
+    ],
+)
+def test_so_are_they_with_arguments(text: str) -> None:
+    assert problems(parse(text)) == []
+
+
+# Each hole that once passed and was ignored, waited for ever, or lost something.
+HOLES = {
+    "means that come back filtered from a collective": made(
+        Route(Mesh(), down=FILTERED, over=Collective())
+    ),
+    "gradients rounded into shared memory": made(
+        Route(OneHolder(), up=Dense("bfloat16"), down=InPlace(), over=SharedMemory()),
+        HOGWILD,
+        AT_HOLDER,
+    ),
+    "factors into shared memory": made(
+        Route(OneHolder(), up=Factors(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER
+    ),
+    "clipping what leaves before its norm is known": made(
+        SHARDS, update=Update(before=(ClipNorm(1.0),)), schedule=WaitFree()
+    ),
+    "clipping in shared memory": made(
+        IN_MEMORY, HOGWILD, Update(outer=User("holder"), before=(ClipNorm(1.0),))
+    ),
+    "averages in shared memory": made(
+        IN_MEMORY, HOGWILD, Update(outer=User("holder"), average=Ema(0.9))
+    ),
+    "factors between workers that may be lost": made(
+        Route(Mesh(), up=Factors()), Consistency(All(without_lost=True))
+    ),
+    "choosing among workers that may be lost": made(
+        Cheapest((Route(Mesh(), up=Rows()), SHARDS), ByBytes()),
+        Consistency(All(without_lost=True)),
+    ),
+    "weights that come back in one bit": made(Route(Sharded(), down=OneBit()), update=AT_HOLDER),
+    "weights that come back rounded": made(
+        Route(Sharded(), down=Dense("bfloat16")), update=AT_HOLDER
+    ),
+    "weights of 64 bits that come back as 32": made(
+        Route(Sharded(), down=Dense("float32")), update=AT_HOLDER
+    ),
+    "weights that come back filtered": made(
+        Route(Sharded(), up=FILTERED, down=FILTERED), update=AT_HOLDER
+    ),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_holes_are_closed(hole: str) -> None:
+    strategy = HOLES[hole]
+    assert problems(strategy)
+    with pytest.raises(IncompatibleParts, match=r"^mine on "):
+        strategy.plan([Spec("w", (4, 4), "float32", 0, layer="", form="")], Cluster(2, 1))
+
+
+def test_what_those_holes_asked_for_can_be_had_otherwise() -> None:
+    clipped = Update(before=(ClipNorm(1.0),))
+    assert problems(made(SHARDS, update=clipped, schedule=AfterBackward())) == []
+    assert problems(made(WHOLE, Consistency(All(without_lost=True)))) == []
+    assert problems(made(Route(Sharded(), up=OneBit()), update=AT_HOLDER)) == []
+    # What is dropped of a filter's returns to its residual.
+    first = made(Route(Sharded(), up=FILTERED), Consistency(FirstOf(first=2)), AT_HOLDER)
+    assert problems(first) == []
+
+
+# By a word of the reason: parts that break this rule. Each is one change away from what goes.
+BROKEN: dict[str, Strategy] = {
+    "of which none may be missed": made(SHARDS, Consistency(FirstOf(first=1))),
+    "miss the other workers' increments": made(SHARDS, Consistency(Each())),
+    "no server to update": made(PEERS, update=AT_HOLDER),
+    "which is a mesh": made(Route(Sharded(), over=Collective())),
+    "sums dense values": made(Route(Mesh(), up=OneBit(), over=Collective())),
+    "needs every worker in every round": made(REDUCED, Consistency(Fold())),
+    "ends when every worker has joined": made(REDUCED, Consistency(All(), Lag(1))),
+    "in which messages bring them": made(REDUCED, update=STEPS),
+    "would have no learning rate": made(SHARDS, update=Update(outer=Add("worker"))),
+    "is added, not used for another step": made(SHARDS, update=Update(UserSteps(), User("worker"))),
+    "scale each worker's own update deltas": made(
+        SHARDS, update=Update(UserSteps(), Add("worker", growth="linear"))
+    ),
+    "how old a gradient is": made(SHARDS, Consistency(Fold(), Lag(1), ByAge())),
+    "no gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5))),
+    "cannot continue without a lost worker": made(REDUCED, Consistency(All(without_lost=True))),
+    "in different orders": made(PEERS, Consistency(Each())),
+    "no server decides for all workers": made(PEERS, Consistency(FirstOf(first=1))),
+    "count different gradients": made(PEERS, Consistency(Fold(), Lag(1))),
+    "different parts of what a lost worker sent": made(PEERS, Consistency(All(without_lost=True))),
+    "computes the result for itself": made(Route(Mesh(), down=OneBit())),
+    "must be in one place": made(Route(Sharded(), up=Factors())),
+    "forms of a gradient": made(WHOLE, update=STEPS),
+    "while it is sent as factors": made(WHOLE, update=Update(before=(ClipNorm(1.0),))),
+    "choose the same route for a layer in every round": made(
+        Cheapest((Route(Mesh(), up=Factors()), SHARDS)), Consistency(All(), Lag(1))
+    ),
+    "gradients sent as factors or rows do not reach": made(
+        Cheapest((Route(Mesh(), up=Factors()), SHARDS)), update=AT_HOLDER
+    ),
+    "stay rounded": made(Route(Sharded(), down=Dense("float16")), update=AT_HOLDER),
+    "known only after the optimizer's step": made(SHARDS, update=STEPS, schedule=WaitFree()),
+    "are added where the optimizer has run": made(
+        SHARDS, update=Update(inner=UserSteps(), outer=Add("holder"))
+    ),
+    "known only after backward": made(
+        SHARDS, update=Update(before=(ClipNorm(1.0),)), schedule=WaitFree()
+    ),
+    "does not wait for slow workers": made(
+        SHARDS, Consistency(FirstOf(first=1), Lag(1)), AT_HOLDER
+    ),
+    "when its own gradient is applied": made(SHARDS, Consistency(Each(), Lag(1)), AT_HOLDER),
+    "sent whenever the link is free": made(SLICES, APART, KEPT),
+    "may leave at any time": made(SHARDS, schedule=Merging()),
+    "from worker to worker": made(
+        Route(Sharded(), up=Filter(Rotate(3)), down=InPlace()), APART, KEPT, Merging()
+    ),
+    "only its peers add it": made(SLICES, APART, STEPS, Merging()),
+    "belong to no round": made(SLICES, Consistency(Each()), KEPT, Merging()),
+    "results to all workers": made(RELAYED, Consistency(FirstOf(first=1)), AT_HOLDER),
+    "only for the workers whose gradients": made(RELAYED, Consistency(Each()), AT_HOLDER),
+    "would never be sent": made(Route(Sharded(), down=Filter(Rotate(3)))),
+    "no result is sent back": made(Route(Mesh(), up=Filter(Rotate(3))), APART, KEPT, Merging()),
+    "count twice": made(SHARDS, update=KEPT),
+    "how many steps its peers have made": made(
+        SHARDS, Consistency(Each(), LagBehindPeers(1)), AT_HOLDER
+    ),
+    "queue up without limit": made(SHARDS, HOGWILD, AT_HOLDER),
+    "no worker would get the result": made(Route(Sharded(), down=InPlace())),
+    "an update of its own": made(IN_MEMORY, Consistency(All(), Free()), AT_HOLDER),
+    "only when its slots are full": made(IN_MEMORY, Consistency(Each()), AT_HOLDER),
+    "one owner": made(Route(Sharded(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER),
+    "in shared memory where they are": made(
+        Route(OneHolder(), over=SharedMemory()), HOGWILD, AT_HOLDER
+    ),
+    "only in shared memory": made(Route(OneHolder())),
+    "into shared memory as they are": made(
+        Route(OneHolder(), up=OneBit(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER
+    ),
+    "not update deltas, into shared memory": made(IN_MEMORY, HOGWILD, STEPS),
+    "nobody averages them": made(IN_MEMORY, HOGWILD, Update(average=Ema(0.5))),
+    "before their norm is known": made(IN_MEMORY, HOGWILD, Update(before=(ClipNorm(1.0),))),
+    "handed to the server as a whole": made(IN_MEMORY, HOGWILD, AT_HOLDER, WaitFree()),
+    "and servers get dense gradients": made(Cheapest((WHOLE, Route(WHOLE.topology)), ByBytes())),
+    "update deltas as they are": made(
+        SLICES, Consistency(Each(), LagBehindPeers(4), Constant(0.5)), KEPT, Merging()
+    ),
+    "when a worker may begin": made(IN_MEMORY, Consistency(Each(ramp_up=2), Free()), AT_HOLDER),
+    "are not compressed": made(
+        Route(Mesh(), up=Filter(Rotate(3), squeeze="lz4"), down=InPlace()), APART, KEPT, Merging()
+    ),
+    "one vector": made(
+        Prefer((SLICES, Route(Mesh(), up=Filter(Rotate(2)), down=InPlace()))),
+        APART,
+        KEPT,
+        Merging(),
+    ),
+    "in one shared memory": made(
+        Prefer((IN_MEMORY, Route(OneHolder(), down=InPlace(), over=SharedMemory(slots=3)))),
+        HOGWILD,
+        AT_HOLDER,
+    ),
+    "applies all gradients with the same learning rate": made(
+        IN_MEMORY, Consistency(Each(), Free(), ByAge())
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_each_combination_that_makes_no_sense_is_refused_with_a_way_out(reason: str) -> None:
+    found = [problem for problem in problems(BROKEN[reason]) if reason in problem.why]
+    assert found, [str(problem) for problem in problems(BROKEN[reason])]
+    for problem in found:
+        assert problem.instead
+        assert str(problem) in str(refusal(BROKEN[reason]))
+
+
+def refusal(strategy: Strategy) -> IncompatibleParts:
+    with pytest.raises(IncompatibleParts) as raised:
+        compat.check(strategy)
+    return raised.value
+
+
+def test_every_rule_has_an_example() -> None:
+    known = {problem.why for strategy in BROKEN.values() for problem in problems(strategy)}
+    assert {rule.why for rule in RULES} == known
+
+
+def test_all_that_is_wrong_is_said_at_once_and_each_reason_once() -> None:
+    routes = Prefer((Route(Mesh(), up=Factors()), PEERS))
+    text = str(refusal(made(routes, update=AT_HOLDER)))
+    assert text.count("there is no server to update weights") == 1
+    both = made(PEERS, Consistency(Fold()), AT_HOLDER)
+    assert "; also on dense/mesh: " in str(refusal(both))
+
+
+def test_rules_speak_of_facts_that_some_part_states() -> None:
+    stated: set[str] = set()
+    for strategy in (*BROKEN.values(), *HOLES.values(), *(make() for make in SYSTEMS.values())):
+        stated |= strategy.consistency.facts() | strategy.update.facts()
+        stated |= strategy.schedule.facts() | strategy.routes.facts()
+        for route in strategy.routes.routes():
+            stated |= route.facts()
+    named: Facts = frozenset().union(*(rule.when | rule.any_of | rule.unless for rule in RULES))
+    assert named <= stated | {"several routes"}  # no single part states that
+    assert stated <= FACTS
+
+
+@pytest.mark.parametrize("damping", [Constant(0.5), ByAge()])
+def test_a_part_may_be_put_in_place_of_another(damping: Any) -> None:
+    strategy = parse("async_sgd")
+    damped = msgspec.structs.replace(strategy.consistency, damping=damping)
+    assert problems(msgspec.structs.replace(strategy, consistency=damped)) == []

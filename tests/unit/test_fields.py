@@ -1,0 +1,107 @@
+"""A value in the wrong place is refused where the strategy is made, with place and way out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import slipstream as s
+from slipstream.errors import ConfigError
+from slipstream.parts import Part
+from slipstream.systems import parse
+
+ROUTE = s.Route(s.Sharded())
+ALL = s.Everywhere(ROUTE)
+
+
+def routed(**fields: Any) -> s.Strategy:
+    return s.Strategy("m", s.Everywhere(s.Route(**{"topology": s.Sharded(), **fields})))
+
+
+def made(*args: Any, **fields: Any) -> s.Strategy:
+    return s.Strategy("m", ALL, *args, **fields)
+
+
+MISPLACED: dict[str, Callable[[], object]] = {
+    "routes takes Everywhere, .* not a Route: write Everywhere(Route(…))": lambda: s.Strategy(
+        "m",
+        ROUTE,  # type: ignore[arg-type]
+    ),
+    "routes.parameter takes .* write Everywhere(Route(…))": lambda: s.Strategy(
+        "m",
+        s.ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
+    ),
+    "routes.route.topology takes Sharded, Mesh, Tree or OneHolder, not 'sharded'": lambda: routed(
+        topology="sharded"
+    ),
+    "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=s.Sharded),
+    "topology.whole_layers takes True or False, not 'yes'": lambda: routed(
+        topology=s.Sharded("yes")  # type: ignore[arg-type]
+    ),
+    "routes.route.up.select takes Above or Rotate, not 0.9: write Above(0.9)": lambda: routed(
+        up=s.Filter(0.9)  # type: ignore[arg-type]
+    ),
+    "routes.route.down takes .*, not a Factors$": lambda: routed(down=s.Factors()),
+    "consistency takes Consistency, not a FirstOf: write Consistency(FirstOf(…))": lambda: made(
+        s.FirstOf(2)
+    ),
+    "consistency.gate takes .*, not 2: write Lag(2)": lambda: made(s.Consistency(s.All(), 2)),  # type: ignore[arg-type]
+    "update takes Update, not a User: write Update(outer=User(…))": lambda: made(
+        update=s.User(at="holder")
+    ),
+    "update.average takes Ema or None, not 0.99: write Ema(0.99)": lambda: made(
+        update=s.Update(average=0.99)  # type: ignore[arg-type]
+    ),
+    "update.before takes a tuple, not a ClipNorm": lambda: made(
+        update=s.Update(before=s.ClipNorm(1.0))  # type: ignore[arg-type]
+    ),
+    "schedule takes .*: write Priority()": lambda: made(schedule=s.Priority),
+    "name takes text, not 3": lambda: s.Strategy(3, ALL),  # type: ignore[arg-type]
+    "chunk_bytes takes a whole number, not True": lambda: made(chunk_bytes=True),
+    "for every server give a list of lists": lambda: s.Tree(2),  # type: ignore[arg-type]
+    "compat.check takes a strategy": lambda: s.compat.check("push_pull"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("says", MISPLACED)
+def test_a_misplaced_value_is_refused(says: str) -> None:
+    pattern = says.replace("(", r"\(").replace(")", r"\)").replace("[", r"\[")
+    with pytest.raises(ConfigError, match=pattern):
+        MISPLACED[says]()
+
+
+def test_a_part_of_ones_own_passes_where_parts_are_taken() -> None:
+    class Mine(Part, frozen=True):
+        """Of nobody's module but this one."""
+
+    assert routed(topology=Mine())
+    with pytest.raises(ConfigError, match="chunk_bytes takes a whole number, not a Mine"):
+        made(chunk_bytes=Mine())
+
+
+def test_json_is_a_strategys_text_too() -> None:
+    mine = made(s.Consistency(s.FirstOf(2)), s.Update(outer=s.User(at="holder")))
+    assert parse(mine.to_json()) == mine
+
+
+def test_what_a_part_refuses_names_the_text_it_came_from() -> None:
+    with pytest.raises(ConfigError, match=r"push_pull\(averaged=2\): averaging with a decay of 2"):
+        parse("push_pull(averaged=2)")
+
+
+def test_ako_takes_a_share_as_text() -> None:
+    assert parse("ako(delta='90%')").rotation.above == s.Above(s.Drop(0.9), decay="constant")  # type: ignore[union-attr]
+
+
+def test_lists_become_tuples() -> None:
+    lists: Any = [ROUTE]
+    clips: Any = [s.ClipNorm(1.0)]
+    assert s.Prefer(lists) == s.Prefer((ROUTE,))
+    assert s.Update(before=clips) == s.Update(before=(s.ClipNorm(1.0),))
+    assert hash(s.Cheapest(lists)) == hash(s.Cheapest((ROUTE,)))
+
+
+def test_a_message_is_not_prefixed_twice() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse("backup_workers(first='x')")
+    assert str(refused.value).count("first='x'") == 1
