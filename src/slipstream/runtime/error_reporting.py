@@ -42,12 +42,15 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
-        if rank_reports(error, rank) if reports is None else reports(error):
+        prints = rank_reports(error, rank) if reports is None else reports(error)
+        if not prints and TORCHRUN in os.environ and reporting_rank(error, rank) >= 0:
+            # torchrun ends all ranks when one exits. Give the rank that reports time to do so
+            # and to end this one; if it is slower than that, nobody else would report.
+            time.sleep(REPORT_S)
+            prints = True
+        if prints:
             message = printable_lines(f"slipstream: {error}{location(trace)}")
             print(message, file=sys.stderr, flush=True)
-        elif TORCHRUN in os.environ:
-            # torchrun ends all ranks when one exits, and the one that reports may be slower.
-            time.sleep(REPORT_S)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)
 

@@ -111,13 +111,27 @@ def test_a_learner_says_its_own_faults_which_nobody_else_hears_of(
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(0, []), (1, [REPORT_S])])
-def test_under_torchrun_who_does_not_report_lets_the_other_do_so_first(
-    rank: int, waits: list[float], monkeypatch: pytest.MonkeyPatch
+def test_under_torchrun_rank_0_reports_and_others_do_if_it_has_not_ended_them(
+    rank: int,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("slipstream.runtime.error_reporting.time.sleep", slept.append)
     error_reporting(rank, ConfigError("alike on all ranks"))
     assert slept == []
+    capsys.readouterr()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     error_reporting(rank, ConfigError("alike on all ranks"))
     assert slept == waits
+    assert capsys.readouterr().err.startswith("slipstream: alike on all ranks\n")
+
+
+def test_under_torchrun_what_was_reported_already_is_not_reported_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SystemExit):
+        error_reporting(1, PeerFailed("rank 0", "reported there", reported=True))
+    assert capsys.readouterr().err == ""
