@@ -60,7 +60,9 @@ from slipstream.systems import allreduce as allreduce
 from slipstream.systems import async_sgd as async_sgd
 from slipstream.systems import backup_workers as backup_workers
 from slipstream.systems import bounded_staleness as bounded_staleness
+from slipstream.systems import diloco as diloco
 from slipstream.systems import gadei as gadei
+from slipstream.systems import local_sgd as local_sgd
 from slipstream.systems import one_bit as one_bit
 from slipstream.systems import parameter_flow as parameter_flow
 from slipstream.systems import poseidon as poseidon
@@ -73,6 +75,8 @@ from slipstream.torch.simulated_staleness import simulated_staleness as simulate
 from slipstream.updates import Add as Add
 from slipstream.updates import ClipNorm as ClipNorm
 from slipstream.updates import Ema as Ema
+from slipstream.updates import LocalSteps as LocalSteps
+from slipstream.updates import Nesterov as Nesterov
 from slipstream.updates import Off as Off
 from slipstream.updates import Update as Update
 from slipstream.updates import User as User

@@ -158,9 +158,10 @@ RULES = (
         unless=facts("layers stay whole"),
     ),
     Rule(
-        facts("up: compact form", "update deltas are sent"),
-        "factors and rows are forms of a gradient, not of an update delta",
+        facts("up: compact form"),
+        "factors and rows are forms of a gradient, not of an update delta or an outer gradient",
         "use Update(inner=Off()), or up=Dense()",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),
     Rule(
         facts("up: compact form", "clips"),
@@ -211,9 +212,10 @@ RULES = (
     ),
     # ---- What is sent, and who applies it.
     Rule(
-        facts("update deltas are sent", "leaves during backward"),
-        "an update delta is known only after the optimizer's step",
+        facts("leaves during backward"),
+        "update deltas and outer gradients are known only after the optimizer's step",
         "use AfterBackward()",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),
     Rule(
         facts("update deltas are sent", "the holder updates"),
@@ -229,6 +231,60 @@ RULES = (
         facts("gradients are sent", "adds the result"),
         "a gradient that is added to the weights would have no learning rate",
         "use outer=User(), or inner=UserSteps()",
+    ),
+    # ---- Local steps and an outer optimizer (DiLoCo).
+    Rule(
+        facts("outer gradients are sent"),
+        "an outer gradient is the distance that a worker has moved, which is no gradient of the "
+        "loss",
+        "use outer=Nesterov(), or inner=Off()",
+        unless=facts("an outer optimizer applies the result"),
+    ),
+    Rule(
+        facts("an outer optimizer applies the result"),
+        "an outer optimizer applies outer gradients, which workers have after steps of their own",
+        "use inner=LocalSteps(), or outer=User()",
+        unless=facts("outer gradients are sent"),
+    ),
+    Rule(
+        facts("outer gradients are sent"),
+        "outer gradients of one round start from the same outer weights, and asynchronous "
+        "admission would mix those of several",
+        "use Consistency(All())",
+        any_of=facts("each gradient is an update", "stale-synchronous rounds"),
+    ),
+    Rule(
+        facts("outer gradients are sent", "may run ahead"),
+        "how far workers run ahead of an outer round is a matter of LocalSteps()",
+        "use Lag(0), and overlap_steps=",
+    ),
+    Rule(
+        facts("outer gradients are sent", "rounds of the first N"),
+        "which workers make a round is decided for the whole model, and a late worker continues "
+        "from the new outer weights",
+        "use LocalSteps() without fragments= and overlap_steps=, or All()",
+        any_of=facts("in fragments", "merged later"),
+    ),
+    Rule(
+        facts("keeps own weights in part", "down: error feedback"),
+        "what waits at the holder for its next result is in the weights that a worker keeps, and "
+        "would count twice",
+        "use down=Dense(), or mix=0",
+    ),
+    Rule(
+        facts("outer gradients are sent", "averages"),
+        "outer weights are averages already: of workers, and over steps by the momentum",
+        "leave out averaged=, and evaluate within job.outer_weights()",
+    ),
+    Rule(
+        facts("outer gradients are sent", "damped"),
+        "no outer gradient is stale",
+        "leave the damping out, and set lr= of Nesterov() instead",
+    ),
+    Rule(
+        facts("outer gradients are sent", "survives lost workers"),
+        "a worker's own weights are lost with it",
+        "use All(), or FirstOf() with Nesterov(at='holder')",
     ),
     Rule(
         facts("deltas grow with workers"),
@@ -378,9 +434,10 @@ RULES = (
         "use Everywhere() with one route",
     ),
     Rule(
-        facts("in shared memory", "update deltas are sent"),
-        "backward writes gradients, not update deltas, into shared memory",
+        facts("in shared memory"),
+        "backward writes gradients, not weights' changes, into shared memory",
         "use Update(inner=Off())",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),
     Rule(
         facts("in shared memory", "averages"),

@@ -254,6 +254,14 @@ class Job:
         """
         return self._training.averaged_weights()
 
+    def outer_weights(self) -> AbstractContextManager[None]:
+        """Within, the models have the outer weights, which all workers have in common.
+
+        Raises:
+            ConfigError: the strategy has none (``diloco`` and ``local_sgd`` have).
+        """
+        return self._training.outer_weights()
+
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -14,13 +14,14 @@ from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
 from slipstream.planning.costs import LayerShape, Speeds
+from slipstream.planning.fragments import deal_fragments
 from slipstream.planning.layout import Group, Layout, lay_out
 from slipstream.planning.table import Row, tabulate
 from slipstream.routes import AnyPolicy, ByRole, Cheapest, Links, Route
 from slipstream.schedules import Schedule
 from slipstream.topologies import Mesh
 from slipstream.types import ITEM_BYTES, Chunk, Cluster, Layer, Node, Spec, Unit
-from slipstream.updates import Update
+from slipstream.updates import LocalSteps, Update
 
 if TYPE_CHECKING:
     from slipstream.strategy import Strategy
@@ -45,6 +46,7 @@ class Plan:
     holders: tuple[tuple[Node, ...], ...]  # by unit
     places: tuple[tuple[int, int], ...]  # by chunk: its unit, and which of the unit's chunks it is
     priorities: tuple[int, ...]  # by unit, asked for with every message
+    fragments: tuple[tuple[int, ...], ...]  # tensors that share rounds; most plans have one
 
     @classmethod
     def make(cls, strategy: Strategy, specs: Sequence[Spec], cluster: Cluster) -> Plan:
@@ -74,9 +76,11 @@ class Plan:
         routes = list(dict.fromkeys(candidates[-1] for candidates in given))
         routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
         route_of = [routes.index(candidates[-1]) for candidates in given]
+        fragments = fragments_of(strategy.update, specs)
+        fragment_of = {tensor: f for f, tensors in enumerate(fragments) for tensor in tensors}
         groups = [
-            Group(r, s.dtype, s.role, splits(routes[r]), s.layer)
-            for s, r in zip(specs, route_of, strict=True)
+            Group(r, s.dtype, s.role, splits(routes[r]), s.layer, fragment_of[t])
+            for t, (s, r) in enumerate(zip(specs, route_of, strict=True))
         ]
         chunk_bytes = strategy.chunk_bytes
         layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
@@ -94,6 +98,7 @@ class Plan:
             deal(units, routes, specs, cluster),
             places_of(units, len(layout.chunks)),
             priorities_of(units, specs, strategy.schedule),
+            fragments,
         )
 
     # ---- what parts of the runtime ask
@@ -129,6 +134,23 @@ class Plan:
         """Whether workers apply results that they need not have waited for."""
         later = not self.consistency.lockstep or self.update.inner.travels == "steps"
         return later and not self.update.holder_applies and self.rotation is None
+
+    @property
+    def counts_rounds(self) -> bool:
+        """Whether servers count the job's steps, by rounds of which a worker may miss some; else
+        every worker makes every step, and counts them itself."""
+        return self.consistency.agreed or self.consistency.alone
+
+    @property
+    def steps_a_round(self) -> int:
+        """How many steps of a worker's optimizer a round takes."""
+        return 1 if self.local_steps is None else self.local_steps.every
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """How workers train on weights of their own between rounds, if they do."""
+        inner = self.update.inner
+        return inner if isinstance(inner, LocalSteps) else None
 
     @property
     def rotation(self) -> Rotate | None:
@@ -256,6 +278,13 @@ def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[s
     if any(route.up.form != "dense" for route in policy.routes()):
         obstacle = spec.obstacle or ("named in dense" if spec.layer else "")
     return replace(spec, layer="", form="", obstacle=obstacle)
+
+
+def fragments_of(update: Update, specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:
+    """The tensors that make rounds together, by number."""
+    if not isinstance(update.inner, LocalSteps):
+        return (tuple(range(len(specs))),)
+    return deal_fragments(specs, update.inner.fragments)
 
 
 def splits(route: Route) -> bool:

@@ -62,6 +62,80 @@ class UserSteps(Part, frozen=True):
         return facts("update deltas are sent") | kept
 
 
+class LocalSteps(Part, frozen=True):
+    """Each worker trains on weights of its own; every H steps its outer gradient is sent (DiLoCo).
+
+    θ are the outer weights, which all workers have in common, and θᵢ worker i's own. After H steps
+    of the user's optimizer worker i sends Δᵢ = θ − θᵢ. The outer optimizer applies the mean of Δᵢ
+    to θ, and the worker goes on from there:
+
+        θᵢ ← α θᵢ + (1 − α) θ
+
+    With F fragments each has rounds of its own, H / F steps apart, so that traffic is even. With
+    τ overlap steps a worker trains on while its outer gradient is under way.
+
+    Args:
+        every: H.
+        fragments: F, at most H: the model's tensors are dealt to so many parts of even size.
+        overlap_steps: τ, less than H: the result is merged so many steps after the outer gradient
+            was sent. 0 waits for it at once.
+        mix: α, at least 0 and below 1: how much of its own weights a worker keeps when it merges.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    >>> streamed = LocalSteps(every=4, fragments=2, overlap_steps=1)
+    >>> [(step, streamed.sent_after(step), streamed.merged_after(step)) for step in range(1, 6)]
+    [(1, None, None), (2, 0, None), (3, None, 0), (4, 1, None), (5, None, 1)]
+    """
+
+    every: int = 50
+    fragments: int = 1
+    overlap_steps: int = 0
+    mix: float = 0.0
+
+    travels: ClassVar[Literal["outer gradients"]] = "outer gradients"
+
+    def __post_init__(self) -> None:
+        for name in ("every", "fragments", "overlap_steps"):
+            if type(value := getattr(self, name)) is not int:
+                raise ConfigError(f"{name}={value!r}: give a whole number")
+        if self.every < 1:
+            raise ConfigError(f"every={self.every}: exchange after 1 step or more")
+        if not 1 <= self.fragments <= self.every:
+            raise ConfigError(
+                f"fragments={self.fragments} with every={self.every}: choose from 1 to "
+                f"{self.every}, since at most one fragment is sent after a step"
+            )
+        if not 0 <= self.overlap_steps < self.every:
+            raise ConfigError(
+                f"overlap_steps={self.overlap_steps} with every={self.every}: choose from 0 to "
+                f"{self.every - 1}, so that a fragment is merged before it is sent again"
+            )
+        if not isinstance(self.mix, int | float) or not 0 <= self.mix < 1:
+            raise ConfigError(f"mix={self.mix!r}: choose a share, at least 0 and below 1")
+
+    def sent_after(self, step: int) -> int | None:
+        """The fragment whose outer gradient is sent after so many steps; None: none is.
+
+        Args:
+            step: How many steps have been made, counted from 1.
+        """
+        within = (step - 1) % self.every + 1
+        ends = [(f + 1) * self.every // self.fragments for f in range(self.fragments)]
+        return ends.index(within) if step > 0 and within in ends else None
+
+    def merged_after(self, step: int) -> int | None:
+        """The fragment whose result is merged after so many steps; None: none is."""
+        return self.sent_after(step - self.overlap_steps)
+
+    def facts(self) -> Facts:
+        parts = facts("in fragments") if self.fragments > 1 else facts()
+        later = facts("merged later") if self.overlap_steps else facts()
+        mixed = facts("keeps own weights in part") if self.mix else facts()
+        return facts("outer gradients are sent") | parts | later | mixed
+
+
 class User(Part, frozen=True):
     """The user's optimizer applies the result.
 
@@ -133,6 +207,40 @@ class Add(Part, frozen=True):
         return float((1.0 + (full - 1.0) * warmth) / workers)
 
 
+class Nesterov(Part, frozen=True):
+    """An outer optimizer applies the mean outer gradient Δ to the outer weights θ (DiLoCo).
+
+        v ← μ v + Δ;  θ ← θ − η (Δ + μ v)
+
+    With η = 1 and μ = 0 the outer weights become the mean of the workers' weights (local SGD).
+
+    Args:
+        lr: η, above 0.
+        momentum: μ, at least 0 and below 1.
+        at: "worker": at every worker, alike. "holder": at the servers, which send back θ.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    >>> Update(inner=LocalSteps(50), outer=Nesterov(lr=0.7, momentum=0.9)).holder_applies
+    False
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    at: At = "worker"
+
+    def __post_init__(self) -> None:
+        _check_place(self.at)
+        if not isinstance(self.lr, int | float) or not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr={self.lr!r}: give an outer learning rate above 0")
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum!r}: choose at least 0 and below 1")
+
+    def facts(self) -> Facts:
+        return _by(self.at) | facts("an outer optimizer applies the result")
+
+
 class ClipNorm(Part, frozen=True):
     """A worker's whole gradient is scaled down to this norm before it leaves.
 
@@ -186,8 +294,8 @@ class Ema(Part, frozen=True):
 
 
 # Everything that an update may name.
-AnyInner = Off | UserSteps
-AnyOuter = User | Add
+AnyInner = Off | UserSteps | LocalSteps
+AnyOuter = User | Add | Nesterov
 AnyTransform = ClipNorm
 
 
@@ -195,8 +303,8 @@ class Update(Part, frozen=True):
     """What is sent, who applies the result, and what happens before and after.
 
     Args:
-        inner: Whether workers step before they exchange: ``Off`` or ``UserSteps``.
-        outer: Who applies the result, and how: ``User`` or ``Add``.
+        inner: Whether workers step before they exchange: ``Off``, ``UserSteps``, ``LocalSteps``.
+        outer: Who applies the result, and how: ``User``, ``Add`` or ``Nesterov``.
         before: What is done to a worker's gradient before it leaves: ``ClipNorm``.
         average: Averaged weights: ``Ema``, or None.
 
@@ -216,6 +324,11 @@ class Update(Part, frozen=True):
     def holder_applies(self) -> bool:
         """Whether weights are updated where they are held, and come back as weights."""
         return self.outer.at == "holder"
+
+    @property
+    def user_at_holder(self) -> bool:
+        """Whether servers run the user's own optimizer."""
+        return isinstance(self.outer, User) and self.outer.at == "holder"
 
     @property
     def clip_norm(self) -> float | None:

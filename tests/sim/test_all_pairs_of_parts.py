@@ -61,7 +61,18 @@ from slipstream.schedules import AfterBackward, AnySchedule, Merging
 from slipstream.strategy import Strategy
 from slipstream.topologies import AnyTopology, Mesh, OneHolder, Sharded, Tree
 from slipstream.types import Cluster
-from slipstream.updates import Add, AnyInner, AnyOuter, ClipNorm, Ema, Update, User, UserSteps
+from slipstream.updates import (
+    Add,
+    AnyInner,
+    AnyOuter,
+    ClipNorm,
+    Ema,
+    LocalSteps,
+    Nesterov,
+    Update,
+    User,
+    UserSteps,
+)
 
 PARTITIONS = [
     Filter(Rotate(2)),
@@ -84,6 +95,8 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     User: [User("worker"), User("holder")],
     Add: [Add("worker"), Add("holder"), Add("worker", "sqrt"), Add("worker", "linear", 5)],
     UserSteps: [UserSteps("returned"), UserSteps("kept")],
+    LocalSteps: [LocalSteps(4), LocalSteps(4, fragments=2), LocalSteps(4, overlap_steps=1)],
+    Nesterov: [Nesterov(at="worker"), Nesterov(at="holder")],
 }
 
 
@@ -144,6 +157,8 @@ STARTS: list[dict[str, Any]] = [
     {"gate": Lag(2)},
     {"admit": Each(), **HOLDER},
     {"inner": UserSteps("returned"), "outer": Add("worker"), "schedule": AfterBackward()},
+    {"inner": LocalSteps(4), "outer": Nesterov(), "schedule": AfterBackward()},
+    {"inner": LocalSteps(4), "outer": Nesterov(at="holder"), "schedule": AfterBackward()},
     {
         "topology": Mesh(),
         "up": Filter(Rotate(2)),

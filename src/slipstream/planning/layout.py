@@ -15,7 +15,7 @@ SMALLEST_CHUNK_BYTES = 4 * 1024
 class Group:
     """Tensors that may share a chunk: one route, one dtype, one role.
 
-    Those of a ``layer`` have chunks of their own, which a round may leave out.
+    Those of a ``layer`` or a ``fragment`` have chunks of their own, which a round may leave out.
     """
 
     route: int
@@ -23,6 +23,7 @@ class Group:
     role: str
     splits: bool
     layer: str = ""
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True)

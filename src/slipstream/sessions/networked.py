@@ -23,7 +23,13 @@ from slipstream.runtime.exchange.choices import layer_of
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.collective_calls import CollectiveCalls
-from slipstream.sessions.networked_weights import OwnWeights, Parts, Weights, WeightsAtServers
+from slipstream.sessions.networked_weights import (
+    LocalWeights,
+    OwnWeights,
+    Parts,
+    Weights,
+    WeightsAtServers,
+)
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
@@ -139,7 +145,7 @@ class NetworkedTraining(Training):
                 self.replica.consensus.meanwhile = channel.poll
             return OwnWeights(parts, channel, lambda: self.rejoined, self._back_at)
         if self.plan.delivers_every_result:
-            return Weights(parts)
+            return Weights(parts) if self.plan.local_steps is None else LocalWeights(parts)
         assert self.replica.service is not None
         return WeightsAtServers(
             parts, self.replica.service, lambda: [clock.resumed_at for clock in self._clocks]
@@ -234,6 +240,19 @@ class NetworkedTraining(Training):
 
     def averages(self) -> list[dict[str, torch.Tensor]]:
         return [kept_averages(replica) for replica in self.replicas]
+
+    def outer_weights(self) -> AbstractContextManager[None]:
+        if self.plan.local_steps is None:
+            raise ConfigError(
+                f"{self._name} has no outer weights: all workers have the same; use diloco() or "
+                "local_sgd() to train between rounds"
+            )
+        return self._lent([self._outer(replica) for replica in self.replicas])
+
+    @staticmethod
+    def _outer(replica: Replica) -> dict[str, torch.Tensor]:
+        assert replica.outer is not None
+        return replica.outer.by_name(replica.outer.weights)
 
     def mean_weights(self) -> MeanWeights:
         model = self.pairs[0].model
@@ -343,17 +362,21 @@ class RoundClock:
     """
 
     def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+        self._replica, self._steps_a_round = replica, replica.plan.steps_a_round
         self.resumed_at = 0
 
     @property
     def committed(self) -> int:
-        """Rounds committed."""
-        return self.resumed_at + self._replica.round
+        """Rounds committed, in steps, and this worker's steps since."""
+        return self._step_in(self._replica.round)
 
     def next_step(self) -> int:
-        """The round that is open; waits to learn it."""
-        return self.resumed_at + self._replica.open_round()
+        """The next step of the round that is open; waits to learn which that is."""
+        return self._step_in(self._replica.open_round())
+
+    def _step_in(self, round_: int) -> int:
+        since = (self._replica.synchronizer.step - self.resumed_at) % self._steps_a_round
+        return self.resumed_at + round_ * self._steps_a_round + since
 
     def end_step(self, step: int) -> None:
         """Nothing to check: a worker may miss rounds."""
@@ -372,9 +395,7 @@ def table_of(replica: Replica) -> str:
 
 def clock_of(replica: Replica) -> StepClock | RoundClock:
     """Rounds are counted by servers where a worker may miss some."""
-    consistency = replica.plan.consistency
-    misses_rounds = consistency.agreed or consistency.alone
-    return RoundClock(replica) if misses_rounds else StepClock(replica)
+    return RoundClock(replica) if replica.plan.counts_rounds else StepClock(replica)
 
 
 def on_one_machine_only(strategy: Strategy) -> LaunchError:

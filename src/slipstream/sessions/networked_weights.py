@@ -19,6 +19,7 @@ from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
 from slipstream.torch.copying import copy_state
+from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.preparing import distinct_models
 from slipstream.torch.replica import Replica
 from slipstream.torch.sampler import in_turn
@@ -95,6 +96,20 @@ class Weights:
         """Called when the loop is over: all workers take the last weights."""
 
 
+class LocalWeights(Weights):
+    """Workers train on weights of their own between outer rounds."""
+
+    def flush(self) -> None:
+        """Make an outer round now, after which all workers have the same weights."""
+        for replica in self._parts.replicas:
+            applier = replica.synchronizer.applier
+            assert isinstance(applier, OuterUpdates)
+            applier.synchronize()
+
+    def finish(self) -> None:
+        self.flush()
+
+
 class WeightsAtServers(Weights):
     """Servers update the weights, and a worker may miss some of theirs.
 
@@ -108,7 +123,8 @@ class WeightsAtServers(Weights):
         self, parts: Parts, service: ShardService, resumed_at: Callable[[], list[int]]
     ) -> None:
         super().__init__(parts)
-        self.lease = service.lease
+        if parts.replicas[0].plan.local_steps is None:
+            self.lease = service.lease
         self._resumed_at = resumed_at
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,14 +209,18 @@ class Training(Protocol):
         """Within, the models have the averaged weights."""
         if self.plan.update.average is None:
             raise ConfigError("nothing is averaged: give the strategy averaged=0.9999, or the like")
-        return self._lent_averages()
+        self.wait()
+        return self._lent(self.averages())
+
+    def outer_weights(self) -> AbstractContextManager[None]:
+        """Within, the models have the outer weights; those of one process are its own."""
+        return nullcontext()
 
     @contextmanager
-    def _lent_averages(self) -> Iterator[None]:
-        self.wait()
-        averages = self.averages()
+    def _lent(self, by_pair: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[None]:
+        """Within, the models have these weights, given by the parameter's name."""
         with self.frozen(), ExitStack() as stack:
-            for (model, _), weights in zip(self.pairs, averages, strict=True):
+            for (model, _), weights in zip(self.pairs, by_pair, strict=True):
                 stack.enter_context(lent(model, weights))
             yield
 

@@ -45,6 +45,9 @@ class Undistributed(Training):
     def averaged_weights(self) -> AbstractContextManager[None]:
         raise comes_after_distribute("averaged_weights")
 
+    def outer_weights(self) -> AbstractContextManager[None]:
+        raise comes_after_distribute("outer_weights")
+
     def mean_weights(self) -> MeanWeights:
         raise comes_after_distribute("consensus")
 

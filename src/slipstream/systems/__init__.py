@@ -16,6 +16,8 @@ from slipstream.systems.allreduce import allreduce as allreduce
 from slipstream.systems.async_sgd import async_sgd as async_sgd
 from slipstream.systems.backup_workers import backup_workers as backup_workers
 from slipstream.systems.bounded_staleness import bounded_staleness as bounded_staleness
+from slipstream.systems.diloco import diloco as diloco
+from slipstream.systems.diloco import local_sgd as local_sgd
 from slipstream.systems.gadei import gadei as gadei
 from slipstream.systems.one_bit import one_bit as one_bit
 from slipstream.systems.parameter_flow import parameter_flow as parameter_flow
@@ -32,7 +34,9 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
         async_sgd,
         backup_workers,
         bounded_staleness,
+        diloco,
         gadei,
+        local_sgd,
         one_bit,
         parameter_flow,
         poseidon,

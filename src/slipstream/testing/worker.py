@@ -190,8 +190,11 @@ class Worker:
         return True
 
     def _backward(self, round_: int, had: Tensors) -> Iterator[bool]:
-        specs = self.stage.plan.specs
-        by_tensor = {t: self.contribute(self.rank, round_, t) for t in range(len(specs))}
+        specs, fragments = self.stage.plan.specs, self.stage.plan.fragments
+        due = fragments[round_ % len(fragments)]
+        by_tensor = dict.fromkeys(range(len(specs)), None) | {
+            t: self.contribute(self.rank, round_, t) for t in due
+        }
         self._compact = {unit: self.rows(self.rank, round_, unit) for unit in self._layers}
         for unit, rows in self._compact.items():
             assert unit.layer is not None
@@ -216,6 +219,8 @@ class Worker:
         for unit in compact:
             send(self.exchange, unit, self._compact[unit], early=self._leaves_early(unit, round_))
             yield True
+        if len(fragments) > 1:
+            self.exchange.skip_round(set(range(len(specs))) - set(due))
         self.driver.flush()
         yield True
 

@@ -15,16 +15,16 @@ from slipstream.errors import IncompatibleRoute, RuntimeFault
 from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.members.joining import Membership
-from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
+from slipstream.torch.finite_gradients import magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.link_store import LinkStore
-from slipstream.torch.slots import wire_dtypes
+from slipstream.torch.slots import LiveTensors, wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
 from slipstream.types import Chunk
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Bucket:
     """One chunk's flat memory; the last elements say which segments this worker has, and a step.
 
@@ -36,9 +36,14 @@ class Bucket:
     flat: torch.Tensor
     unready: int
     work: Any = None
+    step: int = 0  # in which it was launched
 
     def values(self, start: int, numel: int) -> torch.Tensor:
         return self.flat[start : start + numel]
+
+    @property
+    def tensors(self) -> list[int]:
+        return [segment.tensor for segment in self.chunk.segments]
 
     @property
     def marks(self) -> torch.Tensor:
@@ -57,9 +62,9 @@ class CollectiveChannel:
         self,
         plan: Plan,
         parameters: Sequence[torch.Tensor],
+        slots: LiveTensors,
         collectives: Collectives,
         member: Any,
-        finite: FiniteGradients | None = None,
     ) -> None:
         self.plan = plan
         self.step = 0
@@ -69,7 +74,7 @@ class CollectiveChannel:
         self._parameters = parameters
         self.collectives = collectives
         self._member = member
-        self._finite = finite or FiniteGradients()
+        self._slots, self._finite = slots, slots.finite
         self._travels_as = wire_dtypes(plan)
         self._buckets = [
             self._bucket(chunk)
@@ -81,7 +86,6 @@ class CollectiveChannel:
         self._skipped: Collection[int] = ()
         self._next = 0
         self._launched: list[Bucket] = []
-        self._outstanding = False
 
     def _bucket(self, chunk: Chunk) -> Bucket:
         codec = self.plan.routes[chunk.route].up
@@ -131,15 +135,15 @@ class CollectiveChannel:
         self._launch_complete()
 
     def _contribution(self, tensor: int) -> torch.Tensor | None:
-        parameter = self._parameters[tensor]
-        if parameter.grad is None:
+        gradient = self._slots.contributions[tensor]
+        if gradient is None:
             return None
-        flat = flatten(parameter.grad)
+        flat = flatten(gradient)
         # Of the whole value, not of its share: where all shares fit, their sum may not.
         name, travels_as = self.plan.specs[tensor].name, self._travels_as[tensor]
         if self._finite.admits(name, magnitude_of(flat), travels_as):
             return flat
-        parameter.grad = None
+        self._slots.contributions[tensor] = None
         return None
 
     def _launch_complete(self) -> None:
@@ -149,6 +153,7 @@ class CollectiveChannel:
             if not self._is_skipped(bucket):
                 if bucket.unready:
                     return
+                bucket.step = self.step
                 bucket.parity.fill_(self.step % 2)
                 bucket.work = self.collectives.all_reduce(bucket.flat)
                 self._launched.append(bucket)
@@ -176,32 +181,33 @@ class CollectiveChannel:
         self._launch_complete()
         self._fired.clear()
         self._next = 0
-        self._outstanding = True
         self._member.round = max(self._member.round, self.step + 1)
 
     def refresh(self) -> None:
         """Nothing comes unasked."""
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        if not self._outstanding:
+        wanted = None if tensors is None else set(tensors)
+        due = [b for b in self._launched if wanted is None or not wanted.isdisjoint(b.tensors)]
+        if not due:
             return
         begun = time.monotonic()
-        for bucket in self._launched:
+        for bucket in due:
             self.collectives.wait(bucket.work)
         self.wait_s += time.monotonic() - begun
-        self._agree_on_step()
-        carried = {segment.tensor for b in self._launched for segment in b.chunk.segments}
+        self._agree_on_step(due)
+        self._launched = [bucket for bucket in self._launched if bucket not in due]
+        carried = {tensor for bucket in due for tensor in bucket.tensors}
         for tensor in self._places:
             if tensor in carried:
                 self._write(tensor)
         for bucket in self._buckets:
-            bucket.unready = len(bucket.chunk.segments)
-        self._launched = []
-        self._outstanding = False
+            if bucket not in self._launched:
+                bucket.unready = len(bucket.chunk.segments)
 
-    def _agree_on_step(self) -> None:
-        together = self.plan.cluster.workers * (self.step % 2)
-        if any(float(bucket.parity) != together for bucket in self._launched):
+    def _agree_on_step(self, due: Sequence[Bucket]) -> None:
+        workers = self.plan.cluster.workers
+        if any(float(bucket.parity) != workers * (bucket.step % 2) for bucket in due):
             raise RuntimeFault(
                 f"workers ran different numbers of backward passes up to step {self.step}: every "
                 "worker must call backward() equally often a step (use job.accumulate() for "
@@ -212,17 +218,18 @@ class CollectiveChannel:
         first_bucket, first_segment, _, _ = self._places[tensor][0]
         if not self._buckets[first_bucket].marks[first_segment]:
             return  # nobody used it: its gradient stays as it is
-        parameter = self._parameters[tensor]
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        in_place = parameter.grad.is_contiguous() and not is_lazy(parameter.grad)
-        flat = as_real(parameter.grad if in_place else torch.empty_like(parameter)).reshape(-1)
+        result = self._slots.results[tensor]
+        if result is None or result.is_sparse:
+            result = torch.empty_like(self._parameters[tensor], requires_grad=False)
+            self._slots.results[tensor] = result
+        in_place = result.is_contiguous() and not is_lazy(result)
+        flat = as_real(result if in_place else torch.empty_like(result)).reshape(-1)
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
             flat[start : start + numel].copy_(bucket.values(offset, numel))
         if not in_place:
-            parameter.grad.copy_(shaped_as(parameter.grad, flat))
+            result.copy_(shaped_as(result, flat))
 
 
 def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from slipstream.torch.staging import as_real
 
 Optimizer = torch.optim.Optimizer
 Tensors = Mapping[str, torch.Tensor]
-AVERAGED, RESIDUAL = "averaged/", "residual/"
+AVERAGED, OUTER, RESIDUAL = "averaged/", "outer/", "residual/"
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 # How torch computes an update, not what the update is.
 MEANS = ("foreach", "fused", "capturable", "differentiable")
@@ -90,7 +90,7 @@ def check_all(
         for key, value in settings.items():
             check_setting(f"{key!r} of parameter group {number}", key, value, group)
     check_state(saved, model, optimizer)
-    check_averages(tensors, model)
+    check_like_parameters(tensors, model)
     check_residuals(tensors, model)
     for state in filter(None, facts["random"]):
         Generators.of(state)
@@ -262,22 +262,24 @@ def check_other_state(
 # ---- what else there is by tensor
 
 
-def averages_in(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The averaged weights in a checkpoint, by parameter's name; none if none were kept."""
+def named_under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The tensors in a checkpoint under a prefix, by parameter's name."""
     return {
-        name.removeprefix(AVERAGED): tensor
+        name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        if name.startswith(AVERAGED)
+        if name.startswith(prefix)
     }
 
 
-def check_averages(tensors: Tensors, model: nn.Module) -> None:
+def check_like_parameters(tensors: Tensors, model: nn.Module) -> None:
+    """Averaged weights and the outer optimizer's momenta have the shapes of the parameters."""
     parameters = dict(model.named_parameters())
-    for name, average in averages_in(tensors).items():
-        if name not in parameters:
-            raise ValueError(f"it has an average of {name!r}, which the model has not")
-        own = parameters[name]
-        check_layout(f"the average of {name!r}", average, own.shape, own.dtype)
+    for prefix, what in ((AVERAGED, "average"), (OUTER, "outer momentum")):
+        for name, tensor in named_under(prefix, tensors).items():
+            if name not in parameters:
+                raise ValueError(f"it has an {what} of {name!r}, which the model has not")
+            own = parameters[name]
+            check_layout(f"the {what} of {name!r}", tensor, own.shape, own.dtype)
 
 
 def check_residuals(tensors: Tensors, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.averages import Averages
 
 Tensors = dict[str, torch.Tensor]
+Named = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -21,12 +22,14 @@ class Held:
 
     Attributes:
         weights: Where servers hold them.
+        momenta: The outer optimizer's, where there is one.
         state: The optimizer's, by entry's name.
         round: The round after which all of this was so, where servers agree on rounds.
     """
 
     weights: Tensors = field(default_factory=dict)
     averages: Tensors = field(default_factory=dict)
+    momenta: Tensors = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     round: int = 0
 
@@ -38,11 +41,12 @@ class KeptState(Protocol):
         """All of it."""
         ...
 
-    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
         """Take over what a checkpoint has, once its weights are in the model; every rank calls it.
 
         Args:
             averages: By parameter's name. Others begin with the weights.
+            momenta: Of an outer optimizer, by parameter's name. Others begin with zero.
         """
         ...
 
@@ -58,9 +62,10 @@ class OwnState:
     def fetch(self) -> Held:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         state = {names[id(p)]: dict(entries) for p, entries in self._optimizer.state.items()}
-        return Held({}, {} if self._averages is None else self._averages.weights, state)
+        averages = {} if self._averages is None else self._averages.weights
+        return Held(averages=averages, state=state)
 
-    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
         by_name = dict(self._model.named_parameters())
         self._optimizer.state.clear()
         for name, entries in saved.state.items():

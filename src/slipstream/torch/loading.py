@@ -22,7 +22,7 @@ from slipstream.runtime.files.checkpoint_format import (
 from slipstream.runtime.members.joining import Membership
 from slipstream.torch.checkpoint import Checkpoint, load_model
 from slipstream.torch.copying import copy_state
-from slipstream.torch.fitting import averages_in, check_pairs
+from slipstream.torch.fitting import AVERAGED, OUTER, check_pairs, named_under
 from slipstream.torch.inventory import dtype_text
 from slipstream.torch.kept_state import KeptState
 from slipstream.torch.preparing import Pair, distinct_models, first_with
@@ -39,13 +39,20 @@ class Section:
     step: int
     saved: OptimizerState
     averages: dict[str, torch.Tensor]
+    momenta: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
 
 
 def sections_of(checkpoint: Checkpoint) -> list[Section]:
     """What a checkpoint has of each pair."""
     return [
-        Section(int(facts["step"]), optimizer_in(facts, own), averages_in(own), own)
+        Section(
+            int(facts["step"]),
+            optimizer_in(facts, own),
+            named_under(AVERAGED, own),
+            named_under(OUTER, own),
+            own,
+        )
         for facts, own in sections_in(checkpoint.facts, checkpoint.tensors)
     ]
 
@@ -123,7 +130,7 @@ def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
     """All but the model itself, wherever it is kept."""
     for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
         group.update(settings)
-    state.restore(section.saved, section.averages)
+    state.restore(section.saved, section.averages, section.momenta)
 
 
 def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:

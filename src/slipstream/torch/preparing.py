@@ -66,7 +66,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
         raise ConfigError("the model has no parameter that requires a gradient")
     if strategy.rotation is not None:
         FlatWeights(inventory)
-    if not strategy.update.holder_applies or strategy.shared_memory is not None:
+    if not strategy.update.user_at_holder or strategy.shared_memory is not None:
         return inventory
     check_elementwise(optimizer)
     if optimizer.state:

@@ -40,6 +40,7 @@ from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
 from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.outer_updates import OuterState, OuterUpdates, OuterWeights, as_torch
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
 from slipstream.torch.residuals import Residuals
@@ -52,6 +53,7 @@ from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.torch.worker_updates import WorkerUpdates
+from slipstream.updates import Nesterov
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class Replica:
         state: the optimizer's state, and averaged weights, wherever they are kept.
         residuals: brings codecs' memories into checkpoints, where gradients travel over links.
         join_coordinator: rank 0's, where workers may come back.
+        outer: the weights of outer rounds, where workers train on their own between these.
     """
 
     plan: Plan
@@ -144,6 +147,7 @@ class Replica:
     state: KeptState
     residuals: Residuals | None
     join_coordinator: JoinCoordinator | None
+    outer: OuterWeights | None
 
     @property
     def exchanges(self) -> tuple[Channel, ...]:
@@ -223,6 +227,7 @@ class Wiring:
         )
         self._slots = LiveTensors(plan, inventory, Staging(), self._finite)
         self._layers = compact_layers(self._model, plan, inventory)
+        self._outer: OuterWeights | None = None
 
     def _key(self, what: str) -> str:
         """The name of a gathering of this pair's."""
@@ -230,13 +235,16 @@ class Wiring:
 
     def configure(self) -> Callable[[], None]:
         """Servers work out the plan; the result waits for them."""
-        holder_applies = self._plan.update.holder_applies
-        recipe = recipe_for(self._optimizer, self._inventory) if holder_applies else None
+        recipe = None
+        if self._plan.update.holder_applies:
+            recipe = recipe_for(self._plan, self._optimizer, self._inventory)
         return self._shards.configure(self._plan, self._membership, self._member, recipe)
 
     def finish(self) -> Replica:
         """Make everything else; all ranks have rank 0's weights."""
         channels = self._channels()
+        if isinstance(outer := self._plan.update.outer, Nesterov):
+            self._outer = OuterWeights(self._inventory, outer)
         joins, compact = self._join_coordinator(channels), self._compact(channels)
         averages, service = self._averages(), self._service()
         on_applied = (lambda: None) if averages is None else averages.follow
@@ -261,6 +269,7 @@ class Wiring:
             state,
             self._residuals(channels),
             joins,
+            self._outer,
         )
 
     # ---- channels
@@ -271,7 +280,7 @@ class Wiring:
         if any(isinstance(route.over, Collective) for route in plan.routes):
             collectives = collectives_for(self._inventory, membership, self._key("collectives"))
             collective = CollectiveChannel(
-                plan, self._inventory.tensors, collectives, self._member, self._finite
+                plan, self._inventory.tensors, self._slots, collectives, self._member
             )
         if plan.rotation is not None:
             slices = make_partial(plan, plan.rotation, self._inventory, membership)
@@ -329,6 +338,8 @@ class Wiring:
     ) -> tuple[torch.optim.Optimizer, Callable[[Synchronizer], Applier]]:
         """The optimizer that the loop uses, and what makes the applier."""
         plan, own, links, slices = self._plan, self._optimizer, channels.links, channels.partial
+        if self._outer is not None:
+            return own, partial(OuterUpdates, optimizer=own, outer=self._outer, links=links)
         if plan.update.holder_applies:
             assert links is not None
             remote = self._loop or RemoteOptimizer(own)
@@ -364,11 +375,14 @@ class Wiring:
         averages: Averages | None,
         service: ShardService | None,
     ) -> KeptState:
-        if not self._plan.update.holder_applies or service is None:
-            return OwnState(self._model, optimizer, averages)
-        state = ServerState(self._plan, self._inventory, self._member, service, self._limit_s)
-        state.begin()
-        return state
+        own, servers = OwnState(self._model, optimizer, averages), None
+        if self._plan.update.holder_applies and service is not None:
+            limit_s = self._limit_s
+            servers = ServerState(self._plan, self._inventory, self._member, service, limit_s)
+            servers.begin()
+        if self._outer is not None:
+            return OuterState(own, self._outer, servers)
+        return own if servers is None else servers
 
     def _residuals(self, channels: Channels) -> Residuals | None:
         if self._plan.update.holder_applies or channels.links is None:
@@ -398,8 +412,12 @@ def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
     return max((float(g[name]) for g in groups if isinstance(g.get(name), numbers)), default=0.0)
 
 
-def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
-    """What servers need to make the same optimizer."""
+def recipe_for(
+    plan: Plan, optimizer: torch.optim.Optimizer, inventory: Inventory
+) -> OptimizerRecipe:
+    """What servers need to make the optimizer that they run: the user's, or the outer one."""
+    if isinstance(outer := plan.update.outer, Nesterov):
+        optimizer = as_torch(outer, [inventory.tensors[i] for i in inventory.parameters])
     groups = groups_of(optimizer)
     return OptimizerRecipe(
         type(optimizer).__name__,

@@ -45,6 +45,7 @@ class Section:
             section.tensors = model_tensors(model)
             section.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
         section.tensors |= {f"averaged/{name}": tensor for name, tensor in held.averages.items()}
+        section.tensors |= {f"outer/{name}": tensor for name, tensor in held.momenta.items()}
         return section
 
 
@@ -97,7 +98,7 @@ def save_servers(
         weights |= {id(own[name]): tensor for name, tensor in held.weights.items()}
         sections.append(Section.of(pairs, number, held))
         if replica.plan.consistency.agreed:
-            steps[number] += held.round
+            steps[number] += held.round * replica.plan.steps_a_round
     for pair, section in zip(pairs, sections, strict=True):
         for name, tensor in named_tensors(pair.model).items():
             if f"model/{name}" in section.tensors and id(tensor) in weights:

@@ -13,7 +13,7 @@ from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.torch.inventory import Inventory, dtype_text
-from slipstream.torch.kept_state import Held
+from slipstream.torch.kept_state import Held, Named
 from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS, bytes_of, is_scalar, tensor_of
 from slipstream.torch.staging import as_real
 from slipstream.transports.wire import Fetch, Load, Message, Snapshot, State, checksum
@@ -100,7 +100,7 @@ class ServerState:
         joined = joined.reshape(self._plan.specs[tensor].shape)
         return torch.view_as_complex(joined) if self._tensors[tensor].is_complex() else joined
 
-    def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
         """Rank 0 hands everything back to whichever servers hold it now."""
         if not self._member.is_hub:
             return

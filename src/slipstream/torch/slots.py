@@ -48,10 +48,11 @@ class LiveTensors:
     backward pass may reuse its memory before it has left.
 
     Attributes:
-        contributions: What parameters contribute. Where the optimizer's steps travel, whoever ends
-            a step puts them there.
-        results: Where gradients that come back go. Where a worker runs ahead of them, they are of
-            another clock than the gradients of the loop, and have memory of their own.
+        contributions: What parameters contribute. Where the optimizer's steps or outer gradients
+            travel, whoever ends a step puts them there.
+        results: Where what comes back goes. Where a worker runs ahead of results, they are of
+            another clock than the gradients of the loop, and have memory of their own. So have
+            those of outer rounds.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class LiveTensors:
         }
         own = OwnGradients(self._tensors)
         apart: list[Tensor | None] = [None] * len(self._tensors)
+        trains_locally = plan.local_steps is not None
         steps_travel = plan.runs_ahead and plan.update.inner.travels == "steps"
-        self.contributions: GradientPlaces = list(apart) if steps_travel else own
-        self.results: GradientPlaces = apart if plan.runs_ahead else own
+        self.contributions: GradientPlaces = list(apart) if steps_travel or trains_locally else own
+        self.results: GradientPlaces = apart if plan.runs_ahead or trains_locally else own
+        self._weights_replace = plan.update.holder_applies and not trains_locally
         self._fetched: dict[int, torch.Tensor] = {}
         self._counts: dict[int, bool] = {}  # by tensor, of those that have been looked at
 
@@ -169,7 +172,7 @@ class LiveTensors:
 
     def _target(self, tensor: int) -> torch.Tensor:
         live = self._live(tensor)
-        if self._is_buffer[tensor] or self._weights_return:
+        if self._is_buffer[tensor] or self._weights_replace:
             return live.data  # whose changes autograd does not count: they are not the user's
         # The mean over workers is dense, even where each one's gradient is sparse.
         result = self.results[tensor]

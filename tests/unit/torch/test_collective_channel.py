@@ -1,5 +1,6 @@
 """Buckets that are summed over workers: the mean, presence, and the order of collectives."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from slipstream.plan import Plan
 from slipstream.systems import allreduce
 from slipstream.torch.collective_channel import CollectiveChannel
 from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.slots import OwnGradients
 from slipstream.types import Cluster, Spec
 
 SHAPES = {"a": (30, 40), "b": (7,), "c": (500,)}
@@ -42,6 +44,12 @@ class Table:
             self.summed += 1
 
 
+def own_gradients(parameters: Sequence[torch.Tensor], finite: Any = None) -> Any:
+    """What a channel needs of ``LiveTensors`` where gradients are exchanged in their place."""
+    own = OwnGradients(parameters)
+    return SimpleNamespace(contributions=own, results=own, finite=finite or FiniteGradients())
+
+
 class ProcessGroup:
     """Workers with their parameters; every worker's gradients are set by the test."""
 
@@ -56,9 +64,9 @@ class ProcessGroup:
             CollectiveChannel(
                 self.plan,
                 parameters,
+                own_gradients(parameters, FiniteGradients(finite, rank)),
                 self.table.place(rank),
                 SimpleNamespace(round=0),
-                FiniteGradients(finite, rank),
             )
             for rank, parameters in enumerate(self.parameters)
         ]
@@ -152,7 +160,9 @@ def test_a_conjugated_gradient_is_averaged_in_place() -> None:
     table = Table(2)
     parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2)]
     exchanges = [
-        CollectiveChannel(plan, [p], table.place(rank), SimpleNamespace(round=0))
+        CollectiveChannel(
+            plan, [p], own_gradients([p]), table.place(rank), SimpleNamespace(round=0)
+        )
         for rank, p in enumerate(parameters)
     ]
     for rank, parameter in enumerate(parameters):

@@ -30,7 +30,7 @@ FORMAT = 1
 MOST_HEADER_NBYTES = 100_000_000  # safetensors' own limit
 MOST_NESTED = 200  # brackets within brackets, in JSON
 MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
-PREFIXES = ("model/", "optimizer/", "averaged/", "residual/")
+PREFIXES = ("model/", "optimizer/", "averaged/", "outer/", "residual/")
 T = TypeVar("T")
 
 

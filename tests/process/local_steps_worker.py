@@ -1,0 +1,101 @@
+"""Trains with local steps and outer rounds, and writes down what must hold of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import digest
+from forked_servers import start_servers_by_fork
+from mix_worker import fall_behind, owed, weights
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.systems import parse
+
+STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
+
+
+def build(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    layers = nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    samples = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(BATCH, INPUTS, generator=samples, dtype=torch.float64).to(dtype)
+    return inputs, inputs[:, :OUTPUTS].sin()
+
+
+def inner(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, of: tuple[int, int]) -> None:
+    """One step on the batch of this rank and step."""
+    inputs, targets = batch(*of, next(model.parameters()).dtype)
+    optimizer.zero_grad()
+    F.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+class Moves:
+    """The sum of what the optimizer's own steps did to each parameter."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self.total = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
+        self._before: dict[str, Tensor] = {}
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._before = {n: p.detach().clone() for n, p in self._model.named_parameters()}
+
+    def _end(self, *_: Any) -> None:
+        for name, parameter in self._model.named_parameters():
+            self.total[name] += parameter.detach().double() - self._before[name].double()
+
+
+def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> None:
+    start_servers_by_fork()
+    dtype = getattr(torch, dtype_name)
+    wanted = json.loads(options)
+    begun = weights(model := build(dtype))
+    optimizer = inner(model, wanted.get("inner", "SGD"))
+    moves = Moves(model, optimizer)  # before distribute, so that its hook runs before a merge
+    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+        model, optimizer = job.distribute(model, optimizer, parse(strategy))
+        if (path := wanted.get("load")) is not None:
+            job.load(path)
+        for step in job.steps(wanted.get("steps", STEPS)):
+            data = 0 if wanted.get("alike") else job.rank
+            if wanted.get("late"):
+                fall_behind(Path(folder), job.rank, step // wanted["late"])
+            step_once(model, optimizer, (data, step))
+            if step + 1 == wanted.get("save_after"):
+                job.save(os.path.join(folder, "saved.safetensors"))
+        job.wait()
+        told: dict[str, Any] = {"own": digest(model), "stats": job.stats()}
+        names = [spec.name for spec in job.plan.specs]
+        told["fragments"] = [[names[t] for t in tensors] for tensors in job.plan.fragments]
+        if not wanted.get("plain"):
+            with job.outer_weights():
+                told["outer"] = digest(model)
+        job.flush()
+        told |= {"owed": owed(job), "flushed": weights(model)}
+    told |= {"digest": digest(model), "begun": begun, "weights": weights(model)}
+    told["moved"] = {name: total.tolist() for name, total in moves.total.items()}
+    Path(folder, f"{job.rank}.json").write_text(json.dumps(told, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

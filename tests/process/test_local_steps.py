@@ -1,0 +1,176 @@
+"""Local steps and outer rounds by real processes: exact, and every step counts once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import ForkServer
+from local_steps_worker import STEPS, build, inner, step_once
+from test_mixes import vector
+
+from slipstream.codecs import Above, Drop, Filter, Quantized
+from slipstream.routes import Everywhere, Route
+from slipstream.schedules import AfterBackward
+from slipstream.strategy import Strategy
+from slipstream.systems import parse
+from slipstream.topologies import Mesh, Sharded
+from slipstream.updates import LocalSteps, Nesterov, Update
+
+pytestmark = pytest.mark.process
+
+WORKER = Path(__file__).with_name("local_steps_worker.py")
+RANKS = 3
+Told = list[dict[str, Any]]
+Run = Callable[..., Told]
+
+
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Run:
+    def start(strategy: str, dtype: str = "float64", **options: Any) -> Told:
+        arguments = strategy, str(tmp_path), dtype, json.dumps(options)
+        run = fork_server.run(WORKER, *arguments, ranks=RANKS)
+        assert set(run.codes.values()) == {0}, run.told()
+        assert run.remains.left() == []
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+    return start
+
+
+def alone(
+    local: LocalSteps, outer: Nesterov, fragments: list[list[str]], kind: str = "SGD"
+) -> torch.Tensor:
+    """The same in one process, with a copy of the model for every worker."""
+    models = [build(torch.float64) for _ in range(RANKS)]
+    optimizers = [inner(model, kind) for model in models]
+    theta = copy.deepcopy(models[0].state_dict())
+    v = {name: torch.zeros_like(value) for name, value in theta.items()}
+    sent: dict[str, torch.Tensor] = {}
+
+    def mean_gradient(name: str) -> torch.Tensor:
+        own = [model.state_dict()[name] for model in models]
+        return torch.stack([theta[name] - each for each in own]).mean(0)
+
+    def merge(name: str) -> None:
+        gradient = sent.pop(name)
+        v[name] = outer.momentum * v[name] + gradient
+        theta[name] = theta[name] - outer.lr * (gradient + outer.momentum * v[name])
+        for model in models:
+            own = model.state_dict()[name]
+            own.copy_(local.mix * own + (1 - local.mix) * theta[name])
+
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step_once(model, optimizer, (rank, step))
+        if (fragment := local.sent_after(step + 1)) is not None:
+            sent |= {name: mean_gradient(name) for name in fragments[fragment]}
+        if (fragment := local.merged_after(step + 1)) is not None:
+            for name in fragments[fragment]:
+                merge(name)
+    for name in list(sent):
+        merge(name)
+    final = [theta[name] - mean_gradient(name) for name, _ in models[0].named_parameters()]
+    return torch.cat([each.reshape(-1) for each in final])
+
+
+STREAMED = "diloco(every=4, fragments=3, overlap_steps=2, mix=0.25)"
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("strategy", ["diloco(every=5)", "local_sgd(every=3)", STREAMED])
+def test_every_outer_round_is_what_one_process_makes_of_it(
+    strategy: str, kind: str, run: Run
+) -> None:
+    told = run(strategy, inner=kind)
+    update = parse(strategy).update
+    assert isinstance(update.inner, LocalSteps)
+    assert isinstance(update.outer, Nesterov)
+    wanted = alone(update.inner, update.outer, told[0]["fragments"], kind)
+    assert len({each["digest"] for each in told}) == 1, "all end with the same weights"
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
+    assert len({each["outer"] for each in told}) == 1, "outer weights are the same"
+
+
+def composed(route: Route, update: Update) -> str:
+    """Outer rounds over one route, as JSON."""
+    return Strategy(
+        "composed", Everywhere(route), update=update, schedule=AfterBackward()
+    ).to_json()
+
+
+@pytest.mark.parametrize("topology", [Mesh(), Sharded()])
+def test_links_make_the_same_outer_rounds_as_collectives(
+    topology: Mesh | Sharded, run: Run
+) -> None:
+    local, outer = LocalSteps(4, 3, 2, 0.25), Nesterov()
+    told = run(composed(Route(topology), Update(local, outer)))
+    wanted = alone(local, outer, told[0]["fragments"])
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
+    assert len({each["digest"] for each in told}) == 1
+
+
+def test_one_local_step_and_the_plain_mean_is_data_parallel_training(run: Run) -> None:
+    told = run("diloco(every=1, lr=1.0, momentum=0.0)")
+    reference = run("push_pull()", plain=True)
+    assert (vector(told[0]["weights"]) - vector(reference[0]["weights"])).abs().max() <= 1e-12
+    assert len({each["digest"] for each in told}) == 1
+
+
+def test_between_rounds_workers_have_weights_of_their_own(run: Run) -> None:
+    told = run("diloco(every=5)")  # 12 steps: two after the last round
+    assert len({each["own"] for each in told}) == RANKS
+    assert len({each["outer"] for each in told}) == 1
+
+
+def counted(told: Told, by: int) -> torch.Tensor:
+    """(1/N) Σ over workers of what each has moved, but for what waits in its residual."""
+    total = sum(vector(each["moved"]) + vector(each["owed"]) for each in told)
+    assert isinstance(total, torch.Tensor)
+    return total / by
+
+
+@pytest.mark.parametrize("up", [Quantized(8), Quantized(4, block=64), Filter(Above(Drop(0.9)))])
+def test_with_error_feedback_every_step_counts_once(up: Any, run: Run) -> None:
+    """With η = 1 and μ = 0 weights move as far as the mean of the workers' steps."""
+    update = Update(LocalSteps(4, fragments=2), Nesterov(lr=1.0, momentum=0.0))
+    told = run(composed(Route(Sharded(), up=up), update), "float32")
+    moved = vector(told[0]["flushed"]) - vector(told[0]["begun"])
+    assert len({each["digest"] for each in told}) == 1
+    assert vector(told[0]["owed"]).abs().max() > 0, "nothing was kept back"
+    assert torch.allclose(moved, counted(told, RANKS), rtol=0, atol=1e-6)
+
+
+def test_what_waits_in_a_residual_is_not_kept_in_the_weights_too(run: Run) -> None:
+    """Workers with the same batches have the same weights, so that it is all one how much of them
+    is kept; unless what a codec has not sent yet counts twice."""
+    route, outer = Route(Sharded(), up=Quantized(4, block=64)), Nesterov(lr=1.0, momentum=0.0)
+    first, second = (
+        run(composed(route, Update(LocalSteps(3, mix=mix), outer)), "float32", alike=True)
+        for mix in (0.0, 0.75)
+    )
+    moved = vector(first[0]["weights"]) - vector(first[0]["begun"])
+    apart = vector(second[0]["weights"]) - vector(first[0]["weights"])
+    assert apart.norm() < 1e-4 * moved.norm()
+
+
+def test_what_a_late_worker_did_counts_in_a_later_round(run: Run) -> None:
+    told = run("diloco(every=2, lr=1.0, momentum=0.0, first=2)", "float32", late=2)
+    moved = vector(told[0]["weights"]) - vector(told[0]["begun"])
+    assert sum(told[0]["stats"]["rounds"]["dropped"].values()) > 0, "nobody was late"
+    assert len({each["digest"] for each in told}) == 1
+    assert torch.allclose(moved, counted(told, 2), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["diloco(every=4)", STREAMED, "diloco(every=3, first=3)", "local_sgd(every=5)"]
+)
+def test_a_checkpoint_continues_as_the_run_did(strategy: str, run: Run, tmp_path: Path) -> None:
+    dtype = "float32" if "first" in strategy else "float64"
+    whole = run(strategy, dtype, save_after=6)
+    resumed = run(strategy, dtype, load=str(tmp_path / "saved.safetensors"))
+    assert {each["digest"] for each in resumed} == {whole[0]["digest"]}
