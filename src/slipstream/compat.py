@@ -435,7 +435,7 @@ RULES = (
     ),
     Rule(
         facts("in shared memory"),
-        "backward writes gradients, not weights' changes, into shared memory",
+        "backward writes gradients, not update deltas, into shared memory",
         "use Update(inner=Off())",
         any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),

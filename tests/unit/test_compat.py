@@ -6,7 +6,17 @@ import msgspec
 import pytest
 
 from slipstream import compat
-from slipstream.codecs import Above, Dense, Factors, Filter, InPlace, OneBit, Rotate, Rows
+from slipstream.codecs import (
+    Above,
+    Dense,
+    Factors,
+    Filter,
+    InPlace,
+    OneBit,
+    Quantized,
+    Rotate,
+    Rows,
+)
 from slipstream.compat import RULES, problems
 from slipstream.consistency import (
     All,
@@ -29,7 +39,16 @@ from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
 from slipstream.types import Cluster, Spec
-from slipstream.updates import Add, ClipNorm, Ema, Update, User, UserSteps
+from slipstream.updates import (
+    Add,
+    ClipNorm,
+    Ema,
+    LocalSteps,
+    Nesterov,
+    Update,
+    User,
+    UserSteps,
+)
 
 SHARDS, WHOLE = Route(Sharded()), Route(Sharded(whole_layers=True), up=Factors())
 PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
@@ -39,6 +58,7 @@ RELAYED = Route(Tree((((0,), (1,), ()),)))
 AT_HOLDER = Update(outer=User(at="holder"))
 STEPS = Update(inner=UserSteps(), outer=Add())
 KEPT = Update(inner=UserSteps(own="kept"), outer=Add())
+LOCAL = Update(LocalSteps(), Nesterov())
 APART = Consistency(Each(), LagBehindPeers(4))
 HOGWILD = Consistency(Each(), Free())
 FILTERED = Filter(Above(0.5))
@@ -235,6 +255,23 @@ BROKEN: dict[str, Strategy] = {
         HOGWILD,
         AT_HOLDER,
     ),
+    "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), User())),
+    "which workers have after steps of their own": made(SHARDS, update=Update(outer=Nesterov())),
+    "asynchronous admission would mix": made(SHARDS, Consistency(Fold()), LOCAL),
+    "is a matter of LocalSteps": made(SHARDS, Consistency(gate=Lag(1)), LOCAL),
+    "decided for the whole model": made(
+        SHARDS,
+        Consistency(FirstOf(2)),
+        Update(LocalSteps(4, fragments=2, overlap_steps=1), Nesterov(at="holder")),
+    ),
+    "what waits at the holder for its next result": made(
+        Route(Sharded(), up=Quantized(), down=Quantized()), update=Update(LocalSteps(4, mix=0.5))
+    ),
+    "outer weights are averages already": made(
+        SHARDS, update=Update(LocalSteps(), Nesterov(), average=Ema(0.9))
+    ),
+    "no outer gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5)), LOCAL),
+    "own weights are lost with it": made(SHARDS, Consistency(All(without_lost=True)), LOCAL),
     "applies all gradients with the same learning rate": made(
         IN_MEMORY, Consistency(Each(), Free(), ByAge())
     ),

@@ -53,7 +53,17 @@ from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
 from slipstream.types import Spec
-from slipstream.updates import Add, ClipNorm, Ema, Off, Update, User, UserSteps
+from slipstream.updates import (
+    Add,
+    ClipNorm,
+    Ema,
+    LocalSteps,
+    Nesterov,
+    Off,
+    Update,
+    User,
+    UserSteps,
+)
 
 SHARDED = Route(Sharded(), up=Dense("bfloat16"), down=Dense("float16"))
 FACTORS = Route(Mesh(), up=Factors("bfloat16"))
@@ -119,6 +129,8 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
     Update: updated(inner=UserSteps(), outer=Add()),
     User: updated(outer=User("holder")),
+    LocalSteps: updated(inner=LocalSteps(8, fragments=2, overlap_steps=3, mix=0.5)),
+    Nesterov: updated(outer=Nesterov(0.5, 0.8, at="holder")),
     UserSteps: updated(inner=UserSteps("kept")),
     WaitFree: Strategy("mine", Everywhere(SHARDED), schedule=WaitFree(), chunk_bytes=4096),
 }

@@ -9,9 +9,10 @@ plans, channels, servers, members, transports.
   ``torch/layer_math.py`` has one GEMM into ``.grad``.
 - ``LayerSource`` (``driver.py``): layers whose gradients are captured in compact form.
   ``torch/compact_gradients.py`` has them from autograd.
-- ``Applier``: when results are awaited, and what is done with them. ``torch/`` has four: the user's
+- ``Applier``: when results are awaited, and what is done with them. ``torch/`` has five: the user's
   optimizer runs at this worker (``WorkerUpdates``), at the servers (``ServerUpdates``), clock by
-  clock (``StreamedUpdates``), or on a vector that peers add to (``PartialUpdates``).
+  clock (``StreamedUpdates``), on a vector that peers add to (``PartialUpdates``), or on this
+  worker's own weights between outer rounds (``OuterUpdates``).
 
 A framework then drives a ``Driver``: ``ready(tensor)`` when a gradient is final, ``flush()`` when
 the backward pass has ended or the step begins, ``wait()`` before results are used, ``resume(step)``

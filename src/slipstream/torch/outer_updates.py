@@ -146,6 +146,7 @@ class OuterUpdates:
         for fragment in everything:
             for tensor, mean in self._results_of(fragment).items():
                 tensors[tensor].data.copy_(outer.weights[tensor].sub_(mean))
+        self._kept_before.clear()
 
     @torch.no_grad()
     def _send(self, fragments: Collection[int]) -> None:
