@@ -34,6 +34,7 @@ TICK = 2.0**-10  # how far a counter moves in an update; exact in binary
 ELEMENTS = (300, 700, 1100)
 MARK_S = 60.0
 LATE_S = 2.5
+NEAR = 5  # rounds
 NEVER = 1 << 60  # a round that nobody reaches
 
 
@@ -160,12 +161,15 @@ class Rank:
         for board in (self.board, self.there, self.sent):
             board.post(NEVER)
 
-    def let_go_first(self) -> None:
-        """A rank that the test names goes on first: into the round after the one it stood in."""
+    def let_go_first(self, round_: int) -> None:
+        """A rank that the test names goes on first: into the round after the one it stood in. The
+        others do not leave it behind then, however busy the machine is."""
         with suppress(FileNotFoundError):
             whom, stood = map(int, Path("first_goes").read_text().split())
             if whom != self.job.rank:
-                wait_until(lambda: self.board.read(self.job.world_size)[whom] > stood)
+                world = self.job.world_size
+                wait_until(lambda: self.board.read(world)[whom] > stood)
+                wait_until(lambda: self.there.read(world)[whom] > round_ - NEAR)
 
     def step(self, round_: int, inputs: torch.Tensor | None = None) -> None:
         self.pause(round_)
@@ -226,7 +230,7 @@ def until_told(rank: Rank) -> None:
             more -= 1
         if more < 0:
             break
-        rank.let_go_first()
+        rank.let_go_first(round_)
         if rank.asked["stops_within"] == [rank.job.rank, len(rank.told["rounds"])]:
             stop_within_backward(rank.model)
         rank.step(round_)

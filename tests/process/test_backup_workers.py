@@ -402,7 +402,7 @@ class Stop:
         self.seen.append(self.rounds())
 
     def end(self) -> None:
-        if self.part in STOPPED.values():
+        if self.part is not KILLED:
             # However busy the machine is, the others do not run on while this one wakes.
             order = f"{self.culprit} {self.seen[-1][self.culprit]}"
             (self.run.folder / "order").write_text(order)
