@@ -182,7 +182,7 @@ def test_traffic_for_a_time_and_until_ctrl_c(lab: Network) -> None:
         _, errors = endless.communicate(timeout=LIMIT_S)
     assert endless.returncode == 130
     assert "Traceback" not in errors
-    assert lab.hosts[0].pids() | lab.hosts[1].pids() == set()
+    until(lambda: lab.hosts[0].pids() | lab.hosts[1].pids() == set())
     itself = slipstream("traffic", "--lab", lab.name, "0", "0", "5mbit")
     assert itself.returncode == 2
     assert "name two hosts" in itself.stderr

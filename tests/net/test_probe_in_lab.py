@@ -55,12 +55,20 @@ def measured(lab: Lab, host: int, address: str, file: Path, *options: str) -> di
     return dict(json.loads(file.read_text()))
 
 
-def measured_near(expected: float, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured_near(
+    expected: float,
+    measure: Callable[[], dict[str, Any]],
+    undisturbed: Callable[[dict[str, Any]], bool] = lambda _: True,
+) -> dict[str, Any]:
     """A measurement that found this rate (bytes/s): a busy machine spoils some, not all."""
+
+    def near(one: dict[str, Any]) -> bool:
+        return abs(one["mean_bytes_s"] / expected - 1) <= 0.2 and undisturbed(one)
+
     found = [measure()]
-    while abs(found[-1]["mean_bytes_s"] / expected - 1) > 0.2 and len(found) < ATTEMPTS:
+    while not near(found[-1]) and len(found) < ATTEMPTS:
         found.append(measure())
-    assert found[-1]["mean_bytes_s"] == pytest.approx(expected, rel=0.2), found
+    assert near(found[-1]), found
     return found[-1]
 
 
@@ -72,10 +80,9 @@ def test_a_link_is_as_fast_as_it_is(tmp_path: Path) -> None:
             found = measured(lab, 1, address, tmp_path / "f.json", "--threshold=25mbit")
             return found | {"moved": lab.bytes()[1] - before}
 
-        found = measured_near(40 * MBIT, measure)
+        # Where streams do not leave in time, it says that it has not seen the ends of the range.
+        found = measured_near(40 * MBIT, measure, lambda one: one["low_seen"] and one["high_seen"])
         moved = found["moved"]
-    assert found["low_seen"]
-    assert found["high_seen"]
     assert found["sufficient"] is True
     # What it says it sent is what the kernel saw, but for name resolution and the like.
     assert moved.sent == pytest.approx(found["sent_nbytes"], rel=0.01)
@@ -95,8 +102,8 @@ def test_what_others_take_is_not_free(tmp_path: Path) -> None:
             # The command starts and ends within the same time, so this is a little high.
             return found | {"taken": (lab.bytes()[2] - before).sent / found["seconds"]}
 
-        found = measured_near(20 * MBIT, measure)
-    assert found["taken"] > 19 * MBIT
+        # A busy machine may hold the traffic up, which then takes less than it is given.
+        found = measured_near(20 * MBIT, measure, lambda one: one["taken"] > 19 * MBIT)
     assert found["sufficient"] is False
 
 

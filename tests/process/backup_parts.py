@@ -30,6 +30,8 @@ class Part:
     own: Sequence[int] = ()  # by rank: steps
     pause_s: Sequence[float] = ()  # by rank, before every step
     behind: Sequence[int] = ()  # by rank: how many rounds the others make within its step
+    within: int = 0  # how many rounds after the slowest's anybody begins one; 0: any number
+    abreast: int = 0  # how many steps more than the slowest anybody takes; 0: any number
     jitter_s: float = 0.0  # at random on top
     silence_s: float = 10.0
     wait_s: float = 30.0

@@ -34,6 +34,8 @@ TICK = 2.0**-10  # how far a counter moves in an update; exact in binary
 ELEMENTS = (300, 700, 1100)
 MARK_S = 60.0
 LATE_S = 2.5
+NEAR = 5  # rounds
+NEVER = 1 << 60  # a round that nobody reaches
 
 
 class Count(nn.Module):
@@ -81,8 +83,8 @@ OPTIMIZERS: dict[str, Any] = {
 class Board:
     """Numbers that all ranks and the test can read while the job runs."""
 
-    def __init__(self, rank: int) -> None:
-        self._file = os.open("board", os.O_RDWR | os.O_CREAT)
+    def __init__(self, rank: int, name: str = "board") -> None:
+        self._file = os.open(name, os.O_RDWR | os.O_CREAT)
         self._rank = rank
 
     def post(self, number: int) -> None:
@@ -91,6 +93,9 @@ class Board:
     def read(self, world: int) -> list[int]:
         content = os.pread(self._file, 8 * world, 0).ljust(8 * world, b"\0")
         return list(struct.unpack(f"{world}q", content))
+
+    def of_others(self, world: int) -> list[int]:
+        return [number for rank, number in enumerate(self.read(world)) if rank != self._rank]
 
 
 class Rank:
@@ -104,7 +109,9 @@ class Rank:
         self.model: nn.Module = MODELS[asked["model"]]()
         optimizer = OPTIMIZERS[asked["optimizer"]](list(self.model.parameters()))
         self.model, self.optimizer = job.distribute(self.model, optimizer, asked["strategy"])
-        self.board = Board(job.rank)
+        self.board = Board(job.rank)  # rounds begun
+        self.there = Board(job.rank, "there")  # rounds come to, whether begun or not
+        self.sent = Board(job.rank, "sent")  # steps whose gradients have been given away
         self.random = random.Random(f"{asked['name']} {job.rank}")
         self.note_accounts()
 
@@ -132,19 +139,37 @@ class Rank:
         return F.mse_loss(self.model(inputs), targets)
 
     def pause(self, round_: int) -> None:
+        self.there.post(round_ + 1)
         pauses, behind = self.asked["pause_s"], self.asked["behind"]
         fixed = pauses[self.job.rank] if pauses else 0.0
         time.sleep(fixed + self.random.random() * self.asked["jitter_s"])
+        world = self.job.world_size
         if behind and behind[self.job.rank]:
             begun = min(round_ + behind[self.job.rank] + 1, self.asked["total"])
-            wait_until(lambda: max(self.board.read(self.job.world_size)) >= begun)
+            wait_until(lambda: max(self.board.read(world)) >= begun)
+        # However long somebody stands still on a busy machine, it takes part in what follows. It
+        # never waits for those who wait for it here: it has come to a round that they may begin,
+        # or is late and answered without them.
+        if within := self.asked["within"]:
+            wait_until(lambda: min(self.there.of_others(world)) > round_ - within)
+        if abreast := self.asked["abreast"]:
+            taken = len(self.told["rounds"])
+            wait_until(lambda: min(self.sent.of_others(world)) >= taken - abreast)
 
-    def let_go_first(self) -> None:
-        """A rank that the test names goes on first: into the round after the one it stood in."""
+    def leave(self) -> None:
+        """Nobody waits for this rank any more."""
+        for board in (self.board, self.there, self.sent):
+            board.post(NEVER)
+
+    def let_go_first(self, round_: int) -> None:
+        """A rank that the test names goes on first: into the round after the one it stood in. The
+        others do not leave it behind then, however busy the machine is."""
         with suppress(FileNotFoundError):
             whom, stood = map(int, Path("first_goes").read_text().split())
             if whom != self.job.rank:
-                wait_until(lambda: self.board.read(self.job.world_size)[whom] > stood)
+                world = self.job.world_size
+                wait_until(lambda: self.board.read(world)[whom] > stood)
+                wait_until(lambda: self.there.read(world)[whom] > round_ - NEAR)
 
     def step(self, round_: int, inputs: torch.Tensor | None = None) -> None:
         self.pause(round_)
@@ -152,6 +177,7 @@ class Rank:
         loss = self.loss(self.batch(round_) if inputs is None else inputs)
         self.board.post(round_ + 1)
         loss.backward()
+        self.sent.post(len(self.told["rounds"]) + 1)
         self.optimizer.step()
         self.told["rounds"].append(round_)
         self.told["losses"].append(float(loss.detach()))
@@ -189,6 +215,13 @@ def by_own_count(rank: Rank) -> None:
         rank.save()
 
 
+def ramped_up(rank: Rank) -> None:
+    """Rank 0, whose turn it is at once, goes on when the others have come before theirs."""
+    if rank.job.rank == 0:
+        wait_until(lambda: min(rank.sent.of_others(rank.job.world_size)) > 0)
+    by_own_count(rank)
+
+
 def until_told(rank: Rank) -> None:
     """Until the test says so, and some more: ranks leave one after the other."""
     more = 5 * rank.job.rank
@@ -197,7 +230,7 @@ def until_told(rank: Rank) -> None:
             more -= 1
         if more < 0:
             break
-        rank.let_go_first()
+        rank.let_go_first(round_)
         if rank.asked["stops_within"] == [rank.job.rank, len(rank.told["rounds"])]:
             stop_within_backward(rank.model)
         rank.step(round_)
@@ -329,6 +362,7 @@ LOOPS = {
     for loop in (
         by_steps,
         by_own_count,
+        ramped_up,
         until_told,
         by_leases,
         by_averages,
@@ -368,6 +402,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             told["loaded"] = {"step": job.step, "digest": digest(rank.model)}
         begun = time.monotonic()
         LOOPS[asked["loop"]](rank)
+        rank.leave()
         told["lasted_s"] = time.monotonic() - begun
         told["stats"] = job.stats() if asked["stats"] else None
     told["digest"] = digest(rank.model)
@@ -390,8 +425,9 @@ def main() -> None:
     start_servers_by_fork()
     for asked in json.loads(Path(sys.argv[1]).read_text()):
         told = dict(fresh())
-        with suppress(FileNotFoundError):
-            os.remove("board")
+        for name in ("board", "there", "sent"):
+            with suppress(FileNotFoundError):
+                os.remove(name)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,26 @@ def die(after_s: float = 0.0) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop(seconds: float) -> None:
+def stop_until(mark: str) -> None:
     """Stand still, as a machine does that is suspended."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    waking = f"until [ -e {mark} ]; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", waking])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def mind_the_stopped(asked: dict[str, Any], rank: int, step: int) -> None:
+    """One stops; it wakes when the others have gone on without it, and they end after it."""
+    culprit, at = asked["stopped"]
+    if (rank, step) == (culprit, at):
+        stop_until("gone_on")
+    elif rank != culprit and step == at + 10:
+        Path("gone_on").touch()
+    elif rank != culprit and step + 1 == asked["steps"]:
+        told = Path(sys.argv[1]).with_name(f"{asked['name']}.{culprit}.json")
+        deadline = time.monotonic() + 60
+        while not told.exists():
+            assert time.monotonic() < deadline, "the one that was stopped was told nothing"
+            time.sleep(0.02)
 
 
 def forge(job: slipstream.Job) -> None:
@@ -115,8 +132,8 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 die()
             if [job.rank, step] == asked.get("killed_within"):
                 net.first.weight.register_hook(lambda _: die(after_s=0.3))
-            if [job.rank, step] == asked.get("stopped"):
-                stop(asked["stopped_s"])
+            if "stopped" in asked:
+                mind_the_stopped(asked, job.rank, step)
             if [job.rank, step] == asked.get("forges"):
                 forge(job)
             samples = torch.Generator().manual_seed(1000 * job.rank + step)

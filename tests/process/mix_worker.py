@@ -58,7 +58,7 @@ def owed(job: slipstream.Job) -> dict[str, Any]:
 def fall_behind(folder: Path, rank: int, step: int, late: int = 2) -> None:
     """Hold one rank back until the others have closed its first round without it."""
     if step == 0 and rank == late:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all((folder / f"ahead-{other}").exists() for other in range(late)):
             assert time.monotonic() < deadline, "the others do not go on without this rank"
             time.sleep(0.005)

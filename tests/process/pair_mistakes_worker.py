@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,13 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
 }
 
 
+def all_have_joined(name: str, job: Any) -> None:
+    """A rank that was still joining would hear of the mistake from one that was not."""
+    Path(f"{name}.{job.rank}").touch()
+    while not all(Path(f"{name}.{rank}").exists() for rank in range(job.world_size)):
+        time.sleep(0.005)
+
+
 def main() -> None:
     rank = os.environ.get("RANK", "0")
     told = {}
@@ -164,6 +172,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         try:
             with slipstream.init(start_limit_s=60, wait_limit_s=30) as job:
+                all_have_joined(name, job)
                 MISTAKES[name](job)
             told[name] = ["none", ""]
         except slipstream.SlipstreamError as error:

@@ -19,13 +19,15 @@ TAG, HOLD, HOLD_EARLY = sys.argv[1], "hold" in sys.argv[2:], "hold early" in sys
 SHARES = 30
 
 
-def hold() -> None:
-    while not Path("go").exists():
+def hold(until: str = "go") -> None:
+    while not Path(until).exists():
         time.sleep(0.02)
 
 
 if "few descriptors" in sys.argv[2:]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+if "hold rank 1" in sys.argv[2:] and os.environ["RANK"] == "1":
+    hold("written")
 if os.environ["RANK"] == "0":
     Path("port").write_text(os.environ["MASTER_PORT"])
 with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:

@@ -26,4 +26,4 @@ def test_what_was_pushed_is_applied_once(learners: int, kills: int) -> None:
     assert abs(found["expected"]) < MOST_WHOLE
     assert found["whole"] == [found["expected"]]
     assert found["rows_right"]
-    assert found["stalled_s"] < 5.0  # a busy machine may stand still for one or two
+    assert found["stalled_s"] < 20.0  # a busy machine may stand still for some

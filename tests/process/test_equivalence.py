@@ -193,7 +193,7 @@ def test_gradient_is_none_exactly_where_no_worker_used_the_parameter(
 
 @pytest.mark.slow
 def test_parameter_larger_than_2_gib(fork_server: ForkServer) -> None:
-    run = fork_server.run(HUGE_WORKER, ranks=2, limit_s=200)
+    run = fork_server.run(HUGE_WORKER, ranks=2, limit_s=280)
     assert list(run.codes.values()) == [0, 0], run.told()
     said = [json.loads(run.stdout(rank)) for rank in range(2)]
     for one in said:
