@@ -16,8 +16,8 @@ The quantisation error is added to the next gradient, at each worker and again a
 q gives each value the mean of all values with its sign, with 0 as the threshold between them.
 
 CNTK takes these means column by column, we over a segment: a tensor's part in one chunk. It
-aggregates among the workers themselves, each for its stripe; our stripes are the shards. Residuals
-are not part of a checkpoint, so what is owed at that moment is lost when training resumes from it.
+aggregates among the workers themselves, each for its stripe; our stripes are the shards.
+Checkpoints contain the residuals.
 """
 
 from __future__ import annotations
