@@ -1,4 +1,4 @@
-"""Where an optimizer's state is kept, and averaged weights: in this process, or at servers."""
+"""Where an optimizer's state and averaged weights are kept: in this process, or at servers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Held:
-    """What was found, by tensor's name.
+    """The fetched state, by tensor name.
 
     Attributes:
         weights: Where servers hold them.
-        state: The optimizer's, by entry's name.
-        round: The round after which all of this was so, where servers agree on rounds.
+        state: The optimizer's, by name of the entry.
+        round: The round after which this was the state, where servers agree on rounds.
     """
 
     weights: Tensors = field(default_factory=dict)
@@ -35,20 +35,20 @@ class KeptState(Protocol):
     """The optimizer's state and averaged weights of one pair, wherever they are."""
 
     def fetch(self) -> Held:
-        """All of it."""
+        """All of the state."""
         ...
 
     def restore(self, saved: OptimizerState, averages: Mapping[str, torch.Tensor]) -> None:
-        """Take over what a checkpoint has, once its weights are in the model; every rank calls it.
+        """Restore a checkpoint's state, once its weights are in the model; every rank calls it.
 
         Args:
-            averages: By parameter's name. Others begin with the weights.
+            averages: By parameter name. Missing averages start with the weights.
         """
         ...
 
 
 class OwnState:
-    """Of an optimizer that runs in this process; implements ``KeptState``."""
+    """State of an optimizer that runs in this process; implements ``KeptState``."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages | None
@@ -74,7 +74,7 @@ class OwnState:
 
 
 def placed(value: Any, parameter: torch.Tensor) -> Any:
-    """State of the parameter's shape lives where the parameter does; counters stay put."""
+    """Move state of the parameter's shape to the parameter's device; counters stay."""
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return value.to(parameter.device)
     return value

@@ -1,4 +1,4 @@
-"""The live tensors behind a plan: what each worker contributes, and where results go."""
+"""The live tensors of a plan: what each worker contributes, and where results go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.types import Values
 
 
 class GradientPlaces(Protocol):
-    """By tensor's number: where a gradient is. A list will do, or the parameters' own ``.grad``."""
+    """By tensor number: where a gradient is. A list, or the parameters' own ``.grad``."""
 
     def __getitem__(self, tensor: int, /) -> Tensor | None: ...
 
@@ -48,10 +48,10 @@ class LiveTensors:
     backward pass may reuse its memory before it has left.
 
     Attributes:
-        contributions: What parameters contribute. Where the optimizer's steps travel, whoever ends
-            a step puts them there.
-        results: Where gradients that come back go. Where a worker runs ahead of them, they are of
-            another clock than the gradients of the loop, and have memory of their own.
+        contributions: What parameters contribute. Where update deltas are sent, the applier puts
+            them there.
+        results: Where to write gradients that come back. Where a worker runs ahead of them, they
+            belong to another clock than the gradients of the loop, and have their own memory.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LiveTensors:
         self._weights_return = plan.update.holder_applies
         self._gradients = staging
         self._weights = Staging()
-        # Batch norm changes its statistics without telling autograd, so only contents can tell.
+        # Batch norm changes its statistics without autograd's knowledge: compare their contents.
         self._known = {
             i: tensor.detach().clone()
             for i, tensor in enumerate(self._tensors)
@@ -82,7 +82,7 @@ class LiveTensors:
         self.contributions: GradientPlaces = list(apart) if steps_travel else own
         self.results: GradientPlaces = apart if plan.runs_ahead else own
         self._fetched: dict[int, torch.Tensor] = {}
-        self._counts: dict[int, bool] = {}  # by tensor, of those that have been looked at
+        self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
 
     def _live(self, tensor: int) -> torch.Tensor:
         place = self._places[tensor]
@@ -100,7 +100,7 @@ class LiveTensors:
         return live
 
     def fetch(self, tensor: int) -> None:
-        """The contribution is final: begin to bring it to host memory."""
+        """The contribution is final: start the copy to host memory."""
         content = self._contribution(tensor)
         if content is not None:
             self._fetched[tensor] = content
@@ -116,10 +116,10 @@ class LiveTensors:
         return None if torch.equal(live, self._known[tensor]) else live.detach()
 
     def source(self, tensor: int) -> Values | None:
-        """What this worker contributes, in host memory; None if it has nothing that counts.
+        """This worker's contribution, in host memory; None if it has none that counts.
 
         Raises:
-            NonFiniteGradient: It is not finite, and the job is to stop.
+            NonFiniteGradient: It is not finite, and the job is set to stop.
         """
         if tensor not in self._fetched:
             self.fetch(tensor)
@@ -141,14 +141,14 @@ class LiveTensors:
         return self.finite.admits(self._specs[tensor].name, magnitude, self._travels_as[tensor])
 
     def _has_stayed_finite(self, buffer: int, values: Values) -> bool:
-        """True of one that was not finite before, too: it is meant so, as a least value is that
-        begins with infinity."""
+        """Also true for a buffer that was not finite before: that is intended, for example for a
+        running minimum that starts with infinity."""
         if math.isfinite(largest(values.data, values.dtype)):
             return True
         return not math.isfinite(magnitude_of(self._known[buffer]))
 
     def _leave_out(self, tensor: int) -> None:
-        """As if this step had not made it: where nobody else contributes, nothing comes back."""
+        """Treat the tensor as unused: if no other worker contributes, no result comes back."""
         if self._is_buffer[tensor]:
             self._live(tensor).data.copy_(self._known[tensor])
         else:
@@ -163,15 +163,15 @@ class LiveTensors:
             self._known[tensor].copy_(self._live(tensor))
 
     def forget(self) -> None:
-        """The round is over: the next one reads afresh."""
+        """The round is over: the next one reads the tensors again."""
         self._fetched.clear()
         self._counts.clear()
 
     def _target(self, tensor: int) -> torch.Tensor:
         live = self._live(tensor)
         if self._is_buffer[tensor] or self._weights_return:
-            return live.data  # whose changes autograd does not count: they are not the user's
-        # The mean over workers is dense, even where each one's gradient is sparse.
+            return live.data  # autograd does not count its changes: they are not the user's
+        # The mean over workers is dense, even if each worker's gradient is sparse.
         result = self.results[tensor]
         if result is None or result.is_sparse:
             result = self.results[tensor] = torch.empty_like(live, requires_grad=False)
@@ -179,11 +179,11 @@ class LiveTensors:
 
 
 def wire_dtypes(plan: Plan) -> list[str]:
-    """By tensor: the dtype that a contribution is cast to, which may be too short for it."""
+    """By tensor: the dtype to which a contribution is cast, whose range may be too small."""
     found = [spec.dtype for spec in plan.specs]
     for chunk in plan.chunks:
         codec = plan.routes[chunk.route].up
-        if isinstance(codec, Dense):  # the others cast finite values to finite ones
+        if isinstance(codec, Dense):  # other codecs keep finite values finite
             for segment in chunk.segments:
                 found[segment.tensor] = codec.wire_dtype(chunk.dtype)
     return found
