@@ -1,10 +1,10 @@
-"""AlexNet: most of its parameters are in three matrices, most of its computing is not.
+"""AlexNet: most of its parameters are in three matrices, most of its computation is elsewhere.
 
-python examples/alexnet.py                                                  alone
+python examples/alexnet.py                                                  one process
 slipstream run --workers 4 --strategy "parameter_flow(delta='90%')" examples/alexnet.py --data DIR
 
 DIR holds the files of MNIST or Fashion-MNIST (train-images-idx3-ubyte.gz and so on); small grey
-images are enlarged and framed. Without it colour images are generated. ``--scale`` is the share
+images are enlarged and padded. Without it colour images are generated. ``--scale`` is the share
 of AlexNet's 61.1M parameters that the net keeps: the default trains on a laptop's processor.
 """
 
@@ -31,7 +31,7 @@ def train_epoch(
     examples: Examples,
     batches: torch.utils.data.Sampler[list[int]],
 ) -> float:
-    """One pass over the data, of which each worker takes its batches; the mean of its losses."""
+    """Train on this worker's batches of one pass over the data; return their mean loss."""
     losses = []
     for rows in batches:
         images, labels = examples.take(torch.tensor(rows))
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="files in MNIST's format")
     parser.add_argument("--scale", type=float, default=1 / 64, help="share of parameters kept")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=16, help="images a step and worker")
+    parser.add_argument("--batch", type=int, default=16, help="images per step and worker")
     parser.add_argument("--lr", type=float, default=0.01)
     train(parser.parse_args())
 

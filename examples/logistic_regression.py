@@ -1,12 +1,12 @@
 """Sparse logistic regression: a row has few features, so a step changes few of many weights.
 
-python examples/logistic_regression.py                                      alone
+python examples/logistic_regression.py                                      one process
 slipstream run --workers 4 --strategy "parameter_flow(delta='90%')" \
     examples/logistic_regression.py --data DIR
 
-DIR holds files in LIBSVM's format: one to train on and perhaps NAME.t to test on, such as a9a.
-Without it rows are generated. Any strategy will do: dense ones send every weight's gradient in
-every step, those that filter send what has grown large enough.
+DIR holds files in LIBSVM's format, such as a9a: one to train on and optionally NAME.t to test on.
+Without it rows are generated. Any strategy works: dense strategies send every weight's gradient in
+every step; those with a filter send only entries that have accumulated to a large enough value.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def train_epoch(
     examples: SparseExamples,
     batches: torch.utils.data.Sampler[list[int]],
 ) -> float:
-    """One pass over the data, of which each worker takes its batches; the mean of its losses."""
+    """Train on this worker's batches of one pass over the data; return their mean loss."""
     losses = []
     for rows in batches:
         features, labels = examples.take(torch.tensor(rows))
@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="files in LIBSVM's format")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=128, help="rows a step and worker")
+    parser.add_argument("--batch", type=int, default=128, help="rows per step and worker")
     parser.add_argument("--lr", type=float, default=0.5)
     train(parser.parse_args())
 

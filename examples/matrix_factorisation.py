@@ -1,12 +1,12 @@
-"""Matrix factorisation: what a user thinks of an item, as the product of two short vectors.
+"""Matrix factorisation: predict a user's rating of an item as the product of two short vectors.
 
-python examples/matrix_factorisation.py                                     alone
+python examples/matrix_factorisation.py                                     one process
 slipstream run --workers 4 --strategy "parameter_flow(delta='90%')" \
     examples/matrix_factorisation.py --data DIR
 
-DIR holds a ratings.csv with columns userId, movieId and rating, as the sets of MovieLens do.
-Without it ratings are generated. A batch meets few users and items, so that most rows of both
-matrices have no gradient in a step; strategies that filter do not send those.
+DIR holds a ratings.csv with columns userId, movieId and rating, as in the MovieLens data sets.
+Without it ratings are generated. A batch contains few users and items, so most rows of both
+matrices have no gradient in a step; strategies with a filter do not send these rows.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def train_epoch(
     examples: TensorExamples,
     batches: torch.utils.data.Sampler[list[int]],
 ) -> float:
-    """One pass over the data, of which each worker takes its batches; the mean of its losses."""
+    """Train on this worker's batches of one pass over the data; return their mean loss."""
     losses = []
     for rows in batches:
         pairs, ratings = examples.take(torch.tensor(rows))
@@ -77,10 +77,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="with a ratings.csv")
-    parser.add_argument("--rank", type=int, default=32, help="numbers a user, and an item")
+    parser.add_argument("--rank", type=int, default=32, help="numbers per user and item")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=256, help="ratings a step and worker")
-    # A row is met rarely, and its share of the mean over a batch is small: hence the high rate.
+    parser.add_argument("--batch", type=int, default=256, help="ratings per step and worker")
+    # A batch rarely contains a row, and then gives it a small share of the mean: so lr is high.
     parser.add_argument("--lr", type=float, default=20.0)
     parser.add_argument("--weight-decay", type=float, default=2e-4)
     train(parser.parse_args())

@@ -1,13 +1,13 @@
-"""What old gradients cost: test error against staleness, in one process on one core.
+"""The cost of stale gradients: test error against staleness, in one process on one core.
 
 python examples/staleness.py --data DIR --json staleness.json --plot staleness.png
 
 DIR holds the files of MNIST or Fashion-MNIST (train-images-idx3-ubyte.gz and so on). The net and
-its training are those of "Revisiting Distributed Synchronous SGD" (section 2.1, A.1) in small:
+its training are a small version of "Revisiting Distributed Synchronous SGD" (section 2.1, A.1):
 3 × 3 convolutions with weight normalisation, SGD, a learning rate that falls to 0 in the end, error
-measured on averaged weights. Staleness grows over the first fifth of training, and gradients are
-clipped as in the paper's asynchronous training, so that runs do not blow up; at every staleness
-alike, so that they differ in nothing else.
+measured on averaged weights. Staleness grows over the first fifth of training. Gradients are
+clipped as in the paper's asynchronous training, so that runs do not diverge; the clipping is the
+same for every staleness, so that runs differ in nothing else.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Recipe:
         return self.steps // 5
 
     def rate_factor(self, step: int) -> float:
-        """1, and over the last 40% of training a line down to 0 (the paper: 10 epochs of 25)."""
+        """1, then linearly down to 0 over the last 40% of training (the paper: 10 of 25 epochs)."""
         return min(1.0, (self.steps - step) / (0.4 * self.steps))
 
 

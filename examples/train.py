@@ -1,6 +1,6 @@
 """The smallest complete script: two lines make the loop data-parallel.
 
-python examples/train.py                                            alone
+python examples/train.py                                            one process
 torchrun --nproc-per-node 4 examples/train.py
 slipstream run --workers 4 --strategy push_pull examples/train.py
 """

@@ -1,4 +1,4 @@
-"""Data-parallel training where the network, the stragglers or the batch size are the problem.
+"""Data-parallel training where the network, stragglers or the batch size limit the speed.
 
 with slipstream.init() as job:
     model, optimizer = job.distribute(model, optimizer, slipstream.push_pull())
@@ -12,13 +12,13 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-# Nothing is printed unless the user adds a handler of their own.
+# Nothing is printed unless the user adds a handler.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 
 # Names are imported when first used, so that servers and the command line start without torch.
-# The stub beside this file lists them, once, for type checkers and for this module alike.
+# The stub next to this file lists them once, for type checkers and for this module.
 _HOMES: dict[str, str] = {
     name.name: node.module
     for node in ast.parse(files(__name__).joinpath("__init__.pyi").read_text("utf-8")).body

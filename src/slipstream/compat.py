@@ -1,7 +1,7 @@
-"""Which parts go together: facts that parts state about themselves, and rules over them.
+"""Which parts are compatible: facts that parts state about themselves, and rules over them.
 
-Every part says what is true of it (``Part.facts``). A rule names facts that do not go together, why
-not, and what to do instead. ``check`` is asked before anything starts.
+Every part states facts about itself (``Part.facts``). A rule names facts that are incompatible,
+the reason, and what to do instead. ``check`` runs before training starts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A combination that makes no sense: why, and what to do instead.
+    """An incompatible combination: the reason, and what to do instead.
 
-    A strategy breaks it if all facts of ``when`` hold, at least one of ``any_of`` (if there are
-    any), and none of ``unless``.
+    A strategy breaks it if all facts of ``when`` hold, at least one of ``any_of`` (unless that is
+    empty), and none of ``unless``.
     """
 
     when: Facts
@@ -469,7 +469,7 @@ def problems(strategy: Strategy) -> list[Problem]:
         strategy: Any composition of parts.
 
     Returns:
-        The problems; none if the parts go together.
+        The problems; empty if the parts are compatible.
 
     >>> from slipstream import systems
     >>> problems(systems.push_pull())
@@ -491,7 +491,7 @@ def problems(strategy: Strategy) -> list[Problem]:
 
 
 def check(strategy: Strategy) -> None:
-    """Refuse a strategy whose parts do not go together.
+    """Refuse a strategy whose parts are incompatible.
 
     Args:
         strategy: Any composition of parts.

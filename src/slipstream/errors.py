@@ -1,11 +1,11 @@
 """Every error slipstream raises.
 
 SlipstreamError
-├── ConfigError                 before anything starts: the way out is in the message
+├── ConfigError                 before training starts: the message gives the fix
 │   ├── UnknownStrategy         no system of that name, or arguments it does not take
-│   ├── IncompatibleParts       parts of a strategy that do not go together
-│   ├── IncompatibleRoute       a tensor cannot travel the road chosen for it
-│   ├── ModelMismatch           ranks brought different models or optimizers
+│   ├── IncompatibleParts       parts of a strategy that are incompatible
+│   ├── IncompatibleRoute       a tensor cannot take the route chosen for it
+│   ├── ModelMismatch           ranks have different models or optimizers
 │   ├── ForeignParameters       the optimizer holds parameters the model does not
 │   ├── TooManyServers          fewer chunks than servers
 │   ├── LaunchError             environment, port, address or script is unusable
@@ -14,12 +14,12 @@ SlipstreamError
 └── RuntimeFault                while running
     ├── PeerLost                a member went silent
     ├── PeerFailed              a member reported that it failed
-    ├── LeftBehind              the others went on without this worker
-    ├── WaitLimit               a wait ran into its limit; names who is missing
+    ├── LeftBehind              the other members continued without this worker
+    ├── WaitLimit               a wait reached its limit; names the missing members
     ├── OutOfDescriptors        this process may open no more files or connections
     ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
-    └── FrameRefused            a message that does not fit what was announced
-        └── ContributionRefused a gradient of a live worker that does not fit: ends the job
+    └── FrameRefused            a message that does not match what was announced
+        └── ContributionRefused an invalid gradient of a live worker: ends the job
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """What was asked for cannot work; nothing was started."""
+    """The request cannot work; nothing was started."""
 
 
 class UnknownStrategy(ConfigError):
@@ -41,15 +41,15 @@ class UnknownStrategy(ConfigError):
 
 
 class IncompatibleParts(ConfigError):
-    """Parts of a strategy that do not go together; the message says why, and what to do instead."""
+    """Incompatible parts of a strategy; the message gives the reason, and what to do instead."""
 
 
 class IncompatibleRoute(ConfigError):
-    """A tensor cannot travel the road chosen for it."""
+    """A tensor cannot take the route chosen for it."""
 
 
 class ModelMismatch(ConfigError):
-    """Ranks brought models or optimizers that differ."""
+    """Ranks have different models or optimizers."""
 
 
 class ForeignParameters(ConfigError):
@@ -67,7 +67,7 @@ class LaunchError(ConfigError):
         self, message: str, *, missing: Sequence[str] = (), only_here: bool = False
     ) -> None:
         self.missing = tuple(missing)
-        self.only_here = only_here  # no other rank knows of it, so this one must report it
+        self.only_here = only_here  # only this rank knows of it, so it must report it
         super().__init__(message)
 
 
@@ -75,16 +75,16 @@ class SecretError(ConfigError):
     """The job secret is missing, or a value is not signed with it."""
 
     def __init__(self, message: str, *, only_here: bool = False) -> None:
-        self.only_here = only_here  # no other rank knows of it, so this one must report it
+        self.only_here = only_here  # only this rank knows of it, so it must report it
         super().__init__(message)
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be read, or does not fit this job."""
+    """A checkpoint that cannot be read, or is not for this job's model or optimizer."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What is there is not what was written, or never was a checkpoint."""
+    """The file was damaged after it was written, or never was a checkpoint."""
 
 
 class RuntimeFault(SlipstreamError, RuntimeError):
@@ -92,7 +92,7 @@ class RuntimeFault(SlipstreamError, RuntimeError):
 
 
 class PeerLost(RuntimeFault):
-    """A member has not been heard from for longer than the limit."""
+    """A member has been silent for longer than the limit."""
 
     def __init__(self, peer: str, silent_s: float) -> None:
         self.peer = peer
@@ -104,17 +104,17 @@ class PeerLost(RuntimeFault):
 
 
 class PeerFailed(RuntimeFault):
-    """A member left because of an error of its own."""
+    """A member left because of its own error."""
 
     def __init__(self, peer: str, reason: str, *, reported: bool = False) -> None:
         self.peer = peer
         self.reason = reason
-        self.reported = reported  # by the peer itself, so nobody else has to
+        self.reported = reported  # by the peer itself, so no other rank has to
         super().__init__(f"{peer} failed: {reason}")
 
 
 class LeftBehind(RuntimeFault):
-    """The others took this worker for lost and went on without it."""
+    """The other members counted this worker as lost and continued without it."""
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name
@@ -122,7 +122,7 @@ class LeftBehind(RuntimeFault):
 
 
 class WaitLimit(RuntimeFault):
-    """A wait ran into its limit."""
+    """A wait reached its limit."""
 
     def __init__(
         self, what: str, limit_s: float, missing: Sequence[str], refusal: str = ""
@@ -152,9 +152,9 @@ class OutOfDescriptors(RuntimeFault):
 
 
 class NonFiniteGradient(RuntimeFault):
-    """A gradient has a NaN or an infinity in it, and the job is to stop then.
+    """A gradient has a NaN or an infinity, and the job is set to stop then.
 
-    ``cast`` is the dtype that made a finite gradient infinite, where one did.
+    ``cast`` is the dtype whose cast made a finite gradient infinite, if any.
     """
 
     def __init__(self, rank: int, tensor: str, step: int, cast: str = "") -> None:
@@ -170,7 +170,7 @@ class NonFiniteGradient(RuntimeFault):
 
     @property
     def finding(self) -> str:
-        """What was found, without the advice."""
+        """The fault, without the advice."""
         how = f"became infinite in the cast to {self.cast}" if self.cast else "is not finite"
         return f"rank {self.rank}: the gradient of {self.tensor!r} {how} at step {self.step}"
 
@@ -179,19 +179,20 @@ class NonFiniteGradient(RuntimeFault):
 
 
 class FrameRefused(RuntimeFault):
-    """A message that does not fit what was announced; counted, never fatal to the receiver."""
+    """A message that does not match what was announced; counted, never fatal to the receiver."""
 
 
 class ContributionRefused(FrameRefused):
-    """A gradient that does not fit the plan, from a worker that is in the job.
+    """A gradient that does not match the plan, from a worker that is in the job.
 
-    The round cannot be made without it, so it ends the job; from anybody else it is only counted.
+    The round cannot complete without it, so it ends the job; from any other sender it is only
+    counted.
     """
 
 
 @contextmanager
 def contribution_of(what: str) -> Iterator[None]:
-    """What is refused within is a contribution of this kind."""
+    """Within, what is refused counts as a contribution of this kind."""
     try:
         yield
     except FrameRefused as error:

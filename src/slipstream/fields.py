@@ -1,4 +1,4 @@
-"""Whether every field of a strategy has a value of the kind that it takes."""
+"""Check that every field of a strategy has a value of the right type."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PLAIN = {
 
 
 def misplaced(value: msgspec.Struct) -> str:
-    """What is wrong with the first field that has a value of another kind; empty if none has.
+    """What is wrong with the first field whose value has the wrong type; empty if none has.
 
-    A field of parts takes any part that is not slipstream's own: simulations can run it.
+    A field for parts accepts any part that is not slipstream's own: the simulator can run it.
     """
     return next(_in_struct(value, type_info(type(value)), ""), "")
 
 
-type_info = cache(inspect.type_info)  # working it out takes milliseconds
+type_info = cache(inspect.type_info)  # computing it takes milliseconds
 
 
 def _in_struct(value: Any, kind: Any, place: str) -> Iterator[str]:
@@ -90,7 +90,8 @@ def _described(value: Any) -> str:
 
 
 def _advice(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
-    """The likely slip: a class for its instance, a list for a tuple, a part for what holds it."""
+    """The likely mistake: a class for its instance, a list for a tuple, a part for its
+    container."""
     takers = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
     if isinstance(value, type) and any(kind.cls is value for kind in takers):
         return f": write {value.__name__}()"
@@ -105,7 +106,7 @@ def _advice(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
 
 
 def _holds(value: Any, kind: inspect.Type) -> bool:
-    """Whether a field takes this value, and not just one of some words."""
+    """Whether a field of this type takes this value, other than as one of a few literals."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     chosen = any(isinstance(each, inspect.LiteralType) for each in kinds)
     return not chosen and not list(_in_value(value, kind, ""))

@@ -1,4 +1,4 @@
-"""The first line: ``init`` joins the job that this process was started for, or is alone."""
+"""``init``, the first line: it joins the job for which this process was started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init(
     wait_limit_s: float = 600.0,
     silence_limit_s: float = 5.0,
 ) -> Job:
-    """Join the job that this process was started for; alone, a world of one.
+    """Join the job for which this process was started; without a launcher, a job of one process.
 
     Arguments have precedence over the environment.
 
@@ -41,14 +41,14 @@ def init(
     0 of 1
 
     Args:
-        servers: how many server processes there are (``SLIPSTREAM_SERVERS``); by default one a
-            host, where the strategy needs any.
+        servers: how many server processes there are (``SLIPSTREAM_SERVERS``); by default one per
+            host, if the strategy needs servers.
         secret: the job's secret, the same on all ranks and needed across hosts
             (``SLIPSTREAM_SECRET``).
         encrypt: whether links are encrypted (``SLIPSTREAM_ENCRYPT``); by default those between
             hosts are.
         interface: the interface or address to listen on (``SLIPSTREAM_INTERFACE``).
-        nonfinite: what becomes of a gradient with a NaN or an infinity: it is used, with a warning
+        nonfinite: how to treat a gradient with a NaN or an infinity: it is used, with a warning
             ("pass", the default), does not count ("refuse"), or ends the job ("stop")
             (``SLIPSTREAM_NONFINITE``).
         start_limit_s: how long all ranks may take to join.
@@ -61,10 +61,10 @@ def init(
     Raises:
         LaunchError: the environment is unusable, or some ranks did not join in time.
         SecretError: a secret is missing, or differs between ranks.
-        ConfigError: an argument has no such value.
+        ConfigError: an argument is invalid.
     """
     rank = rank_in(os.environ)
-    # No other rank knows what keeps this one from joining: the first rank of each host reports it.
+    # Other ranks cannot know why this one does not join: the first rank of each host reports it.
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     rules = [lambda error: is_first_here or rank_reports(error, rank)]
     report_errors(rank, lambda error: rules[-1](error))
@@ -81,7 +81,7 @@ def init(
 
 
 def session_for(env: Environment, limits: Limits, presence: Presence) -> Session:
-    """The session for what the environment says of the job.
+    """The session for the job that the environment describes.
 
     Under a launcher on this machine, the session joins once the strategy is known; elsewhere the
     ranks join now.
@@ -102,7 +102,7 @@ def with_arguments(
     interface: str | None,
     nonfinite: Nonfinite | None,
 ) -> Environment:
-    """The environment, with the arguments of ``init`` that were given in its place."""
+    """The environment, overridden by the arguments that were given to ``init``."""
     env = Environment.read(variables)
     return replace(
         env,
@@ -115,7 +115,7 @@ def with_arguments(
 
 
 def rank_in(env: Mapping[str, str]) -> int:
-    """RANK; 0 where it makes no sense, so that the error about it is reported."""
+    """RANK; 0 if it is invalid, so that the error about it is reported."""
     rank, world = env.get("RANK", "0"), env.get("WORLD_SIZE", "1")
     usable = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
     return int(rank) if usable else 0

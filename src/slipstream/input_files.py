@@ -1,6 +1,6 @@
-"""Files that a user names: read up to a limit, without waiting for a pipe that nobody fills.
+"""Files that a user names: read up to a limit, without waiting for a pipe that has no writer.
 
-What cannot be read is an ``OSError`` whose ``strerror`` says why, in words for a message.
+If a file cannot be read, the ``OSError`` has a ``strerror`` for an error message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_limited(path: Path, most_nbytes: int) -> bytes:
 
 
 def lines_limited(path: Path, most_nbytes: int, most_line_nbytes: int) -> Iterator[bytes]:
-    """Line by line, for files larger than what is kept of them."""
+    """Line by line, for files that are not kept in memory as a whole."""
     with opened(path, most_nbytes) as file:
         seen = 0
         while line := file.readline(most_line_nbytes + 1):
@@ -37,9 +37,9 @@ def lines_limited(path: Path, most_nbytes: int, most_line_nbytes: int) -> Iterat
 
 @contextmanager
 def opened(path: Path, most_nbytes: int) -> Iterator[BinaryIO]:
-    """A file of at most this size, or a pipe; devices have no end and are refused."""
+    """A file of at most this size, or a pipe; devices are endless and are refused."""
     try:
-        # Non-blocking: to open a pipe that nobody writes to would wait for ever. It is empty.
+        # Non-blocking: opening a pipe without a writer would wait for ever. Such a pipe is empty.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except ValueError as error:  # a zero byte in its name
         raise OSError(errno.EINVAL, "no file can have this name") from error
@@ -60,7 +60,7 @@ def opened(path: Path, most_nbytes: int) -> Iterator[BinaryIO]:
 
 
 def read_rest(file: BinaryIO, most_nbytes: int) -> bytes:
-    """What is left in a file; its size may have grown, or be unknown until it is unpacked."""
+    """The rest of a file; its size may have grown, or be unknown until it is decompressed."""
     content = file.read(most_nbytes + 1)
     if len(content) > most_nbytes:
         raise too_large("it", most_nbytes)

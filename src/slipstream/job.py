@@ -1,4 +1,4 @@
-"""This process's place in a job; ``Job.distribute`` is the line that makes a loop data-parallel."""
+"""A process's handle of a job; ``Job.distribute`` makes a training loop data-parallel."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Job:
-    """This process's place in a training job; use it as a context manager.
+    """This process's handle of a training job; use it as a context manager.
 
-    ``slipstream.init`` makes it. Its session is the process's place among the others, and its
-    training, which ``distribute`` opens, what they train.
+    ``slipstream.init`` makes it. Its session connects this process to the others; its training,
+    which ``distribute`` opens, holds the models.
 
     >>> import slipstream
     >>> model = nn.Linear(2, 1)
@@ -53,7 +53,7 @@ class Job:
     (0, 1, 3, 12)
 
     Attributes:
-        summary: the figures of the whole job, on rank 0, once its block has ended.
+        summary: the metrics of the whole job, on rank 0, after the end of the ``with`` block.
     """
 
     def __init__(self, env: Environment, session: Session, presence: Presence) -> None:
@@ -66,7 +66,7 @@ class Job:
         if self.world_size > 1:
             self._presence.join()
 
-    # ---- who and what
+    # ---- rank, size, plan
 
     @property
     def rank(self) -> int:
@@ -90,14 +90,14 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        """What was decided for every tensor; of several pairs, of the first one's."""
+        """The decisions for every tensor; with several pairs, those of the first pair."""
         return self._training.plan
 
     def plan_table(self) -> str:
-        """The plan for people: what travels how, layer by layer, and why.
+        """The plan as text: how each layer is sent, and why.
 
-        Layers that choose by their batch are shown as of the last step; before the first step they
-        have not chosen.
+        Layers that choose by their batch size are shown as of the last step; before the first step
+        they have not chosen.
         """
         return self._training.plan_table()
 
@@ -120,11 +120,11 @@ class Job:
     ) -> list[tuple[nn.Module, torch.optim.Optimizer]]: ...
 
     def distribute(self, model: Any, optimizer: Any = None, strategy: Any = None) -> Any:
-        """Make models data-parallel: rank 0's weights everywhere, gradients averaged.
+        """Make models data-parallel: rank 0's weights on all ranks, gradients averaged.
 
         ``job.distribute(model, optimizer, strategy)`` takes one model and its optimizer.
         ``job.distribute([(generator, first), (critic, second)], strategy)`` takes several pairs,
-        each of which makes steps of its own. A later call adds pairs, before the first step.
+        each of which has its own steps. A later call adds pairs, before the first step.
 
         Args:
             model: a model, or a list of pairs.
@@ -133,18 +133,18 @@ class Job:
                 ``SLIPSTREAM_STRATEGY``), else ``push_pull``.
 
         Returns:
-            The same module, and an optimizer that loops and schedulers use as before; of a list,
+            The same module, and an optimizer for loops and schedulers; for a list,
             a list of these pairs in the same order.
 
         Raises:
-            ConfigError: what was given cannot be trained so; the message says why, and what can.
+            ConfigError: this cannot be trained; the message gives the reason and an alternative.
         """
         if not isinstance(model, list | tuple):
             return tuple(self._add([(model, optimizer)], strategy)[0])
         return [tuple(pair) for pair in self._add(model, strategy or optimizer)]
 
     def _add(self, given: Sequence[Any], strategy: Strategy | str | None) -> Sequence[Pair]:
-        """Distribute these pairs, and those of earlier calls with them."""
+        """Distribute these pairs together with those of earlier calls."""
         before = self._request
         if self._training.begun or (before is not None and self._sampled):
             raise ConfigError(
@@ -166,28 +166,28 @@ class Job:
     def steps(self, total: int, *, scheduler: Any = None) -> Iterator[int]:
         """The steps until ``total`` are completed, by number: ``for step in job.steps(1000):``.
 
-        Where rounds do not need every worker, these are the ones that this worker takes part in,
-        and the loop ends on all workers when ``total`` are committed.
+        Where rounds do not need every worker, these are the rounds that this worker takes part in,
+        and the loop ends on all workers when ``total`` rounds are committed.
 
         Args:
             total: counted from the first step of the training, also after ``load``.
-            scheduler: one that the loop steps once a step. It is stepped for the rounds that this
-                worker takes no part in as well.
+            scheduler: one that the loop steps once per step. ``steps`` also steps it for rounds
+                that this worker takes no part in.
 
         Raises:
             RuntimeFault: a pass of the loop ended without ``optimizer.step()``.
         """
-        # A generator: the training is that of the moment when the loop begins.
+        # A generator: it uses the training that is current when the loop begins.
         yield from self._training.steps(total, scheduler)
 
     def sampler(
         self, dataset: Sized, batch_size: int = 1, *, shuffle: bool = True, seed: int = 0
     ) -> LeasedBatches:
-        """Batches of which every one counts once an epoch, for
+        """Batches that count once per epoch each, for
         ``DataLoader(dataset, batch_sampler=job.sampler(dataset, 32))``.
 
-        Where gradients may be dropped, batches are leased from the whole set and dealt again if
-        theirs was. One batch a step; every rank must ask for the same.
+        Where gradients may be dropped, batches are leased from the whole set, and dealt again if
+        their gradient was dropped. Use one batch per step; every rank must pass the same arguments.
 
         Raises:
             ConfigError: it was called before, or before ``distribute``.
@@ -204,14 +204,15 @@ class Job:
         return leased
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes within only add up locally; the next one outside exchanges the sum."""
+        """Backward passes within only accumulate locally; the next one outside exchanges the
+        sum."""
         return self._training.accumulate()
 
     def backward_for(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """With several pairs: backward passes within are one optimizer's.
+        """With several pairs: backward passes within belong to one optimizer.
 
-        Its gradients leave while backward runs, and not only at its ``step()``; those of other
-        pairs, whose models the pass may run through, stay. With one pair it changes nothing.
+        Its gradients are sent while backward runs, not only at its ``step()``; gradients of other
+        pairs, whose models the pass may run through, are not sent. With one pair it has no effect.
 
         Args:
             optimizer: as ``distribute`` returned it.
@@ -222,13 +223,13 @@ class Job:
         return self._training.backward_for(optimizer)
 
     def wait(self) -> None:
-        """Wait until all weights are up to date; needed to read one outside of any forward."""
+        """Wait until all weights are up to date; needed before reading one outside of a forward."""
         self._training.wait()
 
     def flush(self) -> None:
-        """Wait until every worker has every update of every worker; every rank must call it.
+        """Wait until every worker has all updates of all workers; every rank must call it.
 
-        Where workers exchange slices (``ako``) they then have the same weights, to the last bit.
+        In partial exchange (``ako``) all workers then have the same weights, bit for bit.
         Elsewhere it is ``wait``.
         """
         self._training.flush()
@@ -236,14 +237,14 @@ class Job:
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank; every rank must call it.
 
-        For what one rank finds out and all must act on: ``if job.share(accuracy > 0.99): break``.
+        For decisions that all ranks must follow: ``if job.share(accuracy > 0.99): break``.
         The value is plain data: numbers, text, lists, dicts, None. Where learners share memory
-        (``gadei``), it is the value of the first learner that calls it, and nobody waits.
+        (``gadei``), it is the value of the first learner that calls it, and no learner waits.
         """
         return self._session.share(value)
 
     def consensus(self) -> MeanWeights:
-        """The mean of all workers' weights and how far apart they are; every rank must call it."""
+        """The mean of all workers' weights and their distance from it; every rank must call it."""
         return self._training.mean_weights()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -267,7 +268,7 @@ class Job:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint; every rank must call it, rank 0 writes the file.
 
-        Where workers may miss rounds, all that rank 0 writes is at the servers, and the other
+        Where workers may miss rounds, rank 0 writes the state of the servers, and the other
         ranks' calls do nothing.
 
         Raises:
@@ -282,16 +283,16 @@ class Job:
         """Continue from a checkpoint; every rank must call it, rank 0 reads the file.
 
         Any number of workers and servers may have written it. Random generators are restored on
-        ranks that the writing job had too. A worker that was started again has the others' weights
-        already, which are newer: it reads nothing.
+        ranks that the writing job had too. A restarted worker already has the other workers'
+        weights, which are newer: it reads nothing.
 
         Raises:
-            CheckpointError: the file cannot be read, or does not fit this job.
+            CheckpointError: the file cannot be read, or is for another model or optimizer.
         """
         self._training.load(Path(path))
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 
-    # ---- figures
+    # ---- metrics
 
     def record(
         self,
@@ -301,12 +302,12 @@ class Job:
         samples: int = 0,
         **figures: float,
     ) -> None:
-        """Note figures of this step for the summary, the run log and other watchers."""
+        """Record metrics of this step for the summary, the run log and other outputs."""
         given = {"loss": loss, "accuracy": accuracy, **figures}
         self._figures.record(self._training, given, samples)
 
     def stats(self) -> dict[str, Any]:
-        """This worker's figures so far; ``summary`` holds all workers', at the end."""
+        """This worker's metrics so far; ``summary`` holds those of all workers, at the end."""
         return combine([self._figures.of_worker(self._training)]) | self._training.accounts()
 
     def staleness_table(self) -> str:

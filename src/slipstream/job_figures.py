@@ -1,4 +1,4 @@
-"""The figures of a job, as one of its processes gathers them: recorded, watched, and summed up."""
+"""The metrics of a job in one of its processes: recorded, written to outputs, and summed up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Figure = float | torch.Tensor | None
 
 
 class JobFigures:
-    """What the loop records, and who watches it (on rank 0)."""
+    """The metrics that the loop records, and their outputs (on rank 0)."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -36,10 +36,10 @@ class JobFigures:
         self._begun = time.monotonic()
         self._samples = 0
         self._latest: dict[str, float] = {}
-        self.strategy = ""  # as it was named
+        self.strategy = ""  # its name
 
     def begin(self, strategy: str) -> None:
-        """Training begins: from now on time counts, and watchers watch."""
+        """Training begins: start the clock, and open the outputs."""
         self.strategy = strategy
         if self._env.rank == 0:
             self._watch()
@@ -57,7 +57,7 @@ class JobFigures:
             self._watchers.add(lambda: Prometheus(port), training=again)
 
     def record(self, training: Training, given: Mapping[str, Figure], samples: int) -> None:
-        """Note figures of a step, and pass them to the watchers."""
+        """Record metrics of a step, and write them to the outputs."""
         self._samples += samples
         now = {key: number(key, value) for key, value in given.items() if value is not None}
         self._latest.update(now)
@@ -72,8 +72,8 @@ class JobFigures:
             self._watchers.note(training.committed, now)
 
     def of_worker(self, training: Training) -> WorkerFigures:
-        """This worker's figures so far."""
-        training.wait()  # the fingerprint is of weights that are up to date
+        """This worker's metrics so far."""
+        training.wait()  # the fingerprint needs weights that are up to date
         cost = training.figures()
         return WorkerFigures(
             strategy=self.strategy,
@@ -91,7 +91,7 @@ class JobFigures:
         )
 
     def publish(self, summary: dict[str, Any]) -> None:
-        """Bring the job's figures to the watchers, and into the file that was asked for."""
+        """Write the job's metrics to the outputs, and to the file of ``--json``."""
         for event in ("rounds", "staleness"):
             if event in summary:
                 self._watchers.note_event(event, summary[event])
@@ -100,19 +100,19 @@ class JobFigures:
         try:
             write_json(self._env.json, summary)
         except OSError as error:
-            # The model is trained: what is left to do is not to lose the figures.
+            # The model is trained; at least do not lose the metrics.
             warn(
                 f"the figures cannot be written to {self._env.json} ({reason_of(error)}); "
                 f"here they are:\n{json.dumps(summary)}"
             )
 
     def close(self) -> None:
-        """Close the watchers."""
+        """Close the outputs."""
         self._watchers.close()
 
 
 def warn_of_dropped(summary: Mapping[str, Any]) -> None:
-    """Warn of workers whose gradients were dropped more often than not."""
+    """Warn about workers whose gradients were dropped more often than not."""
     rounds = summary.get("rounds", {"made": {}, "dropped": {}})
     for rank, number in sorted(rounds["dropped"].items()):
         made = rounds["made"].get(rank, 0)

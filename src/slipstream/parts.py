@@ -1,4 +1,4 @@
-"""The root of all parts of a strategy: frozen values that print, compare and travel as JSON."""
+"""The base of all parts of a strategy: frozen values that print, compare and convert to JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-# What a part says about itself; ``slipstream.compat`` has the rules over sets of these.
+# The facts that parts state about themselves; ``slipstream.compat`` has rules over sets of these.
 Fact = Literal[
     # Topologies: who holds a tensor.
     "servers hold",
@@ -18,8 +18,8 @@ Fact = Literal[
     "over links",
     "over a collective",
     "in shared memory",
-    # Codecs, on the way up and on the way down. Error feedback: what is not sent is kept, and
-    # added to the next gradient. Partial exchange: partitions of updates, in turns (Ako).
+    # Codecs, of contributions (up) and of results (down). Error feedback: what is not sent is kept,
+    # and added to the next gradient. Partial exchange: partitions of updates, in rotation (Ako).
     "up: dense",
     "up: compact form",
     "up: lossy",
@@ -71,15 +71,15 @@ NO_FACTS: Facts = frozenset()
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="part", tag=True):
-    """A frozen recipe. Whatever a part remembers while it is used is kept by whoever uses it."""
+    """A frozen recipe. State that a part needs is kept by its user, outside the part."""
 
     def facts(self) -> Facts:
-        """What rules about combinations need to know of this part."""
+        """Facts for the compatibility rules."""
         return NO_FACTS
 
 
 def lists_to_tuples(part: Part) -> None:
-    """Make lists in a part's fields tuples, so that it has a hash. For ``__post_init__``."""
+    """Convert lists in a part's fields to tuples, so that it is hashable. For ``__post_init__``."""
     for name in part.__struct_fields__:
         if isinstance(value := getattr(part, name), list):
             msgspec.structs.force_setattr(part, name, tuple(value))

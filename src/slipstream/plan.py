@@ -1,6 +1,6 @@
-"""What follows from a strategy, the model's tensors and the cluster. A pure value.
+"""The plan: computed from a strategy, the model's tensors and the cluster. A pure value.
 
-Every member of a job works out the same plan, so messages name units and chunks by number.
+Every member of a job computes the same plan, so messages name units and chunks by number.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Plan:
     """Everything that is fixed before the first step.
 
-    ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses step by step, that is the
-    dense one, and a unit for the layer's compact route stands beside its chunks'.
+    ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses in every step, that is the
+    dense route, and the layer has a second unit for its compact route.
     """
 
     strategy: Strategy
@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def make(cls, strategy: Strategy, specs: Sequence[Spec], cluster: Cluster) -> Plan:
-        """Work out the plan; equal arguments give equal plans on every member.
+        """Compute the plan; equal arguments give equal plans on every member.
 
         Args:
             specs: The model's tensors, in the order of the forward pass.
@@ -58,8 +58,8 @@ class Plan:
 
         Raises:
             IncompatibleRoute: A tensor cannot take its route.
-            TooManyServers: There is less to hold than servers.
-            ConfigError: The strategy does not fit the tensors or the cluster in another way.
+            TooManyServers: There are more servers than chunks.
+            ConfigError: The strategy is impossible with these tensors or this cluster.
         """
         policy = strategy.routes
         for cheapest in choosing(policy):
@@ -72,7 +72,7 @@ class Plan:
                 raise IncompatibleRoute(
                     f"{spec.name!r} cannot travel {candidates[-1].scheme}: {trouble}"
                 )
-        # The last candidate is the one that always applies.
+        # The last candidate is always possible.
         routes = list(dict.fromkeys(candidates[-1] for candidates in given))
         routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
         route_of = [routes.index(candidates[-1]) for candidates in given]
@@ -101,7 +101,7 @@ class Plan:
             fragments,
         )
 
-    # ---- what parts of the runtime ask
+    # ---- queries of the runtime
 
     @property
     def update(self) -> Update:
@@ -120,8 +120,8 @@ class Plan:
     @property
     def keeps_dropped(self) -> bool:
         """Whether a contribution that a round drops returns to the sender's residual. It then
-        counts in a later round, so its batch must not be dealt again. (Where some parameters have
-        such a route and others have not, the others' part of it is lost.)"""
+        counts in a later round, so its batch must not be dealt again. (If only some parameters have
+        such a route, the other parameters' part of the gradient is lost.)"""
         of_parameters = {
             route
             for spec, route in zip(self.specs, self.route_of, strict=True)
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether workers apply results that they need not have waited for."""
+        """Whether a worker may continue before it has a result, and apply the result later."""
         later = not self.consistency.lockstep or self.update.inner.travels == "steps"
         return later and not self.update.holder_applies and self.rotation is None
 
@@ -154,19 +154,19 @@ class Plan:
 
     @property
     def rotation(self) -> Rotate | None:
-        """How workers send each other slices, if they do."""
+        """The rotation of partial exchange; None if the plan has no partial exchange."""
         return self.strategy.rotation
 
     @property
     def congested_below(self) -> float | None:
-        """Bytes/s; a link with less to spare counts as congested. None: nobody asks."""
+        """Bytes/s; a link with less available bandwidth counts as congested. None: not measured."""
         filters = [r.up.select for r in self.routes if isinstance(r.up, Filter)]
         found = [s.congested_below for s in filters if not isinstance(s, Rotate)]
         return max((below for below in found if below is not None), default=None)
 
     @property
     def chooser(self) -> AnyChooser | None:
-        """What chooses between a layer's compact form and its dense route, where that is open."""
+        """Chooses between a layer's compact form and its dense route; None if no layer has both."""
         return next((cheapest.by for cheapest in choosing(self.strategy.routes)), None)
 
     @property
@@ -193,17 +193,17 @@ class Plan:
         return tuple(unit for unit in self.units if isinstance(self.route(unit).over, Links))
 
     def choices(self) -> tuple[Unit, ...]:
-        """Layers that travel compact in some steps, and dense in others."""
+        """Layers that are sent in compact form in some steps, and dense in others."""
         return tuple(unit for unit in self.units if unit.layer is not None and not unit.chunks)
 
     def priority(self, unit: Unit) -> int:
-        """How urgent a unit is: as its most urgent tensor. Smaller goes first."""
+        """A unit's priority, that of its most urgent tensor. Smaller is sent first."""
         return self.priorities[unit.index]
 
-    # ---- the plan for people
+    # ---- the plan as a table
 
     def ways(self) -> list[Ways]:
-        """By tensor: how it travels where it travels dense."""
+        """By tensor: its dense route."""
         cluster = self.cluster
         return [
             Ways(
@@ -216,15 +216,15 @@ class Plan:
         ]
 
     def _to_each(self, route: Route) -> float:
-        """What part of a tensor a worker sends to every other one; of slices, until it is known how
-        many partitions the links need, as many as there are peers."""
+        """The share of a tensor that a worker sends to each peer. In partial exchange with an
+        unknown number of partitions, assume as many partitions as peers."""
         if route.topology != Mesh() or not isinstance(route.over, Links):
             return 0.0
         peers = max(1, self.cluster.workers - 1)
         return 1.0 if self.rotation is None else 1 / (self.rotation.partitions or peers)
 
     def verdicts(self, rows: int, speeds: Speeds | None) -> dict[str, Verdict]:
-        """What is chosen for layers with a compact form if each had this many rows."""
+        """The choice for layers with a compact form if each had this many rows."""
         found: dict[str, Verdict] = {}
         ways = self.ways()
         for unit in self.units:
@@ -244,21 +244,21 @@ class Plan:
         return found
 
     def rows(self, verdicts: Mapping[str, Verdict], speeds: Speeds | None = None) -> list[Row]:
-        """The plan as a table, a row a layer."""
+        """The plan as a table, one row per layer."""
         schemes = [self.routes[route].scheme for route in self.route_of]
         shapes = {u.layer.name: shape_of(u.layer) for u in self.units if u.layer is not None}
         return tabulate(self.specs, schemes, self.ways(), verdicts, shapes, speeds)
 
 
 def choosing(policy: AnyPolicy) -> list[Cheapest]:
-    """The policies within that choose step by step."""
+    """The policies within ``policy`` that choose in every step."""
     if isinstance(policy, ByRole):
         return choosing(policy.parameter)
     return [policy] if isinstance(policy, Cheapest) else []
 
 
 def travel_whole(specs: Sequence[Spec], policy: AnyPolicy, cluster: Cluster) -> dict[str, bool]:
-    """By layer: whether all of its tensors may travel in compact form."""
+    """By layer: whether all of its tensors may be sent in compact form."""
     found: dict[str, bool] = {}
     for spec in specs:
         if spec.layer:
@@ -268,7 +268,7 @@ def travel_whole(specs: Sequence[Spec], policy: AnyPolicy, cluster: Cluster) -> 
 
 
 def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[str, bool]) -> Spec:
-    """The spec without its layer, where that layer does not travel in compact form anyway."""
+    """The spec; without its layer if that layer is not sent in compact form anyway."""
     if policy.candidates(spec, cluster)[0].up.form != "dense":
         if whole.get(spec.layer, True):
             return spec
@@ -294,7 +294,7 @@ def splits(route: Route) -> bool:
 def units_of(
     specs: Sequence[Spec], routes: Sequence[Route], layout: Layout, compact: Mapping[str, int]
 ) -> tuple[Unit, ...]:
-    """A unit for every chunk that travels dense, and one for every layer that may not."""
+    """A unit for every chunk that is sent dense, and one for every layer with a compact form."""
     units: list[Unit] = []
     for chunk in layout.chunks:
         if routes[chunk.route].up.form == "dense":
@@ -343,7 +343,7 @@ def layers_of(specs: Sequence[Spec]) -> list[Layer]:
 
 
 def shape_of(layer: Layer) -> LayerShape:
-    """A layer as the cost model sees it."""
+    """The layer's shape for the cost model."""
     bias, item_bytes = layer.bias is not None, ITEM_BYTES[layer.dtype]
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
 
@@ -353,8 +353,8 @@ def deal(
 ) -> tuple[tuple[Node, ...], ...]:
     """The holders of every unit."""
     holders: list[tuple[Node, ...]] = [()] * len(units)
-    # Routes that share a topology are dealt together: a few biases on a road of their own need
-    # not fill every server.
+    # Routes that share a topology are dealt together: a few biases with their own route need not
+    # fill every server.
     for topology in dict.fromkeys(route.topology for route in routes):
         lots: dict[int | str, list[Unit]] = {}
         for unit in units:

@@ -1,4 +1,4 @@
-"""Text from files, peers and users as a terminal may show it: escaped, and not too long."""
+"""Text from files, peers and users, made safe for a terminal: escaped, and not too long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = MOST_SHOWN
 
 
 def printable(text: str) -> str:
-    """On one line: whatever a terminal would act on, or could not show, becomes an escape.
+    """On one line: characters that a terminal would act on, or cannot show, become escapes.
 
     >>> printable("rack \\x1b[2J\\n")
     'rack \\\\x1b[2J\\\\n'
@@ -29,7 +29,7 @@ def printable_lines(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages quote it: like ``repr``, but short, however large or deep it is."""
+    """A value for an error message: like ``repr``, but short, however large or deep it is."""
     try:
         text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # an integer of too many digits

@@ -1,4 +1,4 @@
-"""The road of one tensor, and policies that give every tensor its road. Data, never code."""
+"""The route of one tensor, and policies that give every tensor its route. Data, never code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Links(Part, frozen=True):
 
 
 class Collective(Part, frozen=True):
-    """torch.distributed's all-reduce: sums reach every worker without messages of ours.
+    """torch.distributed's all-reduce: every worker gets the sum, without slipstream's own messages.
 
     >>> from slipstream.topologies import Mesh
     >>> Route(Mesh(), over=Collective()).scheme
@@ -49,8 +49,8 @@ class SharedMemory(Part, frozen=True):
 
     Args:
         slots: How many gradients a worker may have written that are not applied yet, 1 to 64.
-        consistent: Whether a worker computes on a copy of the weights of one moment.
-        checkpoints: A directory in which checkpoints are kept; None: one that goes with the job.
+        consistent: Whether a worker computes on a consistent copy of the weights.
+        checkpoints: A directory for checkpoints; None: one that is removed with the job.
         every_s: Seconds between checkpoints.
 
     Raises:
@@ -88,7 +88,7 @@ AnyTransport = Links | Collective | SharedMemory
 
 
 class Route(Part, frozen=True):
-    """Who holds a tensor, how it travels there, how the result travels back, and over what.
+    """Who holds a tensor, how contributions and results are encoded, and the medium.
 
     Args:
         topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``.
@@ -108,7 +108,7 @@ class Route(Part, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """What statistics call this route."""
+        """The name of this route in statistics."""
         place = self.topology.name if isinstance(self.over, Links) else self.over.name
         return f"{self.up.name}/{place}"
 
@@ -122,11 +122,11 @@ class Route(Part, frozen=True):
             known |= facts("down: error feedback")
         if "up: partial exchange" in self.down.facts():
             known |= facts("down: partial exchange")
-        # A codec's facts are about the way up; InPlace, which is for the way down, has its own.
+        # A codec's facts are about contributions; InPlace, which is for results, has its own.
         return known | self.down.facts() if isinstance(self.down, InPlace) else known
 
     def obstacle(self, spec: Spec) -> str:
-        """Why a tensor cannot take this route, and the way out; empty if it can."""
+        """Why a tensor cannot take this route, and what to use instead; empty if it can."""
         return self.up.obstacle(spec) or self.down.obstacle(spec)
 
 
@@ -154,7 +154,7 @@ class Prefer(Part, frozen=True):
         given: Routes, the best first; the last one should be able to carry every tensor.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no route.
 
     >>> from slipstream.codecs import Factors
     >>> from slipstream.topologies import Mesh
@@ -180,12 +180,12 @@ class Prefer(Part, frozen=True):
 
 
 class Large(Part, frozen=True):
-    """Parameters in fp32 of at least so many values and dimensions, whose name fits a pattern.
+    """Parameters in fp32 with at least so many values and dimensions, and a matching name.
 
     Args:
-        numel: The least number of values.
-        dims: The least number of dimensions.
-        pattern: Of names, as in a shell: ``*`` stands for anything.
+        numel: The smallest number of values.
+        dims: The smallest number of dimensions.
+        pattern: Of names, as in a shell: ``*`` matches anything.
 
     >>> Large(1000, pattern="fc*").fits(Spec("fc.weight", (64, 64), "float32", 0))
     True
@@ -202,7 +202,7 @@ class Large(Part, frozen=True):
 
 
 class Rule(Part, frozen=True):
-    """Tensors that fit ``where`` take the ``route``: one line of ``ByTensor``.
+    """Tensors that match ``where`` take the ``route``: one line of ``ByTensor``.
 
     >>> from slipstream.topologies import Mesh
     >>> Rule(Large(pattern="fc*"), Route(Mesh())).route.scheme
@@ -214,7 +214,7 @@ class Rule(Part, frozen=True):
 
 
 class ByTensor(Part, frozen=True):
-    """The route of the first rule that fits; else the default.
+    """The route of the first rule that matches; else the default.
 
     >>> from slipstream.codecs import OneBit
     >>> from slipstream.topologies import Sharded
@@ -240,15 +240,15 @@ class ByTensor(Part, frozen=True):
 
 
 class Cheapest(Part, frozen=True):
-    """For every layer and step, whichever of the routes is cheapest (Poseidon).
+    """For every layer and step, the cheapest of the routes (Poseidon).
 
-    Of the dense routes one is chosen when the plan is made. For a layer with a compact form, ``by``
+    The plan chooses one of the dense routes. For a layer with a compact form, ``by``
     chooses between that form and the dense route before every forward pass.
 
     Args:
-        given: Routes, of which one at least is dense.
+        given: Routes; at least one is dense.
         by: ``ByTime``, which predicts seconds, or ``ByBytes``, the paper's own rule.
-        dense: Names of layers that always travel dense.
+        dense: Names of layers that are always sent dense.
 
     Raises:
         ConfigError: No route is dense.
@@ -284,7 +284,7 @@ class Cheapest(Part, frozen=True):
         return (*compact[:1], cheapest_dense(dense, cluster))
 
     def check(self, specs: Sequence[Spec]) -> None:
-        """Refuse names of layers that the model does not have."""
+        """Raise if the model has no layer of such a name."""
         known = {spec.layer for spec in specs if spec.layer}
         known |= {spec.name.rpartition(".")[0] for spec in specs}
         for name in self.dense:
@@ -317,13 +317,13 @@ class ByRole(Part, frozen=True):
         return policy.candidates(spec, cluster)
 
 
-# Every policy that a strategy may name. ``routes`` are all that it may give to any tensor;
-# ``candidates`` those that one tensor may take, best first, of which the plan keeps what applies.
+# Every policy that a strategy may name. ``routes``: all routes that it may give to any tensor;
+# ``candidates``: those for one tensor, best first; the plan keeps those that are possible.
 AnyPolicy = Everywhere | Prefer | ByTensor | Cheapest | ByRole
 
 
 def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
-    """Dedicated servers, if there are enough of them, need fewer bytes of each link than a ring."""
+    """Dedicated servers, if there are enough of them, load each link less than a ring."""
     collective = [route for route in routes if isinstance(route.over, Collective)]
     served = [route for route in routes if route.topology.needs_servers]
     if not collective or not served:
@@ -342,7 +342,7 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
         policy: Any policy.
 
     Returns:
-        One that gives every tensor the next best dense route.
+        A policy that gives every tensor the next best dense route.
 
     Raises:
         ConfigError: For some tensors there is no dense route.

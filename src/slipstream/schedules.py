@@ -1,4 +1,4 @@
-"""When a gradient leaves, and what goes first on a busy link. Pure."""
+"""When a gradient is sent, and what is sent first on a busy link. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.parts import Facts, Part, facts
 
 
 class Schedule(Protocol):
-    """A frozen rule about time and order."""
+    """A frozen rule about the time and order of sending."""
 
     @property
     def leaves_during_backward(self) -> bool: ...
@@ -23,13 +23,13 @@ class Schedule(Protocol):
             backward_order: Its place in the backward pass.
 
         Returns:
-            A number; the smaller goes first.
+            A number; the smallest is sent first.
         """
         ...
 
 
 class AfterBackward(Part, frozen=True):
-    """Nothing leaves before the whole backward pass is done: the papers' vanilla baseline.
+    """Send nothing before the whole backward pass is done: the papers' plain baseline.
 
     >>> AfterBackward().leaves_during_backward
     False
@@ -42,7 +42,7 @@ class AfterBackward(Part, frozen=True):
 
 
 class WaitFree(Part, frozen=True):
-    """A layer's gradient leaves when its backward ends, first come first served.
+    """Send a layer's gradient when its backward ends, in this order.
 
     >>> WaitFree().priority(forward_order=0, backward_order=9)
     9
@@ -58,7 +58,7 @@ class WaitFree(Part, frozen=True):
 
 
 class Priority(WaitFree, frozen=True):
-    """Wait-free, and what the next forward pass needs first overtakes the rest.
+    """Wait-free; a layer that the next forward pass needs earlier overtakes the rest.
 
     >>> Priority().priority(forward_order=0, backward_order=9)
     0
@@ -69,7 +69,7 @@ class Priority(WaitFree, frozen=True):
 
 
 class Merging(AfterBackward, frozen=True):
-    """After backward, and when the link is free. What cannot leave yet is added to what comes next.
+    """Send after backward, when the link is free. What cannot be sent yet is added to the next.
 
     >>> Merging().leaves_during_backward
     False

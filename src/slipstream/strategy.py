@@ -1,7 +1,7 @@
 """A strategy is data: routes, a consistency, an update, a schedule. It holds no code.
 
-``Strategy.plan`` turns it into chunks, units and holders, or refuses with the reason, before
-anything starts. Servers are sent the strategy whole, and work out the same plan.
+``Strategy.plan`` turns it into chunks, units and holders, or refuses it with a reason, before
+training starts. Servers receive the whole strategy, and compute the same plan.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One point in the design space; ``slipstream.systems`` holds the named ones.
 
     Args:
-        name: What logs and figures call it.
-        routes: Which road each tensor takes.
-        consistency: Which contributions count, and when a worker may go on.
-        update: What travels, and who applies it.
-        schedule: When a gradient leaves.
-        chunk_bytes: The most of a tensor that travels as one message.
+        name: The name in logs and metrics.
+        routes: Which route each tensor takes.
+        consistency: Which contributions count, and when a worker may continue.
+        update: What is sent, and who applies it.
+        schedule: When a gradient is sent.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Raises:
         ConfigError: ``chunk_bytes`` is not a number of bytes that a message may have.
@@ -70,29 +70,29 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             cluster: How many workers and servers there are.
 
         Returns:
-            The plan, which is the same on every member that is given the same.
+            The plan; all members with the same arguments get the same plan.
 
         Raises:
-            IncompatibleParts: The strategy's parts do not go together.
-            IncompatibleRoute: A tensor cannot travel the road chosen for it.
+            IncompatibleParts: Parts of the strategy are incompatible.
+            IncompatibleRoute: A tensor cannot take the route chosen for it.
         """
         check(self)
         return Plan.make(self, specs, cluster)
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """The memory that workers of one machine share, if they do."""
+        """The memory that workers of one machine share; None if they share none."""
         found = (r.over for r in self.routes.routes() if isinstance(r.over, SharedMemory))
         return next(found, None)
 
     @property
     def rotation(self) -> Rotate | None:
-        """How workers send each other slices, if they do."""
+        """The rotation of partial exchange; None if the strategy has no partial exchange."""
         filters = (r.up.select for r in self.routes.routes() if isinstance(r.up, Filter))
         return next((select for select in filters if isinstance(select, Rotate)), None)
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
-        """Whether any tensor travels to a server."""
+        """Whether any tensor is sent to a server."""
         return any(
             route.topology.needs_servers
             for spec in specs
@@ -107,8 +107,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """All of it as JSON text.
 
         Raises:
-            ConfigError: A part is not one of slipstream's, or a value is not one that JSON has, so
-                nobody could read it back.
+            ConfigError: A part is not one of slipstream's, or a value has no JSON form, so that it
+                could not be read back.
         """
         if (foreign := unknown_part(self)) is not None:
             kind = type(foreign)
@@ -139,7 +139,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             A strategy equal to the one that was written.
 
         Raises:
-            ConfigError: It names unknown parts or fields, or values that make no sense.
+            ConfigError: It names unknown parts or fields, or has invalid values.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -151,7 +151,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def unknown_part(value: Any) -> object:
-    """The first thing within that reading JSON could not make again; None if there is none."""
+    """The first value within that cannot be restored from JSON; None if there is none."""
     if value is None or isinstance(value, str | int | float | Speeds):
         return None
     if isinstance(value, tuple):

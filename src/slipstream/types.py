@@ -1,4 +1,4 @@
-"""The nouns every axis shares: tensors, their pieces, and who is in the cluster."""
+"""The types that all axes share: tensors, their pieces, and the cluster."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 Rank = int
 Node = int  # workers are 0 … n-1, servers n … n+s-1
 
-LARGEST_CHUNK_BYTES = 8 * 1024 * 1024  # the most that travels as one message
+LARGEST_CHUNK_BYTES = 8 * 1024 * 1024  # the largest message
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Who takes part: ``workers`` trainers and ``servers`` shards, numbered one after the other."""
+    """``workers`` workers and ``servers`` servers; their nodes are numbered in this order."""
 
     workers: int
     servers: int = 0
-    dedicated: bool = False  # servers on hosts of their own, not beside workers
+    dedicated: bool = False  # servers on separate hosts, not colocated with workers
 
     @property
     def worker_nodes(self) -> tuple[Node, ...]:
@@ -33,7 +33,7 @@ class Cluster:
         return tuple(range(self.workers, self.workers + self.servers))
 
     def name(self, node: Node) -> str:
-        """``rank 2`` or ``server 0``: what messages call a node."""
+        """``rank 2`` or ``server 0``: the name of a node in messages."""
         return f"rank {node}" if node < self.workers else f"server {node - self.workers}"
 
 
@@ -41,12 +41,13 @@ class Cluster:
 class Spec:
     """One tensor that is kept equal across workers.
 
-    ``order`` is its place in the forward pass. A parameter's mean runs over all workers (one that
-    did not use it counts zero); a buffer's mean runs over the workers on which it changed.
+    ``order`` is its place in the forward pass. A parameter's mean runs over all workers (it counts
+    as zero on a worker that did not use it); a buffer's mean runs over the workers on which it
+    changed.
 
-    ``layer`` names the layer that the tensor is a part of, where that layer's gradient has a
-    compact form, and ``form`` says which: a fully connected layer's factors, or the rows of a table
-    that were used. ``obstacle`` says why a layer's gradient has none.
+    ``layer`` names the tensor's layer, if that layer's gradient has a compact form, and ``form``
+    is this form: a fully connected layer's factors, or the used rows of a table. ``obstacle`` is
+    the reason why a layer's gradient has no compact form.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What travels as one message: neighbouring pieces of tensors of one dtype and one route."""
+    """The content of one message: neighbouring pieces of tensors of one dtype and one route."""
 
     index: int
     route: int
@@ -123,8 +124,8 @@ class Layer:
 class Unit:
     """What one ledger counts: a chunk, or all tensors of a layer (weight and bias share dY).
 
-    ``route`` is the plan's number of its route. ``chunks`` are the layout's: results that come back
-    dense come chunk by chunk.
+    ``route`` is the number of its route in the plan. ``chunks`` are those of the layout: dense
+    results are sent chunk by chunk.
     """
 
     index: int
@@ -141,8 +142,8 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class EncodeContext:
-    """What an encoder is told: the clock t, from 1; lrₜ / lr₀; whether the link lacks bandwidth;
-    and of how many workers the values are the mean."""
+    """What an encoder needs to know: the clock t, from 1; lrₜ / lr₀; whether the link is congested;
+    and over how many workers the values are averaged."""
 
     clock: int = 1
     rate: float = 1.0
@@ -150,14 +151,14 @@ class EncodeContext:
     workers: int = 1
 
 
-HERE = EncodeContext()  # where codecs need not be told
+HERE = EncodeContext()  # for codecs that need no context
 
 Buffer = memoryview | bytes | bytearray | np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A flat run of numbers as raw bytes: numpy has no bfloat16, so the dtype stands beside."""
+    """A flat array of numbers as raw bytes, with its dtype (numpy has no bfloat16)."""
 
     data: np.ndarray[Any, np.dtype[np.uint8]]
     dtype: str

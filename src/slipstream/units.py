@@ -1,4 +1,4 @@
-"""How people write rates and amounts."""
+"""Units of rates and sizes, as users write them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from slipstream.errors import ConfigError
 from slipstream.printable import shown
 
-# Beyond these no link is, and figures made of it would overflow.
+# No link is faster, and numbers computed from a higher rate would overflow.
 LEAST_BITS_S, MOST_BITS_S = 1e-3, 1e15
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

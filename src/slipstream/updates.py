@@ -1,4 +1,4 @@
-"""What travels, who applies it, and what happens to a gradient before and to weights after."""
+"""What is sent, who applies it, and what happens to gradients before and to weights after."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Off(Part, frozen=True):
 
 
 class UserSteps(Part, frozen=True):
-    """The user's optimizer steps first, and the update delta, by which it changed weights, is sent.
+    """The user's optimizer steps first; the update delta, the change of the weights, is sent.
 
     Args:
         own: "returned": the worker takes its own delta back, and gets it again as a part of the
@@ -140,8 +140,8 @@ class User(Part, frozen=True):
     """The user's optimizer applies the result.
 
     Args:
-        at: "worker": at every worker, so that results are mean gradients. "holder": where the
-            tensor is held, which is at servers, so that new weights come back.
+        at: "worker": at every worker, so that results are mean gradients. "holder": at the server
+            that holds the tensor, so that results are new weights.
 
     Raises:
         ConfigError: ``at`` is neither.
@@ -160,7 +160,7 @@ class User(Part, frozen=True):
 
 
 class Add(Part, frozen=True):
-    """The result, which is made of update deltas, is added to the weights.
+    """Add the result, which is made of update deltas, to the weights.
 
     Each worker's delta counts c = 1/n, so that n workers move as far as the mean of their deltas.
 
@@ -170,7 +170,7 @@ class Add(Part, frozen=True):
         warm_steps: The number of steps in which c grows, linearly, from 1/n to that.
 
     Raises:
-        ConfigError: A value is none of these.
+        ConfigError: A value is invalid.
 
     >>> [Add(growth="linear", warm_steps=10).coefficient(step, workers=4) for step in (0, 5, 10)]
     [0.25, 0.625, 1.0]
@@ -193,7 +193,7 @@ class Add(Part, frozen=True):
         return _by(self.at) | facts("adds the result") | more
 
     def coefficient(self, step: int, workers: int) -> float:
-        """What one worker's delta is multiplied by.
+        """The factor of one worker's delta.
 
         Args:
             step: How many steps the worker has made before.
@@ -242,13 +242,13 @@ class Nesterov(Part, frozen=True):
 
 
 class ClipNorm(Part, frozen=True):
-    """A worker's whole gradient is scaled down to this norm before it leaves.
+    """Scale a worker's whole gradient down to this norm before it is sent.
 
     Args:
         norm: Of all parameters' gradients together, above 0.
 
     Raises:
-        ConfigError: It is not such a number.
+        ConfigError: The norm is not above 0.
 
     >>> Update(before=(ClipNorm(1.0),)).clip_norm
     1.0
@@ -267,13 +267,13 @@ class ClipNorm(Part, frozen=True):
 
 
 class Ema(Part, frozen=True):
-    """Averaged weights beside the weights: θ̄ ← decay·θ̄ + (1 − decay)·θ after every update.
+    """Keep averaged weights as well: θ̄ ← decay·θ̄ + (1 − decay)·θ after every update.
 
     Args:
         decay: Between 0 and 1, such as 0.9999.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The decay is out of range.
 
     >>> Update(average=Ema(0.9999)).average
     Ema(decay=0.9999)
@@ -322,7 +322,7 @@ class Update(Part, frozen=True):
 
     @property
     def holder_applies(self) -> bool:
-        """Whether weights are updated where they are held, and come back as weights."""
+        """Whether the holder updates weights and sends them back."""
         return self.outer.at == "holder"
 
     @property
@@ -332,7 +332,7 @@ class Update(Part, frozen=True):
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm that a worker's own gradient is clipped to, if it is."""
+        """The norm to which a worker's own gradient is clipped; None if it is not."""
         return min((t.norm for t in self.before), default=None)
 
     def facts(self) -> Facts:

@@ -1,4 +1,4 @@
-"""What travels. Codecs are frozen recipes; their memory, where they have any, is explicit."""
+"""What is sent. Codecs are frozen recipes; their state, where they have any, is explicit."""
 
 from slipstream.codecs.dense import Dense
 from slipstream.codecs.factors import Factors

@@ -1,4 +1,4 @@
-"""Every value travels, in the tensor's own precision or a shorter one."""
+"""Every value is sent, in the tensor's own precision or a shorter one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Wire = Literal["own", "float32", "bfloat16", "float16"]
 
 
 class Dense(Part, frozen=True):
-    """Every value travels.
+    """Send every value.
 
     Args:
         wire: "own" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round. A tensor
-            whose own format is no wider keeps its own.
+            whose own format is no wider keeps its own format.
 
     Raises:
         ConfigError: The wire format is unknown.
@@ -64,7 +64,7 @@ class Dense(Part, frozen=True):
         )
 
     def init(self, numel: int, dtype: str) -> None:
-        """Everything travels, so there is no residual."""
+        """No residual: every value is sent."""
 
     def encode(
         self, values: Values, residual: None = None, ctx: EncodeContext = HERE

@@ -1,7 +1,7 @@
 """A fully connected layer's gradient as two matrices of few rows (sufficient factors).
 
-The weight's gradient is dYᵀX and the bias's the sum of dY's rows, so X (rows × inputs) and dY
-(rows × outputs) say the same in fewer numbers where a batch has few rows.
+The weight's gradient is dYᵀX and the bias's the sum of dY's rows. So X (rows × inputs) and dY
+(rows × outputs) carry the same information in fewer numbers if a batch has few rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.types import Layer, Spec, Values
 
 
 class Factors(LayerCodec, frozen=True):
-    """X and dY of a fully connected layer; X is known in the forward pass and may leave then.
+    """X and dY of a fully connected layer; X is known in the forward pass and may be sent then.
 
     Args:
         wire: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32 and rounds.
@@ -44,5 +44,5 @@ class Factors(LayerCodec, frozen=True):
     def accumulate(
         self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
     ) -> None:
-        """One product of the two stacks."""
+        """One matrix product of the two stacks."""
         math.multiply(layer, second, first, rows, share)

@@ -1,4 +1,4 @@
-"""Some entries travel, the others wait in a residual until they are selected."""
+"""Some entries are sent; the others wait in a residual until they are selected."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ Precision = Literal["float32", "bfloat16"]
 Squeeze = Literal["snappy", "lz4", "zstd"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# As native/bounded.h has it: form, values, squeeze, values held, bytes of the body unsqueezed.
+# As in native/bounded.h: form, values, squeeze, number of values, bytes of the uncompressed body.
 HEADER = struct.Struct("<BBBxII")
 SQUEEZE_PLACE = 2
 VALUES_CODES = {"float32": 1, "bfloat16": 2}
 SQUEEZE_CODES = {"snappy": 1, "lz4": 2, "zstd": 3}
-ZSTD_LEVEL = 1  # what is left to find is mostly in the exponents, and higher ones find no more
+ZSTD_LEVEL = 1  # the exponents compress, the rest hardly; higher levels gain nothing
 
 
 class Filter(Part, frozen=True):
-    """The entries that ``select`` picks travel; the others are added to those of the next time.
+    """Send the entries that ``select`` picks; add the others to the next values.
 
     With a the values plus the residual r of the last time:
 
-        aᵢ travels and rᵢ ← 0 where i is selected; elsewhere rᵢ ← aᵢ
+        aᵢ is sent and rᵢ ← 0 where i is selected; elsewhere rᵢ ← aᵢ
 
-    so that what was sent plus what is kept is a, bit for bit. A NaN or an infinity travels and does
+    so that what was sent plus what is kept is a, bit for bit. A NaN or an infinity is sent and does
     not stay.
 
     Args:
-        select: Which entries travel: ``Above`` a bound, or one partition after the other
+        select: Which entries to send: ``Above`` a bound, or one partition after the other
             (``Rotate``).
-        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to.
-        squeeze: How what travels is compressed, where that gains anything.
+        values: The precision on the wire. With "bfloat16", rᵢ ← aᵢ minus its rounded value.
+        squeeze: How to compress frames, where that makes them smaller.
 
     Raises:
         ConfigError: ``values`` or ``squeeze`` is unknown.
@@ -131,7 +131,7 @@ class Filter(Part, frozen=True):
         bounded_write(out.data, self._opened(frames[0], out.numel))
 
     def _opened(self, frame: Buffer, numel: int) -> Buffer:
-        """The frame as the kernels read it: not squeezed."""
+        """The frame as the kernels read it: uncompressed."""
         content = np.frombuffer(frame, dtype=np.uint8)
         if content.size < HEADER.size:
             raise FrameRefused(f"{content.size} bytes where a header alone takes {HEADER.size}")
@@ -149,7 +149,7 @@ class Filter(Part, frozen=True):
 
 
 def _squeezed(frame: Bytes, method: Squeeze) -> Bytes:
-    """With a shorter body; the same frame if it would be no shorter."""
+    """With a compressed body; the same frame if that would be no shorter."""
     library: Any = import_module("cramjam")
     body = frame[HEADER.size :]
     match method:
@@ -167,7 +167,7 @@ def _squeezed(frame: Bytes, method: Squeeze) -> Bytes:
 
 
 def _unsqueezed(frame: Bytes, method: Squeeze, body_bytes: int) -> Bytes:
-    """Into so many bytes and no more, whatever the frame would unsqueeze to."""
+    """Decompress into exactly so many bytes, never more, whatever the frame contains."""
     library: Any = import_module("cramjam")
     whole = np.empty(HEADER.size + body_bytes, dtype=np.uint8)
     whole[: HEADER.size] = frame[: HEADER.size]

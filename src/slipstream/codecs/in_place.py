@@ -1,4 +1,4 @@
-"""Nothing is sent back: workers read results where they are, or have them already."""
+"""Nothing is sent back: workers read results in place, or have them already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.types import Spec
 
 
 class InPlace(Part, frozen=True):
-    """The way down of a route whose results need not travel.
+    """The ``down`` codec of a route whose results need not be sent.
 
     >>> InPlace().facts()
     frozenset({'down: nothing is sent'})

@@ -1,4 +1,4 @@
-"""What codecs of whole layers share: a gradient as two matrices that have equally many rows."""
+"""What codecs of whole layers share: a gradient as two matrices with the same number of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CompactWire = Literal["own", "bfloat16", "float32"]
 
 
 class LayerCodec(Part, frozen=True):
-    """A codec of a whole layer; its subclasses say which two matrices travel.
+    """A codec of a whole layer; its subclasses define which two matrices are sent.
 
     ``wire="own"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32.
     """
@@ -24,8 +24,8 @@ class LayerCodec(Part, frozen=True):
 
     form: ClassVar[Form]
     splits: ClassVar[bool] = True
-    early: ClassVar[bool] = False  # whether the first matrix may leave in the forward pass
-    counted: ClassVar[tuple[str, str]]  # what the rows of the two matrices are, in refusals
+    early: ClassVar[bool] = False  # whether the first matrix may be sent in the forward pass
+    counted: ClassVar[tuple[str, str]]  # names of the matrices' rows, for error messages
 
     def __post_init__(self) -> None:
         if self.wire not in ("own", "bfloat16", "float32"):
@@ -43,17 +43,17 @@ class LayerCodec(Part, frozen=True):
         return facts("up: compact form")
 
     def wire_dtype(self, dtype: str, place: int) -> str:
-        """What matrix ``place`` of this precision travels as."""
+        """The precision in which matrix ``place`` of this dtype is sent."""
         if self.wire == "float32" and dtype in ("bfloat16", "float16"):
             return "float32"
         return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
 
     def item_bytes(self, layer: Layer) -> int:
-        """What one value of the second matrix takes on the wire."""
+        """Bytes of one value of the second matrix on the wire."""
         return ITEM_BYTES[self.wire_dtype(layer.dtype, 1)]
 
     def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
-        """What the two matrices of this layer must be."""
+        """The required width and precision of the layer's two matrices."""
         raise NotImplementedError
 
     def examine(self, frames: Sequence[Buffer], layer: Layer) -> None:
@@ -70,10 +70,10 @@ class LayerCodec(Part, frozen=True):
             raise FrameRefused(f"{told}, in {len(frames)} frames")
 
     def examine_early(self, frames: Sequence[Buffer], layer: Layer) -> None:
-        """Check a first matrix that left in the forward pass.
+        """Check a first matrix that was sent in the forward pass.
 
         Raises:
-            FrameRefused: It is not this layer's, or none leaves early.
+            FrameRefused: It is not this layer's, or the codec sends none early.
         """
         if not self.early:
             raise FrameRefused(f"{self.form} do not leave early")
@@ -90,11 +90,11 @@ class LayerCodec(Part, frozen=True):
         *,
         divisor: float,
     ) -> None:
-        """Stack all contributions' rows in the order given, and make the layer's gradient of them.
+        """Stack the rows of all contributions in the given order, and compute the layer's gradient.
 
         Args:
-            contributions: Frames that ``examine`` has passed.
-            math: What makes the gradient and keeps it: torch at workers, numpy at servers.
+            contributions: Frames that have passed ``examine``.
+            math: Computes and stores the gradient: torch at workers, numpy at servers.
             scratch: Memory for the stacks.
             divisor: What the sum is divided by.
         """
@@ -115,5 +115,5 @@ class LayerCodec(Part, frozen=True):
     def accumulate(
         self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
     ) -> None:
-        """``share`` times the gradient that the two stacks of ``rows`` rows make."""
+        """Add ``share`` times the gradient of the two stacks of ``rows`` rows."""
         raise NotImplementedError

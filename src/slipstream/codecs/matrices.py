@@ -31,8 +31,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a matrix must be: how many values a row has, and in which precisions; and the precision
-    in which matrices are stacked, if it is not the layer's."""
+    """Requirements of a matrix: how many values a row has, and in which precisions; and the
+    precision in which matrices are stacked, if it is not the layer's."""
 
     width: int
     dtypes: Sequence[str] = tuple(ITEM_BYTES)
@@ -40,9 +40,9 @@ class Wanted:
 
 
 class LayerMath(Protocol):
-    """What a layer's gradient is made with: torch at workers, numpy at servers.
+    """Computes a layer's gradient: torch at workers, numpy at servers.
 
-    Results are added where a gradient already exists, as torch does.
+    Results are added to an existing gradient, as torch does.
     """
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
@@ -50,7 +50,7 @@ class LayerMath(Protocol):
         ...
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
-        """share·values at these rows of the weight."""
+        """Add share·values to these rows of the weight."""
         ...
 
 
@@ -68,13 +68,13 @@ class Scratch:
 
 
 def frame_sizes(nbytes: int) -> list[int]:
-    """Of the frames that so many bytes take; none if there are none."""
+    """The sizes of the frames for so many bytes; none for 0 bytes."""
     whole, rest = divmod(nbytes, LARGEST_CHUNK_BYTES)
     return [LARGEST_CHUNK_BYTES] * whole + [rest] * bool(rest)
 
 
 def to_frames(matrix: Matrix) -> tuple[Buffer, ...]:
-    """The header and the memory itself, which must not change until it has left."""
+    """The header and the memory itself, which must not change until it has been sent."""
     sizes = frame_sizes(matrix.data.nbytes)
     stops = list(itertools.accumulate(sizes))
     header = HEADER.pack(matrix.rows, DTYPES.index(matrix.dtype))
@@ -98,7 +98,7 @@ def frames_taken(frames: Sequence[Buffer], wanted: Wanted) -> tuple[int, str, in
     row_bytes = wanted.width * BYTES[dtype]
     if rows and not row_bytes:
         raise FrameRefused(f"{rows} rows of a matrix without columns")
-    # Before anything is counted out: a header may claim more than memory has.
+    # Check this before any allocation: a header may claim more rows than fit in memory.
     there = sum(memoryview(frame).nbytes for frame in frames[1:])
     if rows * row_bytes > there:
         raise FrameRefused(f"{there} bytes where {rows} rows take {rows * row_bytes}")
@@ -115,7 +115,7 @@ def stack(
     scratch: Scratch,
     place: int,
 ) -> Values:
-    """Matrices one below the other, in the order given; each is its rows, its dtype and frames."""
+    """Stack matrices in the given order; each is given as its rows, its dtype and its frames."""
     row_bytes = width * BYTES[dtype]
     whole = Values(scratch.take(place, sum(rows for rows, _, _ in matrices) * row_bytes), dtype)
     start = 0
@@ -132,7 +132,7 @@ def stack(
 
 
 def read_into(out: Bytes, frames: Sequence[Buffer]) -> None:
-    """The memory of one matrix, without its header, one frame after the other."""
+    """Copy the memory of one matrix, without its header, frame by frame."""
     start = 0
     for frame in frames:
         size = memoryview(frame).nbytes

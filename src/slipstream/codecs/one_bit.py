@@ -1,4 +1,4 @@
-"""One bit a value, and what that loses is made good the next time (CNTK's 1-bit SGD)."""
+"""One bit per value, with error feedback (CNTK's 1-bit SGD)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCALES_BYTES = 8
 
 
 class OneBit(Part, frozen=True):
-    """The sign of each value, and the mean of the values of either sign, for every segment.
+    """Send the sign of each value, and for every segment the mean of the values of either sign.
 
     With a the values plus the residual r of the last time:
 
         q(aᵢ) = mean of all aⱼ ≥ 0 where aᵢ ≥ 0, mean of all aⱼ < 0 elsewhere;  rᵢ ← aᵢ − q(aᵢ)
 
-    A NaN or an infinity makes the means so, and does not enter the residual.
+    A NaN or an infinity makes the means non-finite, and does not enter the residual.
 
     >>> codec, gradient = OneBit(), np.float32([4, 2, -1])
     >>> residual = codec.init(3, "float32")
@@ -43,7 +43,7 @@ class OneBit(Part, frozen=True):
 
     @staticmethod
     def nbytes(numel: int) -> int:
-        """What ``numel`` values take on the wire: two means, and the bits."""
+        """Bytes of ``numel`` values on the wire: two means, and the bits."""
         return SCALES_BYTES + -(-numel // 8)
 
     def facts(self) -> Facts:

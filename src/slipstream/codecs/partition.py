@@ -1,4 +1,4 @@
-"""One partition of what accumulated for a peer, another one each time (Ako's partial exchange)."""
+"""Send one partition of what accumulated for a peer, in rotation (Ako's partial exchange)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOT_ZERO = Filter(Above(0.0, decay="constant"))
 class Rotation:
     """Which of p partitions worker j sends peer i the t-th time: (i − j + t) mod p.
 
-    So in p times a peer gets all of them, and different peers get different ones. With
-    ``same_for_all`` everybody gets (j + t) mod p: one accumulator will do for all peers.
+    So a peer gets all partitions in p times, and different peers get different ones. With
+    ``same_for_all`` all peers get (j + t) mod p, and need only one accumulator.
 
     >>> rotation = Rotation(partitions=2)
     >>> [rotation.part(rotation.turn(sender=0, peer=1), time, numel=10) for time in range(2)]
@@ -35,27 +35,27 @@ class Rotation:
         return (sender if self.same_for_all else peer - sender) % self.partitions
 
     def part(self, turn: int, time: int, numel: int) -> slice:
-        """What of ``numel`` values is due; no partition has two more than another."""
+        """The range of ``numel`` values that is due; partition sizes differ by at most one."""
         due = (turn + time) % self.partitions
         return slice(due * numel // self.partitions, (due + 1) * numel // self.partitions)
 
 
 @dataclass(slots=True, eq=False)
 class Accumulator:
-    """The residual of some peers, all of which have been sent the same."""
+    """The residual for a group of peers, all of which have been sent the same."""
 
     turn: int
     peers: set[Rank]
     residual: Residual
-    taken: int = 0  # how often
-    fresh: bool = False  # whether anything was added since
+    taken: int = 0  # how often a partition was taken
+    fresh: bool = False  # whether anything was added since the last one
 
 
 class PeerAccumulators:
-    """What one worker has still to send, to whom: an accumulator for peers with the same turn.
+    """What one worker has not yet sent: one accumulator for all peers with the same turn.
 
-    Every update is added to every accumulator, and what is taken from one leaves it. So each value
-    of each update leaves for each peer exactly once, however seldom it is taken.
+    Every update is added to every accumulator, and a partition that is taken leaves it. So each
+    value of each update is sent to each peer exactly once, however seldom partitions are taken.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PeerAccumulators:
             accumulator.fresh = True
 
     def take(self, accumulator: Accumulator, above: Above | None = None) -> tuple[int, Floats]:
-        """Where the partition that is due begins, and what it holds.
+        """The start of the partition that is due, and its values.
 
         With ``above``, entries within the bound are zero there and stay in the accumulator.
         """
@@ -89,7 +89,7 @@ class PeerAccumulators:
         return part.start, due.take(EVERYTHING if above is None else bound(above, due, clock))
 
     def include(self, peer: Rank) -> None:
-        """One more, to whom nothing is owed yet."""
+        """Add a peer, for which nothing has accumulated yet."""
         turn = self.rotation.turn(self._sender, peer)
         self.accumulators.append(Accumulator(turn, {peer}, Residual.zeros(self.numel)))
 
@@ -99,7 +99,7 @@ class PeerAccumulators:
 
 
 def without(accumulators: Collection[Accumulator], peer: Rank) -> list[Accumulator]:
-    """Those that remain when a peer is gone; one that nobody else waits for goes with it."""
+    """The accumulators without a dead peer; one that no other peer uses is dropped."""
     for accumulator in accumulators:
         accumulator.peers.discard(peer)
     return [accumulator for accumulator in accumulators if accumulator.peers]
@@ -112,7 +112,7 @@ def bound(above: Above, due: Residual, ctx: EncodeContext) -> float:
 
 
 def packed(values: Floats) -> Buffer:
-    """A slice on the wire where small entries were held back: as the filter packs it, without its
+    """A partition on the wire where small entries were held back: in the filter's format, without
     zeros."""
     flat = Values(values.view(np.uint8), "float32")
     (frame,) = NOT_ZERO.encode(flat, Residual.zeros(values.size), HERE)
@@ -120,10 +120,10 @@ def packed(values: Floats) -> Buffer:
 
 
 def unpacked(frame: Buffer, numel: int) -> Floats:
-    """What ``packed`` packed.
+    """Decode what ``packed`` encoded.
 
     Raises:
-        FrameRefused: It is something else.
+        FrameRefused: The frame has another format.
     """
     NOT_ZERO.examine([frame], numel, "float32")
     values = Values.empty(numel, "float32")

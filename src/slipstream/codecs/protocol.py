@@ -1,4 +1,4 @@
-"""What a codec does with one tensor's part in a chunk, or with one layer, on one link."""
+"""The interface of codecs: encode one tensor's part of a chunk, or one layer, for one link."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Form = Literal["dense", "factors", "rows"]
 
 
 class AboutCodec(Protocol):
-    """What plans and rules ask of any codec."""
+    """What plans and compatibility rules need to know of any codec."""
 
     @property
     def name(self) -> str:
-        """As plans and figures print it."""
+        """The name in plans and metrics."""
         ...
 
     @property
@@ -28,28 +28,28 @@ class AboutCodec(Protocol):
 
     @property
     def lossy(self) -> bool:
-        """Whether what arrives may differ from what was encoded."""
+        """Whether the decoded values may differ from the encoded ones."""
         ...
 
     @property
     def splits(self) -> bool:
-        """Whether a tensor may be cut into chunks (else it travels whole)."""
+        """Whether a tensor may be cut into chunks; else it is sent whole."""
         ...
 
     def facts(self) -> Facts:
-        """What rules about combinations need to know of this codec."""
+        """Facts for the compatibility rules."""
         ...
 
     def obstacle(self, spec: Spec) -> str:
-        """Why this codec cannot carry a tensor, and the way out; empty if it can."""
+        """Why this codec cannot carry a tensor, and what to use instead; empty if it can."""
         ...
 
 
 class Codec(AboutCodec, Protocol):
-    """Turns values into wire frames and back; ``frames`` is how many a segment takes.
+    """Encodes values as wire frames and back; ``frames`` is the number of frames per segment.
 
     A codec that does not send everything keeps the rest in a ``Residual``, one for each segment on
-    each link: whoever encodes there keeps what ``init`` returns and passes it to every ``encode``.
+    each link: the sender keeps the return value of ``init`` and passes it to every ``encode``.
     """
 
     @property
@@ -63,14 +63,14 @@ class Codec(AboutCodec, Protocol):
         """The frames to send.
 
         Args:
-            values: This time's values. They are not changed.
+            values: This time's values; not changed.
             residual: What ``init`` returned; it is changed in place.
             ctx: The clock, the learning rate and the state of the link.
         """
         ...
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
-        """Check what came from a link.
+        """Check frames that were received.
 
         Raises:
             FrameRefused: The frames cannot be decoded into ``numel`` values of this dtype.
@@ -84,7 +84,7 @@ class Codec(AboutCodec, Protocol):
         ...
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
-        """What was sent, as the receiver has it."""
+        """Decode the frames, as the receiver sees them."""
         ...
 
 
@@ -92,7 +92,7 @@ def check_nbytes(frame: Buffer, numel: int, expected: int) -> None:
     """Check the size of a frame whose size follows from the number of its values.
 
     Raises:
-        FrameRefused: It has another one.
+        FrameRefused: It has another size.
     """
     actual = memoryview(frame).nbytes
     if actual != expected:

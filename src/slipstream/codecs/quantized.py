@@ -1,4 +1,4 @@
-"""Eight or four bits a value, one scale a block, and error feedback."""
+"""Eight or four bits per value, one scale per block, and error feedback."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ BLOCKS = range(32, 4096 + 1, 32)  # what native/quantize.h takes
 
 
 class Quantized(Part, frozen=True):
-    """Each value as a whole number of steps; a step is one L-th of its block's largest magnitude.
+    """Send each value as a whole number of steps; L steps are its block's largest magnitude.
 
     With a the values plus the residual r of the last time, and L = 127 (8 bits) or 7 (4 bits):
 
         s = max |aᵢ| / L in the block;  qᵢ = round(aᵢ / s);  rᵢ ← aᵢ − s qᵢ
 
-    s has a short mantissa, so that s qᵢ is exact; to nearest, rᵢ is exact, too. The receiver adds
-    s qᵢ in float32. What rounding loses stays in r and travels later. A NaN or an infinity arrives
-    as such and does not enter r; the finite values of its block wait in r.
+    s has a short mantissa, so that s qᵢ is exact; with ``nearest``, rᵢ is exact, too. The receiver
+    adds s qᵢ in float32. The rounding error stays in r and is sent later. A NaN or an infinity
+    arrives as such and does not enter r; the finite values of its block wait in r.
 
     Args:
         bits: 8 or 4.
         block: How many values share a scale, which takes 4 bytes: a multiple of 32, at most 4096.
-        rounding: ``nearest``, or ``stochastic``: up or down by chance, so that the expected value
-            is aᵢ. Chance follows from ``seed``, the step and the values: a run can be repeated.
+        rounding: ``nearest``, or ``stochastic``: up or down at random, so that the expected value
+            is aᵢ. It depends on ``seed``, the step and the values only: a run can be repeated.
         seed: Of stochastic rounding.
 
     Raises:
@@ -73,7 +73,7 @@ class Quantized(Part, frozen=True):
         return f"int{self.bits}"
 
     def nbytes(self, numel: int) -> int:
-        """What ``numel`` values take on the wire: the scales, and the codes."""
+        """Bytes of ``numel`` values on the wire: the scales, and the codes."""
         return quantized_nbytes(numel, self.bits, self.block)
 
     def facts(self) -> Facts:
@@ -89,7 +89,8 @@ class Quantized(Part, frozen=True):
         self, values: Values, residual: Residual, ctx: EncodeContext = HERE
     ) -> tuple[Buffer, ...]:
         out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
-        # Steps are spread over all seeds, so that neighbouring seeds share none of them soon.
+        # The factor spreads steps over all seeds: runs with neighbouring seeds do not share draws
+        # soon.
         drawn = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
         seed = drawn if self.rounding == "stochastic" else None
         quantize_pack(out, values.data, residual.values, self.bits, self.block, seed)

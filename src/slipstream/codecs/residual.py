@@ -1,4 +1,4 @@
-"""What a link was given and has not sent yet: one type for all codecs that keep a part back."""
+"""What a link was given and has not sent yet: one type for all codecs that hold values back."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ class Decoder(Protocol):
 class Residual:
     """Values that one link was given and has not sent yet.
 
-    Every value is sent exactly once. Whoever sends something of a residual leaves the rest in it:
+    Every value is sent exactly once. An encoder that sends a part leaves the rest in the residual:
 
         sent + kept = values + kept before
 
-    bit for bit where entries are selected; where they are rounded, ``kept`` is what the rounding
-    lost. If the receiver drops the contribution, ``put_back`` makes it as if it were never sent.
+    bit for bit where entries are selected; where they are rounded, ``kept`` is the rounding
+    error. If the receiver drops the contribution, ``put_back`` restores the state before it was
+    sent.
 
-    A codec that has more to remember than values (the last factors of a low-rank approximation,
-    say) returns a subclass from ``init``.
+    A codec with more state than these values (the last factors of a low-rank approximation, for
+    example) returns a subclass from ``init``.
 
     Attributes:
         values: What is kept, one entry for each value of the segment. Encoders change it in place.
-        separable: Whether entries are sent independently of each other. If not, one value that is
-            not finite spoils the whole contribution: nothing of it entered the residual, and
-            nothing of it returns.
+        separable: Whether entries are sent independently of each other. If not, one non-finite
+            value makes the whole contribution invalid: none of it entered the residual, and none
+            returns.
 
     >>> residual = Residual.zeros(3)
     >>> residual.add(np.float32([0.25, -2, 1]))
@@ -55,21 +56,21 @@ class Residual:
         return cls(np.zeros(numel, np.float32), separable)
 
     def part(self, part: slice) -> Residual:
-        """A view: what changes in it changes here."""
+        """A view: changes of it change this residual."""
         return Residual(self.values[part], self.separable)
 
     def add(self, values: Floats) -> None:
-        """More to send."""
+        """Add values to send later."""
         np.add(self.values, values, out=self.values)
 
     def take(self, above: float = EVERYTHING) -> Floats:
         """Remove what is to be sent now.
 
         Args:
-            above: Entries whose magnitude is at most this stay. By default all leave.
+            above: Keep entries whose magnitude is at most this. By default nothing is kept.
 
         Returns:
-            The entries that leave, and zeros in the place of those that stay. A NaN leaves.
+            The entries to send, and zeros in the place of those that stay. A NaN is sent.
         """
         taken = self.values.copy()
         if above < 0:
@@ -81,7 +82,7 @@ class Residual:
         return taken
 
     def put_back(self, codec: Decoder, frames: Sequence[Buffer]) -> None:
-        """A contribution was dropped: return what was sent, but for what is not finite."""
+        """A contribution was dropped: add back what was sent, except non-finite values."""
         sent = Values.empty(self.values.size, "float32")
         codec.decode_into(frames, sent)
         numbers = sent.data.view(np.float32)
@@ -90,17 +91,17 @@ class Residual:
             np.add(self.values, numbers, out=self.values, where=finite)
 
     def clear(self) -> None:
-        """Forget what is kept: it belongs to weights that are no longer trained."""
+        """Drop what is kept: it belongs to weights that are no longer trained."""
         self.values[:] = 0
 
 
 def kept_values(residuals: Sequence[Residual | None]) -> list[Floats | None]:
-    """What each residual keeps, itself and no copy."""
+    """The values of each residual, not copied."""
     return [None if residual is None else residual.values for residual in residuals]
 
 
 def obstacle_to_residual(spec: Spec) -> str:
-    """Why a tensor cannot have a residual, and the way out; empty if it can."""
+    """Why a tensor cannot have a residual, and what to use instead; empty if it can."""
     if spec.dtype == "float32":
         return ""
     return f"it is {spec.dtype}, and residuals are kept in float32: route it to Dense()"

@@ -44,7 +44,7 @@ class Rows(LayerCodec, frozen=True):
         return IDS, Wanted(layer.inputs)
 
     def examine(self, frames: Sequence[Buffer], layer: Layer) -> None:
-        """Also that the table has rows of these ids."""
+        """Also check that the table has rows with these ids."""
         super().examine(frames, layer)
         _, _, used = frames_taken(frames, IDS)
         for frame in frames[1:used]:
@@ -55,5 +55,5 @@ class Rows(LayerCodec, frozen=True):
     def accumulate(
         self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
     ) -> None:
-        """Every row is added at its id, in the order of the stack."""
+        """Add every row at its id, in the order of the stack."""
         math.add_rows(layer, first, second, rows, share)

@@ -1,4 +1,4 @@
-"""Which entries of an accumulated tensor travel now. Pure."""
+"""Which entries of an accumulated tensor to send now. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.parts import Facts, Part, facts
 from slipstream.types import EncodeContext, Values
 
 Decay = Literal["rate", "root", "constant"]
-SAMPLES = 4096  # a share of them is within two points of the same share of all, nearly always
+SAMPLES = 4096  # the sampled share is nearly always within two points of the exact one
 
 
 def _check_bound(name: str, bound: object) -> None:
@@ -27,11 +27,11 @@ def _check_bound(name: str, bound: object) -> None:
 
 
 class Drop(Part, frozen=True):
-    """Hold back a share of the entries; the bound is found anew each time, in a sample.
+    """Hold back a share of the entries; the bound is estimated each time from a sample.
 
-    It is the largest that holds back no more than the share. Of equal entries all travel: if they
-    were held back, entries that are all alike would wait for ever. Where more than the share are
-    zero, the rest all travel.
+    The bound is the largest that holds back no more than the share. Equal entries are all sent: if
+    they were held back, a tensor of equal entries would wait for ever. If more than the share are
+    zero, all other entries are sent.
 
     Args:
         ratio: The share, at least 0 and less than 1.
@@ -54,8 +54,8 @@ class Drop(Part, frozen=True):
             )
 
     def bound(self, values: Values, memory: Floats, clock: int) -> float:
-        """The bound for values plus memory; of every so many entries one is read."""
-        # Odd, so that it does not fall in step with the rows of a matrix.
+        """The bound for values plus memory, from every ``stride``-th entry."""
+        # Odd, so that the sample does not hit the same columns of a matrix again and again.
         stride = max(1, values.numel // SAMPLES) | 1
         taken = slice(clock % stride, None, stride)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -69,13 +69,13 @@ class Drop(Part, frozen=True):
 
 
 class Above(Part, frozen=True):
-    """Entries above the bound δᵗ travel (Parameter Flow's value-bounded filter, DVF).
+    """Send entries above the bound δᵗ (Parameter Flow's value-bounded filter, DVF).
 
     Args:
         delta: δ, or the share of entries to ``Drop``.
-        decay: What δᵗ is: "rate" δ·lrₜ/lr₀, "root" δ/√t (the paper's), "constant" δ.
-        congested: Takes the place of ``delta`` on a link that lacks bandwidth (the paper's δ_up).
-        congested_below: A link with fewer bytes a second to spare lacks bandwidth.
+        decay: How δᵗ changes: "rate" δ·lrₜ/lr₀, "root" δ/√t (the paper's), "constant" δ.
+        congested: Replaces ``delta`` on a congested link (the paper's δ_up).
+        congested_below: A link with less available bandwidth, in bytes per second, is congested.
         of_mean: Divide δ by √n: the mean of n workers' updates is that much smaller.
 
     Raises:
@@ -102,7 +102,7 @@ class Above(Part, frozen=True):
         return facts()
 
     def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
-        """δᵗ; a share to drop gives it as it stands, since it is steady by itself."""
+        """δᵗ; a bound from a share to drop does not decay, since its share is constant."""
         wanted = self.congested if ctx.congested and self.congested is not None else self.delta
         if isinstance(wanted, Drop):
             return wanted.bound(values, memory, ctx.clock)
@@ -114,14 +114,14 @@ class Above(Part, frozen=True):
 
 
 class Rotate(Part, frozen=True):
-    """One of p partitions of the flat model each time, another one the next time (Ako).
+    """Send one of p partitions of the flat model at a time, in rotation (Ako).
 
     Args:
-        partitions: p. None: as many as the links need, computed again as they change.
-        same_for_all: All peers get the same partition at a time: one accumulator will do instead
+        partitions: p. None: as many as the links need, recomputed as they change.
+        same_for_all: All peers get the same partition at a time: one accumulator is enough instead
             of min(p, n − 1).
-        bytes_s: What a worker's link carries. None: it is measured.
-        above: Hold back the small entries of the partition, too.
+        bytes_s: The rate of a worker's link. None: it is measured.
+        above: Also hold back the small entries of the partition.
 
     Raises:
         ConfigError: ``partitions`` or ``bytes_s`` is not above 0.
@@ -146,7 +146,7 @@ class Rotate(Part, frozen=True):
         return facts("up: partial exchange")
 
     def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
-        """Within the partition that is due."""
+        """The threshold within the partition that is due."""
         return -1.0 if self.above is None else self.above.threshold(values, memory, ctx)
 
 

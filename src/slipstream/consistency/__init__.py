@@ -1,4 +1,4 @@
-"""When a worker may go on, and which contributions count. Pure."""
+"""When a worker may continue, and which contributions count. Pure."""
 
 from slipstream.consistency.admission import All, AnyAdmission, Each, FirstOf, Fold
 from slipstream.consistency.consistency import Consistency

@@ -15,13 +15,13 @@ from slipstream.parts import Facts, Part, facts
 class Admission(Part, frozen=True):
     """Which contributions make a round."""
 
-    decided: ClassVar[bool] = False  # whether one holder decides who makes a round
+    decided: ClassVar[bool] = False  # whether one holder decides for all which workers make a round
 
     def among(self, workers: int) -> Self:
-        """The same with what depends on the number of workers filled in.
+        """The same with values that depend on the number of workers filled in.
 
         Raises:
-            ConfigError: It cannot be for so many workers.
+            ConfigError: The rule is impossible with so many workers.
         """
         return self
 
@@ -30,8 +30,8 @@ class Admission(Part, frozen=True):
         raise NotImplementedError
 
     def follows(self, *, seen: int, begun: int, result: int) -> bool:
-        """Whether a worker that has the results of ``seen`` rounds, and has begun ``begun``, may be
-        sent the one of round ``result`` now."""
+        """Whether a worker that has the results of ``seen`` rounds, and has begun ``begun`` rounds,
+        may now be sent the result of round ``result``."""
         return seen <= result
 
 
@@ -39,7 +39,7 @@ class EveryRound(Admission, frozen=True):
     """Every worker contributes to every round; see ``All`` and ``Fold``.
 
     Args:
-        without_lost: If a worker is lost, the others make the rounds; else the job fails.
+        without_lost: If a worker is lost, the remaining workers continue; else the job fails.
     """
 
     without_lost: bool = False
@@ -52,10 +52,10 @@ class EveryRound(Admission, frozen=True):
 
 
 class All(EveryRound, frozen=True):
-    """A round is made by all n workers.
+    """A round needs the contributions of all n workers.
 
     Args:
-        without_lost: If a worker is lost, the others make the rounds; else the job fails.
+        without_lost: If a worker is lost, the remaining workers continue; else the job fails.
 
     >>> ledger = All().ledger(workers=2, ahead=0)
     >>> ledger.arrive(rank=1, clock=0), ledger.close()
@@ -72,15 +72,15 @@ class All(EveryRound, frozen=True):
 
 
 class FirstOf(Admission, frozen=True):
-    """A round is made by the first N whole gradients to arrive, the same ones at every holder.
+    """A round closes with the first N complete gradients, the same ones at every holder.
 
-    The gradients of the others are dropped, and they go on with the round that is open then.
+    The other gradients are dropped; their workers join the round that is open then.
 
     Args:
         first: N.
-        backup: How many workers are not waited for; N is the number of the others.
-        adapts: N is found in the run.
-        close_after_s: A round also closes after this time with whoever has arrived.
+        backup: How many workers a round does not wait for; N is the number of the others.
+        adapts: N is found during the run.
+        close_after_s: A round also closes after this time with the gradients that have arrived.
         min_first: But not with fewer than these.
 
     Raises:
@@ -122,7 +122,7 @@ class FirstOf(Admission, frozen=True):
         """The same with N filled in."""
         first = workers - (self.backup or 0) if self.first is None else self.first
         if workers == 1:
-            first = 1  # a try of the script, alone
+            first = 1  # the script runs as one process
         if not 1 <= first <= workers:
             asked = f"backup={self.backup}" if self.first is None else f"first={self.first}"
             allowed = f"1 to {workers}" if self.first is not None else f"0 to {workers - 1}"
@@ -134,7 +134,8 @@ class FirstOf(Admission, frozen=True):
         return FirstOfLedger()
 
     def closes(self, *, came: int, members: int, open_s: float) -> bool:
-        """Whether a round is complete that ``came`` of ``members`` have made in this time."""
+        """Whether a round is complete that has ``came`` of ``members`` contributions after this
+        time."""
         if came >= min(self.first or members, members):
             return True
         return (
@@ -145,13 +146,13 @@ class FirstOf(Admission, frozen=True):
 
 
 class Fold(EveryRound, frozen=True):
-    """Round t closes when all workers have pushed clock t; what faster ones have pushed since, of
-    up to as many later clocks as the gate allows, is part of it (SSP).
+    """Round t closes when all workers have pushed clock t. It also contains gradients of later
+    clocks, as many as the gate allows, that faster workers have already pushed (SSP).
 
-    When a slow worker leaves, rounds that waited only for it close with nothing in them.
+    When a slow worker leaves, rounds that waited only for it close empty.
 
     Args:
-        without_lost: If a worker is lost, the others make the rounds; else the job fails.
+        without_lost: If a worker is lost, the remaining workers continue; else the job fails.
 
     >>> ledger = Fold().ledger(workers=2, ahead=1)
     >>> [ledger.arrive(rank, clock) for rank, clock in ((0, 0), (0, 1), (1, 0))]
@@ -168,7 +169,7 @@ class Fold(EveryRound, frozen=True):
 
 
 class Each(Admission, frozen=True):
-    """Every gradient is an update of its own, applied when it arrives.
+    """Every gradient is its own update, applied when it arrives.
 
     Args:
         ramp_up: Worker k of n begins after k/n of so many updates, so that staleness grows slowly.

@@ -1,11 +1,11 @@
-"""Who makes a round, decided in one place for all holders. Pure: time is passed in.
+"""One holder decides for all which workers make a round. Pure: time is passed in.
 
 A worker has arrived when every holder has its part of the worker's gradient. When enough workers
-have arrived, they make the round, and every holder is told so. A worker that arrives for a round
-that is over gets the current weights at once. If it is late twice running, it gets them when the
-next round opens, and begins that one with the others; with steps of even length it would otherwise
-always be late. Holders get decisions in the order in which they were made, so that a worker gets
-weights of one version from all of them.
+have arrived, they make the round, and every holder gets this decision. A worker that arrives for a
+closed round gets the current weights at once. If it is late twice in a row, it gets them when the
+next round opens, and begins that round with the other workers; if all steps took equally long, it
+would otherwise always be late. Holders get decisions in the order in which they were made, so that
+a worker gets the same version of the weights from all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT_LATE = 1 << 14  # the last gradients that were dropped, by round and worker
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """This round is made by these workers."""
+    """These workers make this round."""
 
     round: int
     ranks: tuple[Rank, ...]
@@ -32,7 +32,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """This worker came too late: it gets the current weights, with which this round is made."""
+    """This worker was late: it gets the current weights, those of this round."""
 
     round: int
     rank: Rank
@@ -43,25 +43,25 @@ Decision = Made | Late
 
 @dataclass(slots=True)
 class Agreement:
-    """The state of it, at the holder that decides."""
+    """The state of the agreement, at the holder that decides."""
 
     rule: FirstOf
     workers: int
     holders: int
     round: int = 0
     members: set[Rank] = field(default_factory=set)
-    left: set[Rank] = field(default_factory=set)  # for good
-    made: Counter[Rank] = field(default_factory=Counter)  # rounds, by worker
+    left: set[Rank] = field(default_factory=set)  # do not come back
+    made: Counter[Rank] = field(default_factory=Counter)  # rounds made, by worker
     dropped: Counter[Rank] = field(default_factory=Counter)
     late: deque[tuple[int, Rank]] = field(default_factory=lambda: deque(maxlen=KEPT_LATE))
-    first: list[tuple[int, int | None]] = field(default_factory=list)  # since which round how many
+    first: list[tuple[int, int | None]] = field(default_factory=list)  # (from round, N)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    # Asked after every round for the rule of the next.
+    # Called after every round; returns the rule of the next.
     reconsider: Callable[[Agreement], FirstOf] = lambda agreement: agreement.rule
-    # By worker and holder: the last round for which the holder has all that it gets of a gradient.
+    # By worker and holder: the last round for which the holder has its whole part of the gradient.
     _reported: dict[Rank, dict[int, int]] = field(default_factory=dict)
     _in: set[Rank] = field(default_factory=set)
-    _held: dict[Rank, float] = field(default_factory=dict)  # since when; served as a round opens
+    _held: dict[Rank, float] = field(default_factory=dict)  # since when; until a round opens
     _round_s: float = 0.0  # the last one's duration
     _dropped_last: dict[Rank, bool] = field(default_factory=dict)
     _opened_at: float | None = None
@@ -71,21 +71,21 @@ class Agreement:
         self.first = [(0, self.rule.first)]
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
-        """All that a holder gets of a worker's gradient for a round is there.
+        """A holder has its whole part of a worker's gradient for a round.
 
         Returns:
-            What is decided now. A report that a holder has made before changes nothing.
+            The new decisions. A repeated report of a holder changes nothing.
 
         Raises:
             FrameRefused: The round is not open yet.
         """
         if rank in self.left:
-            return []  # it came after its farewell
+            return []  # after the worker had left
         if round_ > self.round or rank >= self.workers:
             raise FrameRefused(f"rank {rank} is in round {round_}, but {self.round} is open")
-        self.members.add(rank)  # it may have been given up for lost
+        self.members.add(rank)  # it may have counted as lost
         if self._opened_at is None:
-            self._open(now)  # nobody knows when the first steps began
+            self._open(now)  # the start of the first steps is unknown
         reported = self._reported.setdefault(rank, {})
         if round_ <= reported.get(holder, -1):
             return []
@@ -107,11 +107,11 @@ class Agreement:
         return [Late(self.round, rank)]
 
     def is_in(self, rank: Rank) -> bool:
-        """Whether its gradient is there for the open round."""
+        """Whether this worker's gradient for the open round has arrived."""
         return rank in self._in
 
     def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
-        """A worker has left, or is given up for lost; rounds close without it."""
+        """A worker has left, or counts as lost; rounds close without it."""
         self.members.discard(rank)
         if not lost:
             self.left.add(rank)
@@ -119,21 +119,21 @@ class Agreement:
         return self.tick(now)
 
     def _enough_without(self, held: set[Rank]) -> bool:
-        """Whether a round can be made by the others."""
+        """Whether the workers that are not held can make a round."""
         there = (self.members | self._in | held) - self.left
         return len(there - held) >= min(self.rule.first or self.workers, len(there))
 
     def _serve_held(self, now: float) -> list[Decision]:
-        held = sorted(self._held.keys() - self.left)  # also who was lost since
+        held = sorted(self._held.keys() - self.left)  # also those lost since
         self._held.clear()
         for rank in held:
             self.arrivals.served(rank, now)
         return [Late(self.round, rank) for rank in held]
 
     def tick(self, now: float) -> list[Decision]:
-        """Close the open round if it can be, as things stand or because of the time."""
+        """Close the open round if it has enough gradients, or if its time is over."""
         closed = self._close(now)
-        # The others may have paused: nobody is held for longer than rounds take.
+        # Other workers may have paused: do not hold a worker for longer than about two rounds.
         tired = any(now - since > 2 * self._round_s for since in self._held.values())
         if closed or tired or not self._enough_without(set(self._held)):
             closed += self._serve_held(now)

@@ -1,4 +1,4 @@
-"""One value for a strategy's consistency: which contributions count, when a worker may go on."""
+"""A strategy's consistency: which contributions count, when a worker may continue."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.parts import Facts, Part
 
 
 class Consistency(Part, frozen=True):
-    """When contributions count and when workers go on.
+    """Which contributions count, and when workers may continue.
 
     Args:
         admit: Which contributions make a round.
         gate: When a worker may begin its next round.
-        damping: What an old gradient's learning rate is multiplied by.
+        damping: The factor for an old gradient's learning rate.
 
     >>> Consistency().lockstep, Consistency(gate=Lag(2)).lockstep
     (True, False)
@@ -32,36 +32,36 @@ class Consistency(Part, frozen=True):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers make every round and wait for it, so that one that falls out of step
-        is an error."""
+        """Whether all workers make every round and wait for it. A worker that is in another round
+        is then an error."""
         return isinstance(self.admit, All) and self.gate == Lag(0)
 
     @property
     def alone(self) -> bool:
-        """Whether every gradient is an update of its own, made by whoever holds the weights."""
+        """Whether every gradient is its own update, applied by the holder of the weights."""
         return isinstance(self.admit, Each) and not isinstance(self.gate, LagBehindPeers)
 
     @property
     def agreed(self) -> bool:
-        """Whether holders must agree on who made a round before any of them closes it."""
+        """Whether holders must agree on the workers of a round before any of them closes it."""
         return self.admit.decided
 
     @property
     def goes_on(self) -> bool:
-        """Whether the others go on when a worker is lost."""
+        """Whether training continues when a worker is lost."""
         lost = "survives lost workers" in self.admit.facts()
         return lost or self.agreed or isinstance(self.admit, Each)
 
     @property
     def under_way(self) -> int:
-        """How many contributions to a unit a worker may have made that are not answered yet."""
+        """How many unanswered contributions to a unit a worker may have."""
         return self.gate.under_way
 
     def among(self, workers: int) -> Consistency:
-        """The same with what depends on the number of workers filled in.
+        """The same with values that depend on the number of workers filled in.
 
         Raises:
-            ConfigError: It cannot be for so many workers.
+            ConfigError: The consistency is impossible with so many workers.
         """
         return msgspec.structs.replace(
             self, admit=self.admit.among(workers), gate=self.gate.among(workers)
@@ -74,10 +74,10 @@ class Consistency(Part, frozen=True):
         return self.admit.follows(seen=seen, begun=begun, result=result)
 
     def ledger(self, workers: int) -> RoundLedger:
-        """An empty one, for one unit."""
+        """An empty ledger for one unit."""
         ahead = self.gate.steps if isinstance(self.gate, Lag) else 0
         return self.admit.ledger(workers, ahead)
 
     def rate(self, age: int) -> float:
-        """What the learning rate is multiplied by for a gradient this many updates old."""
+        """The factor for the learning rate of a gradient that is this many updates old."""
         return self.damping.rate(age)

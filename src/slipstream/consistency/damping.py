@@ -1,4 +1,4 @@
-"""What the learning rate of an old gradient is multiplied by. Pure."""
+"""The factor for the learning rate of an old gradient. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from slipstream.parts import Facts, Part, facts
 
 
 class Constant(Part, frozen=True):
-    """The same factor whatever a gradient's age.
+    """The same factor for every age.
 
-    A learning rate that is stable in rounds may be too high where gradients are old.
+    A learning rate that is stable in synchronous training may be too high for old gradients.
 
     Args:
         factor: Above 0, at most 1.

@@ -1,4 +1,4 @@
-"""When a worker may begin its next step. Frozen and pure: runtimes ask, and do the waiting."""
+"""When a worker may begin its next step. Frozen and pure: runtimes call gates, and wait."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slipstream.parts import Facts, Part, facts
 from slipstream.types import Rank
 
 STEPS_PER_WORKER = 4
-MOST_STEPS = 1000  # ahead: what is under way takes memory
+MOST_STEPS = 1000  # ahead: contributions in flight need memory
 
 
 class Gate(Part, frozen=True):
-    """When a worker may begin its next step. ``under_way`` is how many contributions to a unit it
-    may have made whose results it has not applied."""
+    """When a worker may begin its next step. ``under_way``: how many contributions to a unit it may
+    have made whose results it has not applied."""
 
     def among(self, workers: int) -> Self:
-        """The same with what depends on the number of workers filled in."""
+        """The same with values that depend on the number of workers filled in."""
         return self
 
     def may_start(self, progress: Progress) -> bool:
@@ -36,7 +36,7 @@ class Lag(Gate, frozen=True):
         steps: s. 0 is lockstep.
 
     Raises:
-        ConfigError: s is negative, or takes too much memory.
+        ConfigError: s is negative, or would need too much memory.
 
     >>> Lag(1).may_start(Progress(round=3, committed=2)), Lag(1).may_start(Progress(4, 2))
     (True, False)
@@ -64,10 +64,10 @@ class Lag(Gate, frozen=True):
 class LagBehindPeers(Gate, frozen=True):
     """A worker begins step c only when c < min over its peers of their last known step + p + τ.
 
-    p steps pass before a peer has received everything of one step. Only live peers count.
+    A peer has everything of one step only after p steps. Only live peers count.
 
     Args:
-        extra: τ, for networks and steps that are uneven. None: four for each worker.
+        extra: τ, for uneven networks and step times. None: four for each worker.
 
     Raises:
         ConfigError: τ is negative or no whole number.
@@ -93,14 +93,14 @@ class LagBehindPeers(Gate, frozen=True):
         return msgspec.structs.replace(self, extra=STEPS_PER_WORKER * workers)
 
     def may_begin(self, step: int, known: Mapping[Rank, int], partitions: int) -> bool:
-        """Whether step ``step`` may begin; ``known``: by peer, how many steps it has made."""
+        """Whether step ``step`` may begin; ``known``: the number of steps of each peer."""
         return not known or step < min(known.values()) + self._reach(partitions)
 
     def clock(self, updates: int, beat: int, partitions: int) -> int:
         """The steps a peer is known to have made, from its updates and from its heartbeats.
 
-        Updates leave from the training thread, which may be busy elsewhere; heartbeats do not. At
-        most p + τ steps may be in flight, so an update is at most 2(p + τ) steps old.
+        The training thread sends updates and may be busy elsewhere; heartbeats have their own
+        thread. At most p + τ steps may be in flight, so an update is at most 2(p + τ) steps old.
         """
         return max(updates, min(beat, updates + self._reach(partitions)))
 
@@ -111,7 +111,7 @@ class LagBehindPeers(Gate, frozen=True):
 
 
 class Free(Gate, frozen=True):
-    """A worker waits for nobody."""
+    """A worker never waits."""
 
     under_way: ClassVar[int] = 1
 

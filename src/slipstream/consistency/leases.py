@@ -1,7 +1,7 @@
-"""Batches dealt one at a time from the whole set, so that each counts once an epoch. Pure.
+"""Deal batches one at a time from the whole data set, so that each counts once per epoch. Pure.
 
-A batch belongs to whoever leases it until its gradient has counted; one whose gradient was dropped
-goes back, and is dealt before all others.
+A batch belongs to the worker that leases it until its gradient has counted. A batch whose gradient
+was dropped goes back, and is dealt before all others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.types import Rank
 
 @dataclass(frozen=True, slots=True, order=True)
 class Batch:
-    """The ``number``-th batch of an epoch; what is in it, everybody works out alike."""
+    """The ``number``-th batch of an epoch; every worker computes its content from these."""
 
     epoch: int
     number: int
@@ -23,14 +23,14 @@ class Batch:
 
 @dataclass(slots=True)
 class Leases:
-    """Epochs of ``batches`` each, one after the other without a gap."""
+    """Epochs of ``batches`` batches each, one after the other without a gap."""
 
     batches: int
     counted: int = 0
     _next: int = 0
     _returned: deque[Batch] = field(default_factory=deque)
     _leased: dict[Rank, deque[Batch]] = field(default_factory=dict)
-    _deferred: Counter[Rank] = field(default_factory=Counter)  # of those leased, the oldest
+    _deferred: Counter[Rank] = field(default_factory=Counter)  # how many of the oldest leased ones
 
     def lease(self, rank: Rank) -> Batch:
         if self._returned:
@@ -42,9 +42,10 @@ class Leases:
         return batch
 
     def finish(self, rank: Rank, *, counts: bool) -> None:
-        """The gradient of a worker's oldest batch has arrived; who leases none has its own data.
+        """The gradient of a worker's oldest batch has arrived. A worker without a lease uses its
+        own data.
 
-        If it counts, so do those that were deferred, which are part of it.
+        If it counts, so do the deferred batches, which are part of it.
         """
         leased = self._leased.get(rank)
         if not leased:
@@ -57,29 +58,29 @@ class Leases:
             self.counted += 1
 
     def defer(self, rank: Rank) -> None:
-        """The gradient of a worker's oldest batch was dropped, and has returned to its residual: it
+        """The gradient of a worker's oldest batch was dropped, and has returned to its residual. It
         counts with the next one, unless the worker leaves before that."""
         if self._deferred[rank] < len(self._leased.get(rank, deque())):
             self._deferred[rank] += 1
 
     def first_of(self, rank: Rank, number: int) -> list[Batch]:
-        """The oldest that a worker has leased, at most so many."""
+        """The oldest batches that a worker has leased, at most ``number``."""
         return list(self._leased.get(rank, deque()))[: max(0, number)]
 
     def deal_again(self, batches: Iterable[Batch]) -> None:
-        """Their gradients had counted, and are lost."""
+        """Deal batches again whose gradients had counted, but were lost."""
         again = list(batches)
         self.counted -= len(again)
         self._return(again)
 
     def give_back(self, rank: Rank, number: int) -> None:
-        """A worker will not train on the last so many that it leased."""
+        """A worker will not train on the last ``number`` batches that it leased."""
         leased = self._leased.get(rank, deque())
         self._return([leased.pop() for _ in range(min(number, len(leased)))])
 
     def forfeit(self, rank: Rank, *, keeping: int) -> None:
-        """A worker has left: others get what it had, but for the oldest ones, ``keeping`` of them,
-        whose gradients are in and may yet count."""
+        """A worker has left: its batches go to others, except the oldest ``keeping``, whose
+        gradients have arrived and may still count."""
         leased = self._leased.pop(rank, deque())
         kept = keeping + self._deferred[rank] if keeping else 0
         self._leased[rank] = deque(list(leased)[:kept])

@@ -1,4 +1,4 @@
-"""Ledgers of rounds, one for each way of admitting contributions."""
+"""Ledgers of rounds, one for each kind of admission."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.types import Rank
 
 @dataclass(slots=True)
 class AllLedger:
-    """Every worker that is there makes every round; none is more than ``ahead`` rounds ahead."""
+    """Every live worker makes every round; none is more than ``ahead`` rounds ahead."""
 
     members: set[Rank]
     round: int = 0
@@ -22,8 +22,8 @@ class AllLedger:
     def arrive(self, rank: Rank, clock: int) -> bool:
         if rank not in self.members:
             raise FrameRefused(f"rank {rank} has left")
-        # On a mesh this worker may have pushed `ahead` rounds that are open here; a peer that has
-        # everybody's may have closed all of these, and begun as many again.
+        # On a mesh this worker may have pushed `ahead` rounds that are still open here. A peer that
+        # has all contributions may have closed these rounds, and begun as many again.
         if not self.round <= clock <= self.round + 1 + 2 * self.ahead:
             raise FrameRefused(f"round {clock} while round {self.round} is open")
         came = self._came.setdefault(clock, set())
@@ -47,7 +47,7 @@ class AllLedger:
 
 @dataclass(slots=True)
 class FirstOfLedger:
-    """Who made a round is decided for all holders in one place; see ``Agreement``."""
+    """``Agreement`` decides in one place for all holders which workers made a round."""
 
     round: int = 0
     _came: set[Rank] = field(default_factory=set)
@@ -64,10 +64,10 @@ class FirstOfLedger:
         return True
 
     def retire(self, rank: Rank) -> None:
-        """Whoever decides has heard of it too."""
+        """Nothing to do: the holder that decides also knows that the worker left."""
 
     def decide(self, ranks: tuple[Rank, ...]) -> None:
-        """These make the open round; all their contributions are here."""
+        """These workers make the open round; all their contributions are here."""
         missing = set(ranks) - self._came
         if missing or not ranks:
             raise FrameRefused(
@@ -87,10 +87,10 @@ class FirstOfLedger:
 
 @dataclass(slots=True)
 class SspLedger:
-    """Everything that has come is folded in when the slowest worker has pushed the open clock."""
+    """All arrived contributions are folded in when the slowest worker has pushed the open clock."""
 
     bound: int
-    clocks: dict[Rank, int]  # contributions made, by those who are there
+    clocks: dict[Rank, int]  # number of contributions of each live worker
     round: int = 0
     _waiting: list[tuple[int, Rank]] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class SspLedger:
 
 @dataclass(slots=True)
 class AsyncLedger:
-    """Each contribution is an update of its own; who comes before its turn is told to wait."""
+    """Each contribution is its own update; a worker that comes before its turn has to wait."""
 
     begins_at: list[int]  # by rank: the update before which its gradients do not count
     round: int = 0
@@ -136,7 +136,8 @@ class AsyncLedger:
         return True
 
     def retire(self, rank: Rank) -> None:
-        """Nobody waits for it anyway; but others' turn may not depend on its updates."""
+        """No round waits for it; but ramp-up may wait for its updates, so all workers may begin
+        now."""
         self.begins_at = [0] * len(self.begins_at)
 
     def close(self) -> Closed | None:
@@ -145,7 +146,7 @@ class AsyncLedger:
         begun = {rank for rank in self._early if updates >= self.begins_at[rank]}
         if not made and not begun:
             return None
-        self.round = max(1, updates)  # a result is always one of some update
+        self.round = max(1, updates)  # a result always belongs to some update
         self._early -= begun
         audience = tuple(sorted(begun.union(rank for _, rank in made)))
         return Closed(made, 1, audience, dropped=tuple(sorted(begun)))

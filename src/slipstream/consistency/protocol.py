@@ -1,4 +1,4 @@
-"""What rounds are counted in: ledgers, and what they say of a closed round."""
+"""The interface of ledgers, which count rounds, and their report of a closed round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.types import Rank
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a worker stands with one unit: the round it wants to begin, the rounds committed."""
+    """A worker's position in one unit: the round it wants to begin, and the rounds committed."""
 
     round: int
     committed: int
@@ -18,9 +18,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A round that closed: the contributions that make it, by clock and rank, in the order in which
-    they are summed; what their sum is divided by; who gets the result (None: everybody); and who of
-    these gets it for a contribution that did not count."""
+    """A closed round: its contributions, by clock and rank, in the order in which they are
+    summed; the divisor of the sum; who gets the result (None: all workers); and which of these get
+    it for a contribution that did not count."""
 
     contributions: tuple[tuple[int, Rank], ...]
     divisor: int
@@ -29,11 +29,11 @@ class Closed:
 
 
 class RoundLedger(Protocol):
-    """One unit's rounds, as whoever aggregates it counts them."""
+    """Counts one unit's rounds, at its aggregator."""
 
     @property
     def round(self) -> int:
-        """The open one: as many have closed."""
+        """The open round; so many have closed."""
         ...
 
     def arrive(self, rank: Rank, clock: int) -> bool:
@@ -43,14 +43,14 @@ class RoundLedger(Protocol):
             Whether it counts, now or later; one that is too late does not.
 
         Raises:
-            FrameRefused: It fits no round.
+            FrameRefused: It matches no round.
         """
         ...
 
     def retire(self, rank: Rank) -> None:
-        """A worker has left: no round waits for it any more."""
+        """A worker has left: rounds no longer wait for it."""
         ...
 
     def close(self) -> Closed | None:
-        """Close the open round if it is complete; then the next is open."""
+        """Close the open round if it is complete; the next is then open."""
         ...

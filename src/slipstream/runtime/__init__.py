@@ -1,1 +1,1 @@
-"""What waits and what runs: members, holders, exchanges, servers, launch, checkpoints."""
+"""The running parts: members, aggregators, channels, servers, launcher, checkpoints."""

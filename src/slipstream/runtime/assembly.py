@@ -1,4 +1,4 @@
-"""Puts a plan's channels together: the same for training and for simulations, and free of torch."""
+"""Builds a plan's channels, for training and for simulations; does not import torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def round_channel(
     colocated: Collection[str] = (),
     limit_s: float,
 ) -> RoundChannel:
-    """The channel of all units that travel over links.
+    """The channel of all units that are sent over links.
 
-    Where workers may run ahead of results that are increments, every result is applied, in order.
+    Where results are increments and workers may run ahead of them, every result is applied, in
+    order.
     """
     kind = UpdateStream if plan.runs_ahead else RoundChannel
     return kind(rank, plan, member, slots, math=math, colocated=colocated, limit_s=limit_s)

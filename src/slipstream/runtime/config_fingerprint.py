@@ -1,4 +1,4 @@
-"""What all ranks must have alike, line by line."""
+"""Configuration that all ranks must share, compared line by line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def difference(rank: int, first: Sequence[str], other: Sequence[str], whose: str) -> str:
-    """The first thing in which a rank's model or strategy differs; ``whose`` is who has the first
-    ones."""
+    """The first line in which a rank's model or strategy differs; ``whose`` names the owner of the
+    first lines."""
     for theirs, its in zip(first, other, strict=False):
         if theirs != its:
             return f"rank {rank} differs from {whose}: it has {its}; {whose} has {theirs}"

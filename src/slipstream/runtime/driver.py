@@ -1,6 +1,6 @@
-"""Takes the channels of one plan through the steps of a training loop. Free of torch.
+"""Drives the channels of one plan through the steps of a training loop; does not import torch.
 
-Training (``slipstream.torch``) and simulations (``slipstream.testing``) drive channels with this.
+Training (``slipstream.torch``) and simulations (``slipstream.testing``) both use it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from slipstream.runtime.exchange.channel import Channel
 
 
 class LayerSource(Protocol):
-    """Layers whose gradients may travel in compact form, which the framework captures."""
+    """Layers whose gradients may be sent in compact form; the framework captures them."""
 
     def begin_step(self, step: int) -> None:
         """This step of the training loop begins now."""
         ...
 
     def flush(self) -> None:
-        """Hand over what has not left yet; called before the channels are flushed."""
+        """Hand over what has not been sent; called before the channels are flushed."""
         ...
 
 
 class Driver:
-    """One exchange of everything a step.
+    """Exchanges all tensors once per step.
 
     Attributes:
-        step: Of the training loop; channels send it along, so that holders can tell when workers
-            fall out of step.
-        exchanged: Whether this step's contributions have all been made.
-        frozen: Whether weights stay as they are between steps: nothing is taken unasked.
-        layers: Captured layers, if the plan lets any travel in compact form.
+        step: Of the training loop; channels send it too, so that holders detect workers that are
+            in different steps.
+        exchanged: Whether all contributions of this step have been made.
+        frozen: Whether weights must not change between steps: results are applied only when
+            awaited.
+        layers: Captured layers, if the plan lets any be sent in compact form.
     """
 
     def __init__(self, channels: Sequence[Channel]) -> None:
@@ -51,7 +52,7 @@ class Driver:
             channel.ready(tensor)
 
     def flush(self) -> None:
-        """Complete this worker's part of the round: what is not ready contributes what it has."""
+        """Complete this worker's part of the round; a tensor that is not ready is sent as it is."""
         if self.layers is not None:
             self.layers.flush()
         for channel in self.channels:
@@ -59,18 +60,18 @@ class Driver:
         self.exchanged = True
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        """Until the next round may begin with these tensors (default all)."""
+        """Wait until the next round may begin with these tensors (default all)."""
         wanted = None if tensors is None else list(tensors)
         for channel in self.channels:
             channel.wait(wanted)
 
     def refresh(self) -> None:
-        """Between steps: take results that arrived without being waited for."""
+        """Between steps: apply results that arrived without being waited for."""
         for channel in self.channels:
             channel.refresh()
 
     def resume(self, step: int) -> None:
-        """The step that begins now."""
+        """Set the number of the step that begins now."""
         self.step, self.exchanged = step, False
         if self.layers is not None:
             self.layers.begin_step(step)

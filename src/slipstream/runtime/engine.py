@@ -1,12 +1,12 @@
-"""What a framework brings to the engine, written down. ``slipstream.torch`` is the first.
+"""The interface between a framework and the engine. ``slipstream.torch`` implements it.
 
-A second framework implements these protocols, and everything else stays as it is: strategies,
+A second framework would implement these protocols, and nothing else would change: strategies,
 plans, channels, servers, members, transports.
 
 - ``Slots`` (``exchange/channel.py``): where a tensor's contribution is, and where its result goes.
-  ``torch/slots.py`` has gradients and weights behind them.
+  ``torch/slots.py`` uses gradients and weights.
 - ``LayerMath`` (``codecs/matrices.py``): a layer's gradient from stacked rows.
-  ``torch/layer_math.py`` has one GEMM into ``.grad``.
+  ``torch/layer_math.py`` uses one GEMM into ``.grad``.
 - ``LayerSource`` (``driver.py``): layers whose gradients are captured in compact form.
   ``torch/compact_gradients.py`` has them from autograd.
 - ``Applier``: when results are awaited, and what is done with them. ``torch/`` has five: the user's
@@ -38,15 +38,15 @@ class Hook(Protocol):
 
 
 class Applier(Protocol):
-    """Decides when results are awaited, and applies them. What it remembers is its own.
+    """Decides when to wait for results, and applies them. It keeps its own state.
 
-    What ends a step is its own affair, too: a hook of the user's optimizer, or a method that the
-    optimizer calls which stands for it.
+    It also decides what ends a step: a hook of the user's optimizer, or a method of the optimizer
+    that replaces the user's.
 
     Attributes:
-        single_pass: What makes a second backward pass in one step an error, as the first one's
-            gradients have left; empty if nothing does.
-        hooks: What is to be removed when the model and the optimizer become ordinary ones again.
+        single_pass: Why a second backward pass in one step is an error: the first one's
+            gradients have been sent. Empty if it is no error.
+        hooks: To be removed when the model and the optimizer become ordinary ones again.
     """
 
     @property
@@ -60,7 +60,7 @@ class Applier(Protocol):
         ...
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
-        """Until these of this worker's weights (default all) are up to date."""
+        """Wait until these of this worker's weights (default all) are up to date."""
         ...
 
     def begin_step(self) -> None:

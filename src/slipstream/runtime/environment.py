@@ -1,4 +1,4 @@
-"""What launchers and schedulers set in a process's environment, read once and checked."""
+"""The environment variables of launchers and schedulers, read once and checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Nonfinite = Literal["pass", "refuse", "stop"]
 
 MOST_SECRET_BYTES = 64 * 1024
 LOOPBACK = "127.0.0.1"
-ELSEWHERE = "192.0.2.1"  # an address of no network, set aside for documentation
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: no network has this address
 
 
 def whole(text: str, name: str) -> int:
@@ -41,12 +41,12 @@ def path(text: str, name: str) -> Path:
 
 
 def plain(text: str, name: str) -> str:
-    """Text as it is."""
+    """The text, unchanged."""
     return text
 
 
 def listed(text: str, name: str) -> tuple[str, ...]:
-    """Parts between commas."""
+    """The parts between commas."""
     return tuple(part for part in text.split(",") if part)
 
 
@@ -54,7 +54,7 @@ def nonfinite_in(text: str, name: str = "") -> Nonfinite:
     """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument.
 
     Raises:
-        ConfigError: there is no such value.
+        ConfigError: the value is unknown.
     """
     for known in get_args(Nonfinite):
         if text == known:
@@ -66,7 +66,7 @@ def nonfinite_in(text: str, name: str = "") -> Nonfinite:
 
 
 class Variable(NamedTuple):
-    """Where a field is read from, and how; its default stands where that is unset or empty."""
+    """The variable and the parser of a field; if it is unset or empty, the default applies."""
 
     name: str
     read: Callable[[str, str], object]
@@ -74,7 +74,8 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """RANK and friends, as torchrun, ``slipstream run`` or a scheduler set them; alone if unset."""
+    """RANK and so on, as set by torchrun, ``slipstream run`` or a scheduler; world size 1 if
+    unset."""
 
     rank: Annotated[int, Variable("RANK", whole)] = 0
     world_size: Annotated[int, Variable("WORLD_SIZE", whole)] = 1
@@ -89,7 +90,7 @@ class Environment:
     server_addresses: Annotated[
         tuple[str, ...], Variable("SLIPSTREAM_SERVER_ADDRESSES", listed)
     ] = ()
-    # None: between hosts.
+    # None: encrypt between hosts.
     encrypt: Annotated[bool | None, Variable("SLIPSTREAM_ENCRYPT", flag)] = None
     job: Annotated[str | None, Variable("SLIPSTREAM_JOB", plain)] = None
     interface: Annotated[str | None, Variable("SLIPSTREAM_INTERFACE", plain)] = None
@@ -100,13 +101,13 @@ class Environment:
     launcher: Annotated[int | None, Variable("SLIPSTREAM_LAUNCHER", whole)] = None
     # The socket to the launcher on this machine.
     control_fd: Annotated[int | None, Variable("SLIPSTREAM_CONTROL_FD", whole)] = None
-    # Written when a worker that was started again is back.
+    # Written when a restarted worker is back.
     back_fd: Annotated[int | None, Variable("SLIPSTREAM_BACK_FD", whole)] = None
     # Written when a worker has joined, and when it has left.
     presence_fd: Annotated[int | None, Variable("SLIPSTREAM_PRESENCE_FD", whole)] = None
-    # What becomes of a gradient with a NaN or an infinity.
+    # How to treat a gradient with a NaN or an infinity.
     nonfinite: Annotated[Nonfinite, Variable("SLIPSTREAM_NONFINITE", nonfinite_in)] = "pass"
-    # How often this worker was started again, in a job that goes on without it.
+    # How often this worker was started again, in a job that continues without it.
     incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
     agent_store: bool = False  # the rendezvous store is torchrun's
     secret: bytes | None = None
@@ -116,7 +117,7 @@ class Environment:
         """The environment of a process, checked.
 
         Raises:
-            LaunchError: a variable makes no sense, or one is missing.
+            LaunchError: a variable is invalid or missing.
             SecretError: the job's secret cannot be read, or is too short.
         """
         found: dict[str, Any] = {}
@@ -141,7 +142,7 @@ class Environment:
 
     @property
     def started_again(self) -> bool:
-        """Whether training had begun before this process did."""
+        """Whether training began before this process started."""
         return bool(self.incarnation or self.attempt)
 
     @property
@@ -153,12 +154,12 @@ class Environment:
 
     @property
     def store_address(self) -> str:
-        """Where the ranks meet; on one host never where another host reaches it."""
+        """The address of the rendezvous store; on one host, not reachable from other hosts."""
         return LOOPBACK if self.one_host and not self.agent_store else self.master_addr
 
     @property
     def encrypts(self) -> bool:
-        """As was asked for; else not on one host, where only root can read what links carry."""
+        """As requested; by default not on one host, where only root can read the traffic."""
         return not self.one_host if self.encrypt is None else self.encrypt
 
     def listen_host(self) -> str:
@@ -168,11 +169,11 @@ class Environment:
         if self.interface:
             return address_of(self.interface)
         host = address_towards(self.master_addr, self.master_port)
-        # Many systems give a host's own name a loopback address; others need the real one.
+        # Many systems give a host's own name a loopback address; other hosts need the real one.
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def require_secret(self) -> None:
-        """Raise SecretError where others could join a job without a secret."""
+        """Raise SecretError if a secret is missing and strangers could join the job."""
         if self.secret is not None:
             return
         if not self.one_host:
@@ -190,7 +191,7 @@ class Environment:
 
 
 def read_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret of the variable or of the file; raises SecretError."""
+    """The secret from the variable or the file; raises SecretError."""
     text = env.get("SLIPSTREAM_SECRET", "")
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
     if file and not text:
@@ -206,7 +207,7 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of this host alone."""
+    """Whether this address is reachable only from this host."""
     if host == "localhost":
         return True
     try:
@@ -216,7 +217,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolves_to_loopback(host: str) -> bool:
-    """Whether a name stands for such an address."""
+    """Whether a name resolves to such an address."""
     try:
         return is_loopback(socket.gethostbyname(host))
     except OSError:
@@ -238,7 +239,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a named interface; an address stands for itself."""
+    """The IPv4 address of a named interface; an address is returned unchanged."""
     try:
         return str(ipaddress.ip_address(interface))
     except ValueError:

@@ -1,4 +1,4 @@
-"""One clear message for an error nobody caught, from one rank, without a traceback of ours."""
+"""One clear message for an uncaught error, from one rank, without slipstream's own traceback."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from slipstream.printable import printable_lines
 from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
-REPORT_S = 2.0  # for the rank that prints an error of all
+REPORT_S = 2.0  # for the rank that prints a common error
 PACKAGE = str(Path(__file__).parents[1])
 
 
 def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None = None) -> None:
-    """From now on, uncaught slipstream errors of this process end in one line, or in none.
+    """From now on, an uncaught slipstream error of this process prints one line, or nothing.
 
     Args:
         rank: of this process.
-        reports: whether this process prints an error. By default rank 0 alone prints what all ranks
-            know (rank 1 where rank 0 is what is missing).
+        reports: whether this process prints an error. By default only rank 0 prints errors that all
+            ranks know (rank 1 if rank 0 is missing).
     """
     before = sys.excepthook
 
@@ -44,8 +44,8 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             return
         prints = rank_reports(error, rank) if reports is None else reports(error)
         if not prints and TORCHRUN in os.environ and reporting_rank(error, rank) >= 0:
-            # torchrun ends all ranks when one exits. Give the rank that reports time to do so
-            # and to end this one; if it is slower than that, nobody else would report.
+            # torchrun ends all ranks when one exits. Give the rank that reports time to print and
+            # to end this one; if it is slower, no other rank would report the error.
             time.sleep(REPORT_S)
             prints = True
         if prints:
@@ -63,12 +63,12 @@ def rank_reports(error: SlipstreamError, rank: int) -> bool:
 
 
 def learner_reports(error: SlipstreamError, rank: int) -> bool:
-    """The same for learners that share memory: no other learner knows of a learner's faults."""
+    """The same for learners that share memory: no other learner knows of its errors."""
     return isinstance(error, NonFiniteGradient | WaitLimit) or rank_reports(error, rank)
 
 
 def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
-    """The rank that prints an error, which ``rank`` has raised; -1 for none."""
+    """The rank that prints an error raised by ``rank``; -1 for none."""
     if isinstance(error, LeftBehind):
         return rank
     if isinstance(error, LaunchError | SecretError) and error.only_here:
@@ -81,7 +81,7 @@ def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
 
 
 def location(trace: TracebackType | None) -> str:
-    """The last line of the user's own code on the way to the error."""
+    """The last line of the user's own code in the traceback."""
     own = [
         frame
         for frame in traceback.extract_tb(trace)

@@ -1,7 +1,7 @@
-"""Life-cycle events through ``logging``: one line an event, with fields that can be grepped.
+"""Life-cycle events through ``logging``: one line per event, with fields for grep.
 
 ``joined rank=0 size=4 host=10.0.0.1``: the event's name comes first, then its fields. A handler
-that wants them as data finds them on the record, as ``record.event`` and ``record.fields``.
+finds them as data on the record, as ``record.event`` and ``record.fields``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def log_event(
 
 
 def shown(value: Field) -> str:
-    """A field's value without blanks outside of quotes, and without control characters.
+    """A field's value without spaces outside of quotes, and without control characters.
 
     >>> print(shown("ako"), shown("rank 2"), shown(5.125), shown(None))
     ako "rank 2" 5.125 none

@@ -1,4 +1,4 @@
-"""The figures of a run: one worker's, and all workers' put together."""
+"""The metrics of a run: of one worker, and of all workers together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes of one worker. ``local`` went to the server beside it, ``control`` is everything that
-    is not training payload: headers, heartbeats, the first copy of the weights."""
+    """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything
+    except training payload: headers, heartbeats, the first copy of the weights."""
 
     sent: int = 0
     received: int = 0
@@ -21,7 +21,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):
-    """What one worker knows of its run."""
+    """The metrics of one worker."""
 
     strategy: str
     workers: int
@@ -42,12 +42,12 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, content: bytes) -> WorkerFigures:
-        """What ``encode`` has made."""
+        """Decode what ``encode`` returned."""
         return msgspec.json.decode(content, type=cls)
 
 
 def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
-    """All workers' figures as one: totals of bytes and samples, the mean of time waited."""
+    """All workers' metrics together: totals of bytes and samples, the mean of time waited."""
     first = figures[0]
     wall_s = max(worker.wall_s for worker in figures)
     samples = sum(worker.samples for worker in figures)

@@ -1,6 +1,6 @@
-"""Where a run can be watched: a JSONL log, TensorBoard, Prometheus; each only when asked for.
+"""Outputs of a run's metrics: a JSONL log, TensorBoard, Prometheus; each only if requested.
 
-What a watcher cannot write ends neither training nor the other watchers: ``Watchers`` warns of it.
+If an output cannot be written, training and the other outputs continue: ``Watchers`` warns.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Figures = Mapping[str, float]
 
 
 class Watcher(ABC):
-    """Takes the figures of a step.
+    """Writes the metrics of each step.
 
     Attributes:
-        name: what warnings call it.
+        name: in warnings.
     """
 
     name: str
 
     @abstractmethod
     def note(self, step: int, figures: Figures) -> None:
-        """Take the figures of one step."""
+        """Write the metrics of one step."""
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
-        """Take what is no step's figures; a watcher that shows only these ignores it."""
+        """Write an event that is not a step; a watcher that shows only steps ignores it."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left, and free everything."""
+        """Write what is left, and free all resources."""
 
 
 class Watchers:
-    """All watchers of a run. One that fails is warned of once, and is tried again."""
+    """All watchers of a run. If one fails, warn once, and try it again later."""
 
     def __init__(self) -> None:
         self._open: list[Watcher] = []
@@ -58,7 +58,7 @@ class Watchers:
         return bool(self._open)
 
     def add(self, make: Callable[[], Watcher], *, training: bool = False) -> None:
-        """One more. Before training has begun, one that cannot start is an error."""
+        """Add a watcher. Before training has begun, one that cannot start is an error."""
         try:
             self._open.append(make())
         except LaunchError as error:
@@ -67,13 +67,13 @@ class Watchers:
             warn(f"{error}. Training goes on without it")
 
     def note(self, step: int, figures: Figures) -> None:
-        """Pass the figures of a step on."""
+        """Pass the metrics of a step to all watchers."""
         for watcher in self._open:
             with self._warning(watcher):
                 watcher.note(step, figures)
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
-        """Pass on what is no step's figures."""
+        """Pass an event that is not a step to all watchers."""
         for watcher in self._open:
             with self._warning(watcher):
                 watcher.note_event(event, content)
@@ -99,9 +99,9 @@ class Watchers:
 
 
 def warn(message: str) -> None:
-    """By ``logging``, since a filter may turn what goes by ``warnings`` into errors.
+    """Warn by ``logging``, since a filter may turn ``warnings`` into errors.
 
-    Where nobody has set up logging, the warning goes to standard error, as Python's own default is.
+    If logging is not set up, the warning goes to standard error, as is Python's default.
     """
     text = f"slipstream: {printable_lines(message)}"
     if has_handlers(logger):
@@ -114,7 +114,7 @@ def warn(message: str) -> None:
 
 
 def has_handlers(logger: logging.Logger) -> bool:
-    """Whether something shows the logger's records; ``NullHandler`` does not."""
+    """Whether a handler shows the logger's records; ``NullHandler`` does not."""
     current: logging.Logger | None = logger
     while current is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in current.handlers):
@@ -132,7 +132,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile]:
-    """A new file, and its first record, which is written within; an error if that fails."""
+    """Open a new file, whose first record is written within; an error if that fails."""
     try:
         with contextlib.ExitStack() as on_error:
             file = RecordFile(path, append=append)
@@ -144,10 +144,10 @@ def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile
 
 
 class RunLog(Watcher):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], incarnation: int = 0) -> None:
-        """One that was started again goes on with the log of its incarnation before."""
+        """A restarted process appends to the log of its previous incarnation."""
         self.name = f"the run log {path}"
         self._begun = time.monotonic()
         with begun(self.name, path, append=bool(incarnation)) as self._file:
@@ -171,7 +171,7 @@ class RunLog(Watcher):
 class TensorBoard(Watcher):
     """Scalars for TensorBoard.
 
-    Records are written here: the thread of torch's ``SummaryWriter`` ends at the first full disk.
+    Records are written here, because torch's ``SummaryWriter`` thread ends at the first full disk.
     """
 
     def __init__(self, directory: Path) -> None:

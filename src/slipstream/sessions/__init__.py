@@ -1,1 +1,1 @@
-"""What a job is to one of its processes: over a network, in shared memory, or alone."""
+"""A process's part of a job: over a network, in shared memory, or as the only process."""

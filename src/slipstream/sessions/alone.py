@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class AloneSession:
-    """Implements ``Session`` for a world of one."""
+    """Implements ``Session`` for a job of one process."""
 
     def __init__(self, env: Environment) -> None:
         log_event(logger, "joined", rank=env.rank, size=env.world_size, host="localhost")
@@ -105,15 +105,15 @@ class AloneTraining(Training):
 
 
 class AloneSteps:
-    """Counts one pair's steps, and does what comes with each.
+    """Counts one pair's steps, and runs the hooks of each.
 
     Args:
         names: of the pair's parameters.
 
     Attributes:
-        made: steps completed, with those of the checkpoint that the job began with.
-        averages: of the weights, if any are kept.
-        state: what checkpoints have of the pair, beside the model.
+        made: steps completed, including those of the checkpoint that the job began with.
+        averages: averaged weights, if any are kept.
+        state: what checkpoints hold of the pair, besides the model.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class AloneSteps:
 def watch_gradients(
     pair: Pair, names: Sequence[str], env: Environment, step: Callable[[], int]
 ) -> list[Any]:
-    """Alone, gradients are examined when the optimizer is about to use them.
+    """In a job of one process, check gradients just before the optimizer uses them.
 
-    With "pass" they are not: alone, training runs at the speed of the plain loop. Returns the
+    With "pass" there is no check, so that training runs at the speed of the plain loop. Returns the
     handles of the hooks.
     """
     if env.nonfinite == "pass":
@@ -161,7 +161,7 @@ def watch_gradients(
 
 
 def clip_to(norm: float) -> Callable[..., None]:
-    """What a worker does to its gradient before it leaves, for a step that is taken alone."""
+    """Clip the gradient before a step, as a worker does before it sends its gradient."""
 
     def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         trained = [p for group in optimizer.param_groups for p in group["params"]]

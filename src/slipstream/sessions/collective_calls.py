@@ -1,4 +1,4 @@
-"""Collective calls: what all ranks of a networked job do together, named alike on all of them."""
+"""Collective calls: calls that all ranks of a networked job make, with the same names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.runtime.members.joining import Membership
 
 
 class CollectiveCalls:
-    """One rank's side; every rank must make each call, and as often as the others.
+    """One rank's side; every rank must make each call, equally often.
 
     Attributes:
-        poll: called while this rank waits for the others.
-        position: part of a call's name, where ranks cannot just count calls: a worker that came
-            back has not made all of them.
+        poll: called while this rank waits for the other ranks.
+        position: part of a call's name, where ranks cannot just count calls: a restarted worker
+            has not made all of them.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -33,16 +33,17 @@ class CollectiveCalls:
             return self._membership.gathering.gather(key, value, Any)
 
     def name(self, what: str) -> str:
-        """A name for what all ranks do now: what it is, and how often it has been done.
+        """A name for a collective call: its kind, and how often it has been made.
 
-        Workers may end at different steps, so the position is no part of the name of the end.
+        Workers may end at different steps, so the position is not part of the name of the end.
         """
         at = "" if what == "ended" else self.position()
         self._made[what + at] += 1
         return f"{what}{at}/{self._made[what + at]}"
 
     def watched(self, doing: str) -> AbstractContextManager[None]:
-        """Within, a wait for all ranks ends with an error when some of them train on or end."""
+        """Within, a wait for all ranks raises an error when some of them continue training or
+        end."""
         watch = self._membership.member.heartbeat.check_collective(doing)
 
         def tick(missing: Sequence[str]) -> None:

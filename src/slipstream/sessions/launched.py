@@ -1,8 +1,8 @@
-"""A job on this machine under ``slipstream run``: the strategy decides what it is.
+"""A job on this machine under ``slipstream run``: the strategy decides the kind of session.
 
-Rank and size come from the environment, so this process need not join the others before it needs
-them. With a strategy of learners it gets shared memory from its launcher; with any other it joins
-the rest over the network.
+Rank and size come from the environment, so this process need not join the others at once. With a
+strategy of learners it gets shared memory from its launcher; with any other it joins
+the others over the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.systems import parse
 
 
 class LaunchedSession:
-    """Implements ``Session`` by another one, made when it is needed."""
+    """Implements ``Session`` by another session, made when it is needed."""
 
     def __init__(
         self, env: Environment, limits: Limits, line: LauncherLine, presence: Presence
@@ -63,13 +63,13 @@ class LaunchedSession:
         return session
 
     def _joined(self, doing: str, start_s: float = 0.0) -> Session:
-        """The session, joined by now although no strategy but the command line's is known."""
+        """The session; it joins now, although only the command line's strategy is known."""
         if self._session is not None:
             return self._session
         if self._is_for_learners:
             return self._enter(self._share_memory(parse(str(self._env.strategy))))
         if self._env.world_size == 1:
-            return AloneSession(self._env)  # the strategy may yet be one of learners
+            return AloneSession(self._env)  # the strategy may still be one of learners
         limits = replace(self._limits, start_s=max(start_s, self._limits.start_s))
         return self._enter(self._join_network(doing, limits))
 
@@ -95,7 +95,8 @@ class LaunchedSession:
     # ---- the end
 
     def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
-        """Workers that have not joined yet have trained on their own, and may end far apart."""
+        """Workers that have not joined yet have trained alone, and may end at very different
+        times."""
         session = self._joined("has ended without job.distribute", self._limits.wait_s)
         return session.leave(figures)
 
@@ -109,8 +110,8 @@ class LaunchedSession:
         return self._reports(error)
 
     def _is_first_to_report(self, error: SlipstreamError) -> bool:
-        """Before this rank has joined, no other rank learns of its errors: the first rank that has
-        an error reports it."""
+        """Before this rank has joined, no other rank learns of its errors: the first rank with an
+        error reports it."""
         text = str(error)
         if text not in self._reported:
             self._reported[text] = True

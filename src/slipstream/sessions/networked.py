@@ -1,4 +1,4 @@
-"""A job of several processes that send each other messages."""
+"""A job of several processes that exchange messages."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class NetworkedSession:
         self._replicas: tuple[Replica, ...] = ()
 
     def share(self, value: Any) -> Any:
-        # Every rank waits for all: one that went on at once could be seen training by a rank that
-        # has yet to call this.
+        # Every rank waits for all: if one continued at once, a rank that has not called this yet
+        # could see it train.
         return self._calls.gather("share", value if self.membership.env.rank == 0 else None)[0]
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
@@ -167,8 +167,8 @@ class NetworkedTraining(Training):
 
     @property
     def rejoined(self) -> bool:
-        """Whether this worker was started again and has taken no step since: what all workers do
-        together before the end of this one, the others have done without it."""
+        """Whether this worker was started again and has taken no step since. Collective calls
+        before the end of this step were already made by the other workers."""
         return bool(self.membership.env.incarnation) and self.own_steps == self._back_at
 
     def next_step(self) -> int:
@@ -181,17 +181,18 @@ class NetworkedTraining(Training):
         self._clock.end_step(step)
 
     def _position(self) -> str:
-        """What a worker that came back does before its loop, the others have done before theirs."""
+        """Calls of a restarted worker before its loop match the other workers' calls before
+        theirs."""
         return f"/{self.committed if self._looping else self._clock.resumed_at}"
 
-    # ---- coming back
+    # ---- a restarted worker
 
     def _standing(self) -> list[int]:
-        """What one that comes back must know."""
+        """State that a restarted worker needs."""
         return [self._clock.resumed_at, self.replica.chain.sync]
 
     def _come_back(self) -> None:
-        """Into a job that has gone on without this worker."""
+        """Rejoin a job that has continued without this worker."""
         replica, env = self.replica, self.membership.env
         assert replica.partial is not None
         model = self.pairs[0].model
@@ -270,7 +271,7 @@ class NetworkedTraining(Training):
             self._weights.save(path, {**facts, "steps": steps})
 
     def load(self, path: Path) -> None:
-        """A worker that was started again has the others' weights, which are newer."""
+        """A restarted worker already has the other workers' weights, which are newer."""
         if self.rejoined:
             return
         if self.own_steps and not self._weights.loads_midway:
@@ -283,7 +284,7 @@ class NetworkedTraining(Training):
             clock.resumed_at = step
             replica.synchronizer.resume(step)
 
-    # ---- figures
+    # ---- metrics
 
     def figures(self) -> TrainingFigures:
         transport = self.membership.transport
@@ -329,7 +330,7 @@ class NetworkedTraining(Training):
 
 
 class StepClock:
-    """This worker counts: it makes every step.
+    """This worker counts steps, because it makes every step.
 
     Attributes:
         resumed_at: the step of the checkpoint that the job began with.
@@ -383,7 +384,7 @@ class RoundClock:
 
 
 def table_of(replica: Replica) -> str:
-    """The plan of one pair for people, with what its layers have chosen."""
+    """The plan of one pair as text, with the choices of its layers."""
     choices = None if replica.compact is None else replica.compact.choices
     if choices is None:
         return as_text(replica.plan.rows(replica.plan.verdicts(0, None)))
@@ -399,7 +400,7 @@ def clock_of(replica: Replica) -> StepClock | RoundClock:
 
 
 def on_one_machine_only(strategy: Strategy) -> LaunchError:
-    """Of ``slipstream run`` with options that spread a job."""
+    """The error for ``slipstream run`` with options that spread a job over hosts."""
     return LaunchError(
         f"{strategy.name}: learners share the memory of one machine, and have a server of their "
         "own: leave out --lab and --servers"

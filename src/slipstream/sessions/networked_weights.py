@@ -1,6 +1,6 @@
-"""Where a networked job's weights are: with every worker, at servers, or each worker its own.
+"""Where a networked job's weights are: on every worker, at servers, or different on each worker.
 
-That decides how workers come to the same weights, who deals batches, and what a checkpoint holds.
+This decides how workers get equal weights, who deals batches, and what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Lease = Callable[[int, int], Batch]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a networked training is made of; ``replicas`` are by pair."""
+    """The parts of a networked training; ``replicas`` are by pair."""
 
     pairs: tuple[Pair, ...]
     replicas: tuple[Replica, ...]
@@ -43,17 +43,17 @@ class Parts:
         return self.membership.env.rank
 
     def wait(self) -> None:
-        """Until this worker's weights are up to date."""
+        """Wait until this worker's weights are up to date."""
         for replica in self.replicas:
             replica.synchronizer.wait()
 
     def accounts(self) -> dict[str, Any]:
-        """What servers know, where they are asked."""
+        """What servers report, if there are any."""
         services = [replica.service for replica in self.replicas]
         return merge_pairs([service.accounts() for service in services if service is not None])
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """Rank 0 writes; every rank must call it."""
+        """Write a checkpoint on rank 0; every rank must call it."""
         with self.calls.watched("job.save"):
             save_job(
                 path,
@@ -66,7 +66,7 @@ class Parts:
 
 
 class Weights:
-    """The weights that count are on every worker: all apply every result, so all have the same.
+    """The authoritative weights are on every worker: all apply every result, so all are equal.
 
     Attributes:
         loads_midway: whether a checkpoint may be loaded after the first step.
@@ -80,7 +80,7 @@ class Weights:
         self.lease: Lease = in_turn(parts.rank, parts.membership.env.world_size)
 
     def flush(self) -> None:
-        """Wait until every worker has every update that any of them has made."""
+        """Wait until every worker has all updates of all workers."""
         self._parts.wait()
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
@@ -89,11 +89,11 @@ class Weights:
         self._parts.save(path, facts)
 
     def accounts(self) -> dict[str, Any]:
-        """What servers and channels know of the training."""
+        """What servers and channels report about the training."""
         return self._parts.accounts()
 
     def finish(self) -> None:
-        """Called when the loop is over: all workers take the last weights."""
+        """Called when the loop is over: all workers get the last weights."""
 
 
 class LocalWeights(Weights):
@@ -111,7 +111,7 @@ class LocalWeights(Weights):
 
 
 class WeightsAtServers(Weights):
-    """Servers update the weights, and a worker may miss some of theirs.
+    """Servers update the weights, and a worker may miss some results.
 
     Args:
         resumed_at: returns the step at which each pair began in this job.
@@ -128,17 +128,17 @@ class WeightsAtServers(Weights):
         self._resumed_at = resumed_at
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """All of it is at the servers: the other ranks' calls do nothing."""
+        """The servers have all of the state: calls on other ranks do nothing."""
         if self._parts.rank != 0:
             return
         self.flush()
         replicas = self._parts.replicas
-        if replicas[0].plan.consistency.agreed:  # servers write which round theirs is
+        if replicas[0].plan.consistency.agreed:  # servers write the round of their state
             facts = {**facts, "steps": self._resumed_at()}
         save_servers(path, self._parts.pairs, replicas, facts)
 
     def finish(self) -> None:
-        """Workers end at different times; all take the last weights."""
+        """Workers end at different times; all get the last weights."""
         pairs, replicas = self._parts.pairs, self._parts.replicas
         membership, chain = self._parts.membership, replicas[0].chain
         for replica in replicas:
@@ -156,12 +156,12 @@ class WeightsAtServers(Weights):
 
 
 class OwnWeights(Weights):
-    """Every worker has weights of its own, and workers exchange slices of updates.
+    """Every worker has its own weights, and workers exchange partitions of updates.
 
     Args:
-        rejoined: whether this worker was started again and has taken no step since. Collective
-            calls that the others make meanwhile are made without it.
-        missed: the steps before it came back.
+        rejoined: whether this worker was started again and has taken no step since. The others
+            make collective calls without it meanwhile.
+        missed: the number of steps before it came back.
     """
 
     loads_midway = False
@@ -180,17 +180,18 @@ class OwnWeights(Weights):
         self._take_first_ranks("flushed")
 
     def _take_first_ranks(self, what: str) -> None:
-        """All take rank 0's weights. They have all updates alike then, but added in another order;
-        and some may have got more than others of one that has died."""
+        """All workers take rank 0's weights. Before this, all have the same updates, but added in a
+        different order; and of a dead worker's updates some may have received more than others."""
         ((model, _),), (replica,) = self._parts.pairs, self._parts.replicas
         membership = self._parts.membership
         with replica.chain.opened():
             while True:
                 lost = [rank_of(name) for name in membership.member.lost]
                 replica.chain.among(self._gather(what, lost)[0])
-                self._gather(what, None)  # everybody knows now whose pieces to take
+                self._gather(what, None)  # now all ranks know the sender of the pieces
                 copied = copy_state(replica.chain, model)
-                # Who trains on sends slices, which a copy still under way would overwrite.
+                # A worker that continued would send partitions, and the copy in flight would
+                # overwrite them.
                 if all(self._gather(what, copied)):
                     return
 

@@ -1,8 +1,8 @@
-"""What ``Job`` asks of the job that its process is part of.
+"""The interfaces between ``Job`` and the kind of job that its process is part of.
 
-``slipstream.init`` makes a ``Session``: who else is there. ``job.distribute`` opens a ``Training``
-in it: one strategy, and one or several pairs of a model and an optimizer. A strategy is known only
-then, so these are two interfaces.
+``slipstream.init`` makes a ``Session``: the connection to the other processes. ``job.distribute``
+opens a ``Training`` in it: one strategy, and one or several pairs of a model and an optimizer. The
+strategy is known only then, so these are two interfaces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Pair", "Session", "Training", "TrainingFigures"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingFigures:
-    """What one worker's training has cost so far."""
+    """The cost of one worker's training so far."""
 
     servers: int = 0
     traffic: Traffic = field(default_factory=Traffic)
@@ -45,7 +45,7 @@ class TrainingFigures:
 
 
 class Session(Protocol):
-    """This process's place among the processes of a job."""
+    """This process's connection to the other processes of a job."""
 
     def share(self, value: Any) -> Any:
         """One process's value, on all of them: see ``Job.share``."""
@@ -53,46 +53,46 @@ class Session(Protocol):
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         """Begin to train.
 
-        May be called again before the first step, with the earlier pairs first. What the loop holds
-        of these stays valid.
+        May be called again before the first step, with the earlier pairs first. Objects that the
+        loop already holds stay valid.
 
         Args:
             pairs: all models with their optimizers.
             strategy: the same for all pairs.
 
         Raises:
-            ConfigError: this cannot be trained here; the message has the way out.
+            ConfigError: this cannot be trained here; the message gives the fix.
         """
 
     def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
-        """Leave in order.
+        """Leave the job after a normal end.
 
         Args:
             figures: of this worker.
 
         Returns:
-            The job's summary on the process that has all figures, else None.
+            The job's summary on the process that has all metrics, else None.
         """
 
     def abort(self, error: BaseException) -> None:
-        """Send the others the error that ends this process."""
+        """Send the other processes the error that ends this process."""
 
     def reports(self, error: SlipstreamError) -> bool:
-        """Whether this process is the one to print an error that nobody caught."""
+        """Whether this process is the one to print an uncaught error."""
 
     def close(self) -> None:
-        """Free everything, however the job ended."""
+        """Free all resources, however the job ended."""
 
 
 class Training(Protocol):
-    """The models as they are trained in a session. The first pair's steps are the job's.
+    """The models in training in a session. The first pair's steps are the job's steps.
 
-    Implementations derive from it: what is not abstract is right for a process that exchanges
+    Implementations derive from it: its default methods fit a process that exchanges
     nothing with others.
 
     Attributes:
         pairs: what the loop uses; empty before ``job.distribute``.
-        plans: by pair: what was decided for its tensors.
+        plans: by pair: the decisions for its tensors.
     """
 
     pairs: tuple[Pair, ...] = ()
@@ -100,7 +100,7 @@ class Training(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """What was decided for every tensor of the first pair."""
+        """The decisions for every tensor of the first pair."""
         return self.plans[0]
 
     @property
@@ -115,7 +115,7 @@ class Training(Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether any pair has made a step here, or goes on from a checkpoint."""
+        """Whether any pair has made a step here, or continues from a checkpoint."""
         return self.own_steps > 0
 
     @property
@@ -124,7 +124,7 @@ class Training(Protocol):
         return False
 
     def next_step(self) -> int:
-        """The number of the step that this worker makes next; may wait to learn it."""
+        """The number of this worker's next step; may wait until it is known."""
         return self.committed
 
     def begin_step(self) -> None:
@@ -153,12 +153,12 @@ class Training(Protocol):
 
     @abstractmethod
     def lease(self, batches: int, returned: int) -> Batch:
-        """The next batch of an epoch of so many; ``returned`` are given back unused."""
+        """The next batch of an epoch of ``batches``; ``returned`` batches are given back unused."""
 
     def sampler(
         self, dataset: Sized, batch_size: int, *, workers: int, shuffle: bool, seed: int
     ) -> LeasedBatches:
-        """Batches of which every one counts once an epoch: see ``Job.sampler``."""
+        """Batches that count once per epoch each: see ``Job.sampler``."""
         return LeasedBatches(
             dataset,
             batch_size,
@@ -170,18 +170,18 @@ class Training(Protocol):
         )
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes within only add up locally."""
+        """Backward passes within only accumulate locally."""
         return nullcontext()
 
     def backward_for(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """The gradients of the pair with this optimizer leave during backward passes within."""
+        """Send the gradients of the pair with this optimizer during backward passes within."""
         for number, pair in enumerate(self.pairs):
             if optimizer in (pair.optimizer, own_optimizer(pair.optimizer)):
                 return self.leaving_during_backward(number)
         raise ConfigError("job.backward_for takes an optimizer that job.distribute has returned")
 
     def leaving_during_backward(self, pair: int) -> AbstractContextManager[None]:
-        """One pair's gradients leave during backward passes within."""
+        """Send one pair's gradients during backward passes within."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -189,11 +189,11 @@ class Training(Protocol):
         return
 
     def flush(self) -> None:
-        """Wait until every worker has every update that any of them has made."""
+        """Wait until every worker has all updates of all workers."""
         self.wait()
 
     def mean_weights(self) -> MeanWeights:
-        """The mean of all workers' weights of the first pair, and how far apart they are."""
+        """The mean of all workers' weights of the first pair, and their distance from it."""
         model = self.pairs[0].model
         return MeanWeights(by_name_of(model, whole_vector(model)), 0.0)
 
@@ -202,7 +202,7 @@ class Training(Protocol):
         return [{} for _ in self.pairs]
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Weights that arrive unasked are not taken within."""
+        """Within, weights that arrive are not applied, unless the loop waits for them."""
         return nullcontext()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -226,18 +226,18 @@ class Training(Protocol):
 
     @abstractmethod
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """Write a checkpoint that holds ``facts`` too."""
+        """Write a checkpoint that also holds ``facts``."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
         """Continue from a checkpoint."""
 
     def figures(self) -> TrainingFigures:
-        """What this worker's training has cost so far."""
+        """The cost of this worker's training so far."""
         return TrainingFigures()
 
     def accounts(self) -> dict[str, Any]:
-        """What others know of the training: rounds made, gradients' ages, slices."""
+        """What servers and channels report: rounds, ages of gradients, partial exchange."""
         return {}
 
     def fingerprint(self) -> str | None:
@@ -245,16 +245,16 @@ class Training(Protocol):
         return fingerprint_of(distinct_models(self.pairs)) if self.pairs else None
 
     def plan_table(self) -> str:
-        """The plan for people."""
+        """The plan as text."""
         return as_tables([as_text(plan.rows({})) for plan in self.plans])
 
     def finish(self) -> None:
-        """Called when the loop is over: all workers take the last weights."""
+        """Called when the loop is over: all workers get the last weights."""
         self.wait()
 
 
 def catch_up(scheduler: Any, steps: int) -> None:
-    """For steps that this worker took no part in; torch would warn if it has taken none at all."""
+    """Step a scheduler for steps that this worker missed; torch would warn if it has made none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         for _ in range(steps):

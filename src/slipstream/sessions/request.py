@@ -1,4 +1,4 @@
-"""What ``job.distribute`` was asked for: pairs of a model and an optimizer, and one strategy."""
+"""The arguments of ``job.distribute``: pairs of a model and an optimizer, and one strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Request:
     Attributes:
         pairs: as the user gave them.
         strategy: of all pairs.
-        name: the strategy as it was named first.
+        name: the strategy's name in the first call.
     """
 
     pairs: tuple[Pair, ...]
@@ -40,7 +40,7 @@ class Request:
         strategy: Strategy | str | None,
         default: str | None,
     ) -> Request:
-        """The request of earlier calls with one more.
+        """The request of earlier calls with one more call.
 
         Args:
             before: the request of earlier calls, if there were any.
@@ -49,7 +49,7 @@ class Request:
             default: the strategy of the command line, if it names one.
 
         Raises:
-            ConfigError: these are no pairs, or do not go together.
+            ConfigError: these are not pairs, or the pairs are incompatible.
         """
         added = tuple(pair_of(each) for each in given)
         named = strategy or (before and before.strategy) or default or DEFAULT_STRATEGY
@@ -78,7 +78,7 @@ def pair_of(given: Any) -> Pair:
     """A model and an optimizer, in this order.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: these are not a model and an optimizer.
     """
     if not given or not isinstance(given, list | tuple):
         raise ConfigError(
@@ -98,5 +98,5 @@ def pair_of(given: Any) -> Pair:
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own optimizer, also where ``job.distribute`` has returned another one for it."""
+    """The user's own optimizer, also if ``job.distribute`` has returned another one for it."""
     return optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer

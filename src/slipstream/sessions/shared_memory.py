@@ -1,4 +1,4 @@
-"""A job whose workers are learners on one machine: weights are in memory that they share."""
+"""A job whose workers are learners on one machine, with weights in shared memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedMemorySession:
-    """Implements ``Session`` for a learner; the launcher answers."""
+    """Implements ``Session`` for a learner; it talks to the launcher."""
 
     def __init__(
         self, env: Environment, limits: Limits, line: LauncherLine, presence: Presence
@@ -51,8 +51,8 @@ class SharedMemorySession:
         self._ages: Counter[int] = Counter()
 
     def share(self, value: Any) -> Any:
-        """The value of the first learner that calls it for the n-th time. Nobody waits; a learner
-        that is started again gets the values that the others got."""
+        """The value of the first learner that calls it for the n-th time. No learner waits; a
+        restarted learner gets the values that the other learners got."""
         self._shared += 1
         return self._line.share(f"share/{self._shared}", value)
 
@@ -98,7 +98,7 @@ class SharedMemorySession:
         if not self._training.pairs:
             return combine([figures])
         farewell = self._line.depart(figures.encode(), dict(self._ages))
-        self._training.wait()  # what others have done since is taken
+        self._training.wait()  # get the other learners' updates
         if not farewell.figures:
             return None
         summary = combine([WorkerFigures.decode(content) for content in farewell.figures])
@@ -119,7 +119,7 @@ class SharedMemorySession:
 
 
 class SharedMemoryTraining(Training):
-    """Steps are updates of the shared weights, whoever made the gradient."""
+    """Steps are updates of the shared weights by any learner."""
 
     def __init__(
         self, pair: Pair, name: str, plan: Plan, learner: Learner, line: LauncherLine
@@ -137,11 +137,11 @@ class SharedMemoryTraining(Training):
 
     @property
     def rejoined(self) -> bool:
-        """The weights may have come a long way without this learner, also before the job began."""
+        """The weights may have many updates without this learner, also from before the job."""
         return self.own_steps == 0
 
     def end_step(self, step: int) -> None:
-        """A learner need not make a step in each pass: others make steps too."""
+        """A pass of the loop need not make a step: other learners make steps too."""
 
     def wait(self) -> None:
         """Wait until this learner's gradients are applied."""
@@ -151,20 +151,20 @@ class SharedMemoryTraining(Training):
         return Batch(*self._line.lease(batches, returned))
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """The server writes what it has; of all learners' calls rank 0's counts."""
+        """The server writes its state; only rank 0's call counts."""
         if self._learner.rank == 0:
             self.wait()
             self._line.save(str(path.absolute()))
 
     def load(self, path: Path) -> None:
-        """Before the first step; one of the learners' calls counts."""
+        """Load before the first step; the call of one learner counts."""
         if self.own_steps:
             raise ConfigError(f"with {self._name} job.load comes before the first step")
         self._line.load(str(path.absolute()))
         self._learner.begin_anew()
 
     def figures(self) -> TrainingFigures:
-        """Gradients went through memory; nothing else has moved."""
+        """Gradients went through memory; nothing was sent."""
         moved = self._learner.moved
         traffic = Traffic(sent=moved, local=moved, by_scheme={"dense/memory": moved})
         return TrainingFigures(traffic=traffic, wait_s=self._learner.wait_s)
@@ -174,7 +174,7 @@ class SharedMemoryTraining(Training):
 
 
 def hello_of(pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Hello:
-    """What this learner brings, for the launcher to compare and to lay out."""
+    """This learner's model and optimizer, which the launcher compares and lays out."""
     return Hello(
         [*config_fingerprint(*pair), *plan.strategy.config_fingerprint()],
         shared_tensors(*pair),
@@ -189,7 +189,7 @@ def hello_of(pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Hello:
 
 
 def as_accounts(account: Account, own: Counter[int]) -> dict[str, Any]:
-    """An account as the other systems' servers give theirs."""
+    """An account in the format of the other systems' servers."""
     ages = Counter(account.staleness) + own
     figures = ServerFigures({"all tensors": dict(ages)} if ages else {}, [])
     found = merge_figures([figures]) | {"checkpoints": account.checkpoints}

@@ -22,7 +22,7 @@ def comes_after_distribute(doing: str) -> ConfigError:
 
 
 class Undistributed(Training):
-    """There is nothing to wait for, and nothing to save."""
+    """There is no model to wait for or to save."""
 
     committed = 0
 

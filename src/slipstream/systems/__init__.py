@@ -46,7 +46,7 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
 
 
 def parse(text: str) -> Strategy:
-    """A strategy from text, which is what command lines and environments give.
+    """Parse a strategy from text, as given on a command line or in an environment variable.
 
     Args:
         text: The name of a system, a call of it with literal keyword arguments, or the JSON of a
@@ -57,7 +57,7 @@ def parse(text: str) -> Strategy:
 
     Raises:
         UnknownStrategy: There is no such system, or it does not take these arguments.
-        ConfigError: An argument's value makes no sense.
+        ConfigError: An argument's value is invalid.
 
     >>> parse("push_pull(overlap=False)") == push_pull(overlap=False)
     True
@@ -82,12 +82,12 @@ def parse(text: str) -> Strategy:
     except ConfigError as error:
         if str(error).startswith(name):
             raise
-        # Parts' own names differ from those of arguments: show what was written.
+        # A part's field names differ from the argument names: show what the user wrote.
         raise ConfigError(f"{text.strip()}: {error}") from error
 
 
 def is_json(text: str) -> bool:
-    """Whether a strategy's text is its JSON and not a call."""
+    """Return True if a strategy's text is JSON, not a call."""
     return text.lstrip().startswith("{")
 
 

@@ -1,8 +1,8 @@
-"""Project Adam's way (Chilimbi and others, 2014), as the Poseidon paper compares it.
+"""Project Adam's method (Chilimbi and others, 2014), as in the Poseidon paper's comparison.
 
-- What travels: a fully connected layer's factors up to the one server that holds the layer, its
+- What is sent: a fully connected layer's factors up to the one server that holds the layer, its
   whole gradient matrix back to every worker; everything else dense, both ways.
-- Topology: sharded servers. A layer is not split among them, so whoever holds a large one sends
+- Topology: sharded servers. A layer is not split among them, so the server of a large layer sends
   its matrix to all workers: the imbalance that Poseidon's figure 10 shows.
 - Consistency: rounds of all n workers.
 - When: as each layer's backward ends.
@@ -17,7 +17,7 @@ from slipstream.topologies import Sharded
 
 
 def adam_factors() -> Strategy:
-    """Factors to the layer's server, the matrix back.
+    """Send factors to the layer's server, and the gradient matrix back.
 
     Returns:
         The strategy.

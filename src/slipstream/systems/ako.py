@@ -1,24 +1,24 @@
-"""Ako (Watcharapichat and others, 2016): no servers, slices of updates to every peer all the time.
+"""Ako (Watcharapichat and others, 2016): partial exchange of updates between peers, no servers.
 
-- Topology: mesh over point-to-point links; every worker trains and keeps weights of its own.
-- Consistency: a worker begins step c only when c < min over its peers of the last step it has
-  heard of + p + τ; nobody waits for anything else.
-- What travels: the t-th time, worker j sends peer i partition (i − j + t) mod p of the updates that
-  have accumulated for that peer; there they are zero from then on. With ``schedule="same"``
-  everybody gets partition (j + t) mod p, which takes one accumulator instead of min(p, n − 1).
-- When: after a step, if the slice before has left; else the next one is fuller (a merging sender).
-- Update: at the worker. Its own is done at once, others' as they arrive.
+- Topology: mesh over point-to-point links; every worker trains its own weights.
+- Consistency: a worker begins step c only when c < min over its peers of their last known
+  step + p + τ; it waits for nothing else.
+- What is sent: the t-th time, worker j sends peer i partition (i − j + t) mod p of the updates that
+  have accumulated for that peer, and sets that partition to zero. With ``schedule="same"``
+  every peer gets partition (j + t) mod p, which needs one accumulator instead of min(p, n − 1).
+- When: after a step, if the partition before has left; else updates accumulate (merging sender).
+- Update: at the worker. It applies its own update at once, those of peers as they arrive.
 
     uⱼ = F(Wⱼ, gⱼ) − Wⱼ;  Wⱼ ← Wⱼ + c·uⱼ;  aᵢ ← aᵢ + c·uⱼ for every peer i     F its optimizer
     sent = aᵢ[partition];  aᵢ[partition] ← 0;  at peer i: Wᵢ[partition] ← Wᵢ[partition] + sent
 
-    p = ⌈γ·m·(n − 1) / (0.9·B)⌉: steps a second, the model's bytes, and a link's bytes a second
+    p = ⌈γ·m·(n − 1) / (0.9·B)⌉: γ steps per second, a model of m bytes, links of B bytes per second
 
-Where we deviate: the paper keeps the last p gradients and subtracts the one that is p steps old,
-which breaks when p changes or a slice is left out. Its line 9 gives a peer the same partition for
-ever, line 8 applies a worker's own gradient twice, and line 3 lets a worker wait for itself. What
-travels is the optimizer's step, so momentum and Adam work, each worker with its own state; c is
-1/n, so that a learning rate means what it does elsewhere.
+Deviations: the paper keeps the last p gradients and subtracts the one that is p steps old,
+which breaks when p changes or a partition is skipped. Its line 9 gives a peer the same partition
+for ever, line 8 applies a worker's own gradient twice, and line 3 lets a worker wait for itself. We
+send the optimizer's update, so momentum and Adam work, each worker with its own state; c is
+1/n, so that a learning rate has its usual meaning.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def ako(
     warm_steps: int = 0,
     delta: Delta | None = None,
 ) -> Strategy:
-    """Slices of updates from every worker to every other.
+    """Partial exchange of updates between all workers.
 
     Args:
-        partitions: p, or "auto": the fewest that the links bear, computed again as they and the
-            workers change.
+        partitions: p, or "auto": the fewest with which links are not overloaded, recomputed as
+            links and workers change.
         staleness: τ; by default four steps for each worker.
-        schedule: "rotate", or "same": every peer gets the same partition at a time.
-        rate: What a worker's link carries, such as "200mbit"; by default it is measured.
+        schedule: "rotate", or "same": all peers get the same partition at a time.
+        rate: The rate of a worker's link, such as "200mbit"; by default it is measured.
         growth: "sqrt" or "linear" make n workers move √n or n times as far as the mean of their
             updates.
-        warm_steps: After how many steps they do; until then this grows linearly.
-        delta: Entries of a partition up to this value wait, too; "90%": the smallest 90%.
+        warm_steps: Reach this growth linearly within so many steps.
+        delta: Hold back entries of a partition up to this value; "90%": the smallest 90%.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> ako(partitions=4, staleness=8).rotation.partitions
     4

@@ -2,7 +2,7 @@
 
 - Topology: mesh over point-to-point links; each worker sums for itself, in rank order.
 - Consistency: rounds of all n workers.
-- What travels: dense gradients, (n−1) models out and (n−1) in. The costly baseline of the papers.
+- What is sent: dense gradients, (n−1) models out and (n−1) in. The costly baseline of the papers.
 - When: as each layer's backward ends.
 """
 

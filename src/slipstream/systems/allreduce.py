@@ -1,9 +1,9 @@
-"""All-reduce: every worker ends with the mean gradient, by torch's own collectives.
+"""All-reduce: every worker gets the mean gradient, by torch's own collectives.
 
-- Topology: mesh, its fan-out done by ``torch.distributed`` (gloo on CPU, NCCL on GPU).
+- Topology: mesh, implemented by ``torch.distributed`` (gloo on CPU, NCCL on GPU).
 - Consistency: rounds of all n workers.
-- What travels: dense gradients, 2·(n−1)/n of the model each way. Buffers such as batch-norm
-  statistics travel straight between the workers: few bytes, and none while they do not change.
+- What is sent: dense gradients, 2·(n−1)/n of the model each way. Buffers such as batch-norm
+  statistics are sent directly between workers: few bytes, and none while they do not change.
 - When: as each layer's backward ends.
 """
 
@@ -18,7 +18,7 @@ from slipstream.strategy import Strategy
 from slipstream.systems.wires import QUANTIZED
 from slipstream.topologies import Mesh
 
-# A collective has a cost a call; larger buckets than a server's chunks pay.
+# Each call of a collective has a fixed cost, so buckets are larger than a server's chunks.
 BUCKET_BYTES = 8 * 1024 * 1024
 
 
@@ -28,15 +28,15 @@ def allreduce(
     """Collective all-reduce, wait-free by default.
 
     Args:
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The precision of gradients on the wire; "own" is the tensor's.
-        bucket_bytes: The most that one all-reduce sums.
+        bucket_bytes: The largest size of one all-reduce.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> allreduce().routes.parameter.route.scheme
     'dense/collective'

@@ -1,13 +1,13 @@
 """Asynchronous SGD (Downpour, DistBelief): every gradient is applied when it arrives.
 
 - Topology: sharded servers, chunks dealt evenly.
-- Consistency: none. A worker goes on with the weights as they are when its gradient has been
-  applied; meanwhile others' have been, so that gradients are stale. How stale is in ``job.stats``.
-- What travels: dense gradients up, new weights down: the user's optimizer runs at the shards.
+- Consistency: none. A worker continues with the weights that its gradient was applied to. Meanwhile
+  gradients of other workers are applied, so gradients are stale; ``job.stats`` reports how stale.
+- What is sent: dense gradients up, new weights down: the user's optimizer runs at the shards.
 - When: as each layer's backward ends; or after it, where the whole gradient is clipped first.
 
-With n workers n gradients are applied where rounds apply one mean: what is stable in rounds may
-explode here. Divide the learning rate by n and keep momentum near 0.
+n workers apply n gradients in the time of one synchronous round: settings that are stable there may
+diverge here. Divide the learning rate by n and keep momentum near 0.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def async_sgd(
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Nobody waits for anybody.
+    """Apply every gradient when it arrives; no worker waits for another.
 
     Args:
-        clip_norm: Each worker's whole gradient is scaled down to this norm before it leaves.
-        lr_by_staleness: Whether the learning rate is divided by a gradient's age in updates.
+        clip_norm: Scale each worker's whole gradient down to this norm before it is sent.
+        lr_by_staleness: Divide the learning rate by a gradient's age in updates.
         ramp_up: Worker k of n joins after k/n of so many updates, so that staleness grows slowly.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
-        chunk_bytes: The most of a tensor that is sent as one message.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> async_sgd(lr_by_staleness=True).consistency.damping
     ByAge()

@@ -1,16 +1,16 @@
 """Synchronous SGD with backup workers (Chen and others, 2016): the first N of N + b make a round.
 
 - Topology: sharded servers, chunks dealt evenly.
-- Consistency: round t is the mean of the first N gradients of round t that are in, the same N at
-  every shard. The others' are dropped and counted; who is late goes on with the round that is open,
-  on its weights. No gradient is ever stale.
-- What travels: dense gradients up, new weights down: the user's optimizer runs at the shards.
-- When: as each layer's backward ends; weights are awaited just before the layer's next forward.
+- Consistency: round t is the mean of the first N gradients of round t to arrive, the same N at
+  every shard. The other gradients are dropped and counted. A late worker gets the current weights
+  and joins the open round. No gradient is ever stale.
+- What is sent: dense gradients up, new weights down: the user's optimizer runs at the shards.
+- When: as each layer's backward ends; each layer waits for weights just before its next forward.
 
     ḡᵗ = (1/N) Σ over the first N of gᵢᵗ,   θᵗ⁺¹ = F(θᵗ, ḡᵗ),   θ̄ ← α θ̄ + (1 − α) θᵗ⁺¹
 
-The paper leaves open whether servers agree on the N; shards that miss different workers learn badly
-from data that is not dealt at random, so here they do.
+The paper leaves open whether servers agree on the N. Here they do: if shards dropped different
+workers, training on data that is not dealt at random would suffer.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def backup_workers(
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Rounds of the first N workers to arrive.
+    """Close each round with the first N gradients.
 
     Args:
-        first: N; "auto", and the default without ``backup``, finds it in the run.
-        backup: How many workers are not waited for: N is all but so many.
+        first: N; "auto", and the default without ``backup``, finds it during the run.
+        backup: How many workers a round does not wait for: N is all workers but these.
         close_after_s: Also close a round after so many seconds with the gradients that have
             arrived; without ``first`` and ``backup`` it waits for all until then.
-        min_first: How many gradients such a round has at least.
+        min_first: The smallest number of gradients of such a round.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
-        chunk_bytes: The most of a tensor that is sent as one message.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> backup_workers(backup=2).consistency.admit.among(workers=10).first
     8

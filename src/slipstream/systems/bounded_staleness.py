@@ -1,14 +1,14 @@
 """Stale-synchronous parallel (Ho and others, 2013): workers run ahead by at most s clocks.
 
 - Topology: sharded servers, chunks dealt evenly.
-- Consistency: who begins clock c has weights with everybody's gradients up to clock c − s − 1 in
-  them. Update t is applied when all workers have pushed clock t; what faster ones have pushed since
-  is part of it. With s = 0 these are rounds.
-- What travels: dense gradients up, new weights down: the user's optimizer runs at the shards.
+- Consistency: a worker begins clock c only with weights that contain the gradients of all workers
+  up to clock c − s − 1. Update t is applied when all workers have pushed clock t; later gradients
+  that faster workers have already pushed are part of it. With s = 0 this is synchronous.
+- What is sent: dense gradients up, new weights down: the user's optimizer runs at the shards.
 - When: as each layer's backward ends.
 
-A worker that is slow now and then is not waited for; one that always is slows all to its pace. What
-is stable in rounds may not be here: the learning rate has to come down as s goes up.
+Workers do not wait for one that is slow now and then; one that is always slow slows down all. The
+learning rate has to decrease as s grows: rates that are stable with s = 0 may diverge.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def bounded_staleness(
     """Dense push-pull in which no worker computes with weights older than ``s`` clocks.
 
     Args:
-        s: The staleness bound; 0 makes rounds.
+        s: The staleness bound; 0 is synchronous.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
-        chunk_bytes: The most of a tensor that is sent as one message.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> bounded_staleness(2).consistency.gate
     Lag(steps=2)

@@ -1,24 +1,24 @@
 """GaDei (Zhang and others, 2016): learners of one machine train on weights in shared memory.
 
 - Topology: one server, over shared memory; learners are processes.
-- Consistency: none (Hogwild). Weights change under a learner while it computes; ``consistent``
-  lets it work on a copy of one moment instead.
-- What travels: gradients, written by backward into a ring of slots that the learner and the server
-  share; of embeddings the rows that were used. Weights do not travel: they are read where they are.
+- Consistency: none (Hogwild). Weights change while a learner computes; with ``consistent``
+  it works on a consistent copy instead.
+- What is sent: gradients, written by backward into a ring of slots that the learner and the server
+  share; of embeddings only the used rows. Weights are not sent: learners read them in place.
 - When: at the end of backward. A learner waits only when all its slots are full.
 - Update: at the server, in place, one gradient after the other, learners in turn. With
-  ``apply="direct"`` each learner makes its own.
+  ``apply="direct"`` each learner applies its own.
 
     learner l:  g = ∇f(W);  slot[pushed mod k] ← g;  pushed ← pushed + 1
     server:     for l = 1 … λ in turn: if taken < pushed: W ← F(W, slot[taken mod k]);
                 taken ← taken + 1
 
-Whoever finds nothing to do sleeps. A learner that dies has pushed or has not; one that is started
-in its place goes on. When the server dies, another goes on from the last checkpoint.
+An idle process sleeps. A learner that dies has either pushed a gradient completely or not at all;
+a new learner replaces it. When the server dies, a new one continues from the last checkpoint.
 
-Where we deviate: the paper's server takes a lock for each learner's buffer; here counts with one
-writer each do (``verify/ring.pml`` is a model of it). Its learners are GPUs and pull weights; ours
-on a CPU read them in place.
+Deviations: the paper's server takes a lock for each learner's buffer; ours uses counters with one
+writer each (``verify/ring.pml`` is a model of it). The paper's learners are GPUs and pull weights;
+ours on a CPU read them in place.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def gadei(
 
     Args:
         apply: Who updates weights: a "server" process, or every learner by itself ("direct").
-        consistent: Whether a learner computes on a copy of the weights of one moment.
+        consistent: Whether a learner computes on a consistent copy of the weights.
         slots: How many gradients of a learner may wait to be applied.
-        checkpoints: A directory in which checkpoints are kept, and from which a job continues; by
+        checkpoints: A directory for checkpoints, from which a job continues; by
             default they are removed with the job.
         every_s: Seconds between checkpoints.
 
@@ -58,7 +58,7 @@ def gadei(
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> gadei(slots=4).shared_memory.slots
     4

@@ -1,23 +1,23 @@
-"""1-bit SGD (Seide and others, 2014), as CNTK has it: the baseline of Poseidon (ATC 2017).
+"""1-bit SGD (Seide and others, 2014), as in CNTK: the baseline of Poseidon (ATC 2017).
 
 - Topology: sharded servers, chunks dealt evenly.
 - Consistency: rounds of all n workers.
-- What travels: of fp32 weights with two dimensions or more, one bit a value and two means a
+- What is sent: of fp32 weights with two dimensions or more, one bit per value and two means per
   segment, both ways; everything else (biases, norms, buffers, other precisions) dense.
 - When: as each layer's backward ends (wait-free backpropagation).
-- Update: at the worker. Weights cannot come back in one bit, only gradients can.
+- Update: at the worker. Gradients can be sent back in one bit, weights cannot.
 
-What one bit loses is added to the next gradient, at each worker and again at the server:
+The quantisation error is added to the next gradient, at each worker and again at the server:
 
     aₚᵗ = gₚᵗ + rₚᵗ⁻¹,  rₚᵗ = aₚᵗ − q(aₚᵗ)       at worker p
     āᵗ = (Σₚ q(aₚᵗ)) / n + r̄ᵗ⁻¹,  r̄ᵗ = āᵗ − q(āᵗ)   at the server, summed in rank order
     ḡᵗ = q(āᵗ)                                  what every worker's optimizer gets
 
-q gives each value the mean of all that have its sign, with 0 as the threshold between them.
+q gives each value the mean of all values with its sign, with 0 as the threshold between them.
 
 CNTK takes these means column by column, we over a segment: a tensor's part in one chunk. It
-aggregates among the workers themselves, each for its stripe; our stripes are the shards. Residuals
-are not part of a checkpoint, so what is owed at that moment is lost when training resumes from it.
+aggregates among the workers themselves, each for its stripe; our stripes are the shards.
+Checkpoints contain the residuals.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
 
-SMALLEST = 1024  # values; below, the bytes saved are not worth the noise
+SMALLEST = 1024  # values; below, the saved bytes are not worth the noise
 
 
 def one_bit(*, chunk_bytes: int = CHUNK_BYTES) -> Strategy:
-    """One bit a value of large fp32 weights, over sharded servers.
+    """Send one bit per value of large fp32 weights, over sharded servers.
 
     Args:
-        chunk_bytes: The most of a tensor that is sent as one message.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: ``chunk_bytes`` makes no sense.
+        ConfigError: ``chunk_bytes`` is invalid.
 
     >>> [route.scheme for route in one_bit().routes.routes()]
     ['one-bit/sharded', 'dense/sharded']

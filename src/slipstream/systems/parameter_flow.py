@@ -1,24 +1,24 @@
-"""Parameter Flow (Huawei): only updates travel, small ones wait, trees spread them.
+"""Parameter Flow (Huawei): send updates only, hold back small ones, broadcast along trees.
 
-- Topology: sharded servers; what they publish goes to every worker directly (a star) or along one
-  tree a shard, in which workers pass blocks on as they come.
-- Consistency: rounds of all n workers (UCC-BSP); with ``staleness`` s, whoever begins clock c has
-  everybody's updates up to clock c − s − 1, and Uᵗ also holds what faster workers have pushed
-  since (UCC-SSP). All workers apply the same sequence of U.
-- What travels: of fp32 weights the entries above a bound δᵗ, both ways (DVF); everything else
-  dense. The rest waits in a residual, one a link, and is never lost.
+- Topology: sharded servers; they send results to every worker directly (a star) or along one
+  tree per shard, in which workers forward blocks as they arrive.
+- Consistency: rounds of all n workers (UCC-BSP); with ``staleness`` s, a worker begins clock c only
+  with the updates of all workers up to clock c − s − 1, and Uᵗ also holds what faster workers have
+  pushed since (UCC-SSP). All workers apply the same sequence of U.
+- What is sent: of fp32 weights the entries above a bound δᵗ, both ways (DVF); everything else
+  dense. The rest stays in a residual, one per link, and is never lost.
 - When: as each layer's backward ends; with ``payload="update"`` after the optimizer's own step.
-- Update: at the worker. Weights do not travel after the start.
+- Update: at the worker. Weights are not sent after the start.
 
     a = u + r;  sent = a where not |a| ≤ δᵗ, else 0;  r ← a − sent      at worker p, towards a shard
     ā = (Σₚ sentₚ) / n + r̄;  U = ā where not |ā| ≤ δ̄ᵗ, else 0;  r̄ ← ā − U      at the shard
     W ← F(W, U)                                                    at every worker, F its optimizer
 
-Where we deviate: U is the mean, not the sum, so that learning rates mean what they do elsewhere.
+Deviations: U is the mean, not the sum, so that learning rates have their usual meaning.
 δᵗ = δ·lrₜ/lr₀, since the paper's δ/√t lets traffic grow several times over a run for little gain
-(``decay="root"`` has it). A shard's δ̄ is δ/√n: the mean of n updates is that much smaller, and the
-same bound both ways would hold back most of what workers found worth sending. Servers keep no
-copy of the weights: whoever applies every U has them.
+(``decay="root"`` selects it). A shard's δ̄ is δ/√n: the mean of n updates is that much smaller, and
+the same bound both ways would hold back most of what workers sent. Servers keep no
+copy of the weights: every worker that applies every U has them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from slipstream.updates import Add, Update, User, UserSteps
 
 Delta = float | str | Drop
 Payload = Literal["gradient", "update"]
-SMALLEST = 1024  # values; below, there is nothing to gain
-BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a relay passes on whole ones
-TYPICAL_BLOCKS = 32  # of a shard: how much the filling of a pipeline matters
+SMALLEST = 1024  # values; filtering smaller tensors gains nothing
+BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a relay forwards whole blocks
+TYPICAL_BLOCKS = 32  # per shard: decides how much filling the pipeline costs
 
 
 @renamed(
@@ -77,25 +77,25 @@ def parameter_flow(
     """Filtered updates up, filtered means down.
 
     Args:
-        delta: Entries up to this value wait; or the share that waits ("90%"); or either by tensor
-            name ({"fc*": "95%", "*": 1e-4}; tensors that no pattern fits are sent dense).
+        delta: Hold back entries up to this value; or a share of them ("90%"); or either by tensor
+            name ({"fc*": "95%", "*": 1e-4}; tensors that match no pattern are sent dense).
         decay: How the bound changes: "rate" with the learning rate, "root" with 1/√t, "constant".
         staleness: How many clocks a worker may run ahead (s).
         tree: "star", a topology file (see ``slipstream plan-tree``), or a ``Tree``.
         codec: "float32" or "bfloat16"; with "+snappy", "+lz4" or "+zstd" also compressed.
         broadcast_delta: The same as ``delta`` for results; by default δ/√n.
         congested_delta: Replaces ``delta`` on congested links.
-        congested_below: What a link has to spare, at least, if it is not congested ("50mbit").
+        congested_below: The available bandwidth below which a link is congested ("50mbit").
         payload: What is sent: a "gradient", or an "update": the optimizer's own step.
-        rate_factor: What learning rates are multiplied by; by default less, the more staleness.
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
-        chunk_bytes: The most of a tensor that is sent as one message.
+        rate_factor: Multiplies learning rates; by default it shrinks as staleness grows.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense, or the topology file cannot be read.
+        ConfigError: A value is invalid, or the topology file cannot be read.
 
     >>> parameter_flow(delta={"fc*": "95%"}, staleness=2).consistency.gate
     Lag(steps=2)
@@ -124,7 +124,7 @@ def parameter_flow(
 def selector(
     decay: Decay, congested_delta: Delta | None, congested_below: str | float | None
 ) -> Above:
-    """All of a filter's rule but its bound, which differs by tensor."""
+    """A filter's rule without its bound, which differs by tensor."""
     if congested_delta is None and congested_below is None:
         return Above(decay=decay)
     if congested_delta is None or congested_below is None:
@@ -136,7 +136,7 @@ def selector(
 def filtered_route(
     topology: AnyTopology, filtered: Filter, delta: Delta, broadcast_delta: Delta | None
 ) -> Route:
-    """``filtered`` both ways, with these bounds."""
+    """A route with ``filtered`` both ways, with these bounds."""
 
     def bounded(delta: Delta, *, of_mean: bool) -> Filter:
         replace = msgspec.structs.replace
@@ -158,7 +158,8 @@ def consistency_for(staleness: int, rate_factor: float | None, steps: bool) -> C
 
 
 def topology_of(tree: str | Tree, block_bytes: int) -> AnyTopology:
-    """What was given; or what is predicted to be soonest on the network that a file describes."""
+    """The given topology, or the one with the shortest predicted time on a topology file's
+    network."""
     if isinstance(tree, Tree):
         return tree
     if tree == "star":

@@ -1,9 +1,9 @@
-"""Poseidon (Zhang and others, 2017): each layer by its cheapest road, as its backward ends.
+"""Poseidon (Zhang and others, 2017): each layer by its cheapest route, as its backward ends.
 
-- What travels: a fully connected layer's sufficient factors (X and dY) from peer to peer where that
-  is cheaper than its dense gradient, an embedding's touched rows likewise; everything else dense.
-- Dense roads: collectives; or sharded servers where dedicated ones make that cheaper, and wherever
-  the paper's own rule (``choose="bytes"``) is asked for.
+- What is sent: a fully connected layer's sufficient factors (X and dY) from peer to peer where that
+  is cheaper than its dense gradient, an embedding's used rows likewise; everything else dense.
+- Dense routes: collectives; or sharded servers where dedicated ones make that cheaper, and always
+  with the paper's own rule (``choose="bytes"``).
 - Chosen for every layer from its shape, the batch, the cluster, and measured speeds of links, GEMM
   and servers; chosen again when the batch changes.
 - Consistency: rounds of all n workers.
@@ -38,21 +38,21 @@ def poseidon(
     server_gbytes: float = 5.0,
     dense: Sequence[str] = (),
 ) -> Strategy:
-    """Hybrid communication: every layer by its cheapest route.
+    """Hybrid communication: the cheapest route for every layer.
 
     Args:
         choose: By predicted "time", or by "bytes" as in the paper.
         wire: The precision of factors and rows on the wire; "own" is the tensor's.
-        rate: Of a link, such as "10gbit". With it, nothing is measured when the job starts.
-        gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
-        server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
+        rate: Of a link, such as "10gbit". If given, nothing is measured when the job starts.
+        gemm_gflops: A worker's speed of matrix products; used with ``rate``.
+        server_gbytes: A server's speed of summing, in GB/s; used with ``rate``.
         dense: Names of layers that are always sent dense.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> poseidon(choose="bytes").routes.parameter.by
     ByBytes()
@@ -74,7 +74,7 @@ def poseidon(
 def given_speeds(
     rate: str | float | None, gemm_gflops: float, server_gbytes: float
 ) -> Speeds | None:
-    """None: they are measured."""
+    """The speeds that were given; None if they are to be measured."""
     if rate is None:
         return None
     if gemm_gflops <= 0 or server_gbytes <= 0:

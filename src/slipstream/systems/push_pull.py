@@ -2,15 +2,15 @@
 
 - Topology: sharded servers, chunks dealt evenly.
 - Consistency: rounds of all n workers.
-- What travels: dense gradients up; down the mean gradient (``update="worker"``: the user's
+- What is sent: dense gradients up; down the mean gradient (``update="worker"``: the user's
   optimizer runs at every worker) or new weights (``update="server"``: it runs at the shards).
-- When: ``overlap=False`` after the whole backward pass, the vanilla server of the papers;
+- When: ``overlap=False`` after the whole backward pass, the plain server of the papers;
   ``overlap=True`` as each layer's backward ends (wait-free backpropagation).
 
     ḡᵗ = (g₀ᵗ + g₁ᵗ + … + gₙ₋₁ᵗ) / n, summed in rank order, so that runs agree bit for bit.
 
 Poseidon (ATC 2017) waits for all layers at the end of the step. With ``update="server"`` we wait
-for each layer just before its next forward, and send first what that forward needs first.
+for each layer just before its next forward, and send the layer that is needed first first.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def push_pull(
     """Sharded parameter servers, with or without wait-free backpropagation.
 
     Args:
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         update: Where the user's optimizer runs: at every "worker", or at the "server".
         wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
-        clip_norm: Each worker's whole gradient is scaled down to this norm before it leaves, after
+        clip_norm: Scale each worker's whole gradient down to this norm before it is sent, after
             backward.
-        chunk_bytes: The most of a tensor that is sent as one message.
+        chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
         The strategy.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> push_pull(update="server").schedule
     Priority()
@@ -62,7 +62,7 @@ def push_pull(
         raise UnknownStrategy(f"push_pull(update={update!r}): choose 'worker' or 'server'")
     return Strategy(
         "push_pull",
-        # New weights are not rounded on the way back: rounding would add up over steps.
+        # New weights are not rounded on the way back: the errors would accumulate over steps.
         routes_for(wire, Sharded(), back="same" if update == "worker" else "dense"),
         update=applied_at("worker" if update == "worker" else "holder", averaged, clip_norm),
         schedule=order_of_leaving(overlap and clip_norm is None, update),
@@ -73,12 +73,12 @@ def push_pull(
 def order_of_leaving(overlap: bool, update: UpdateAt) -> AnySchedule:
     if not overlap:
         return AfterBackward()
-    # Where workers update, the step waits for every layer, so overtaking would gain nothing.
+    # Where workers update, the step waits for every layer, so priorities would gain nothing.
     return Priority() if update == "server" else WaitFree()
 
 
 def applied_at(at: At, averaged: float | None = None, clip_norm: float | None = None) -> Update:
-    """The user's optimizer runs at workers, or where tensors are held."""
+    """Run the user's optimizer at workers, or at the holders of tensors."""
     return Update(
         outer=User(at),
         before=() if clip_norm is None else (ClipNorm(clip_norm),),

@@ -1,4 +1,4 @@
-"""Arguments that have another name now are refused with the new one."""
+"""Old argument names are refused; the error gives the new name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a system whose arguments were renamed: by old name, what to write instead."""
+    """For a system whose arguments were renamed. ``names``: by old name, what to write instead."""
 
     def decorate(system: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(system)

@@ -1,4 +1,4 @@
-"""What ``wire=`` means: in which form the gradients of a system travel."""
+"""What ``wire=`` means: the format in which a system sends gradients."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
 from slipstream.topologies import AnyTopology
 
 Wire = Literal[DenseWire, "int8", "int4"]
-# Of 4 bits, smaller blocks: a large value leaves fewer of its neighbours without a step.
+# With 4 bits blocks are smaller, so that a large value sets the scale of fewer other values.
 QUANTIZED = {"int8": Quantized(8, block=256), "int4": Quantized(4, block=128)}
-SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
+SMALLEST = 1024  # values; below, the saved bytes are not worth the rounding
 
 
 def routes_for(
     wire: Wire, topology: AnyTopology, *, back: Literal["dense", "same"] = "dense"
 ) -> Everywhere | ByTensor:
-    """The routes of dense gradients in this form.
+    """The routes of dense gradients in this format.
 
     Args:
         wire: "own" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round; "int8" and
-            "int4" quantise fp32 parameters of 1,024 values or more, with error feedback, and leave
-            the rest as it is.
+            "int4" quantise fp32 parameters of 1,024 values or more, with error feedback, and do not
+            change the rest.
         topology: Who holds tensors.
-        back: In which form results return: exact, or as the gradients went.
+        back: The format of results: exact, or the same as that of gradients.
 
     Raises:
-        ConfigError: There is no such form.
+        ConfigError: The format is unknown.
 
     >>> from slipstream.topologies import Sharded
     >>> routes_for("int8", Sharded()).rules[0].route.scheme

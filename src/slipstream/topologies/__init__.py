@@ -1,4 +1,4 @@
-"""Who holds a chunk, and to whom its holder fans out. Pure."""
+"""Who holds a chunk, and to whom its holder sends results. Pure."""
 
 from slipstream.topologies.mesh import Mesh
 from slipstream.topologies.one_holder import OneHolder

@@ -1,4 +1,4 @@
-"""What a topology answers."""
+"""The interface of topologies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from slipstream.types import Cluster, Node, Rank
 
 
 class Topology(Part, frozen=True):
-    """A frozen recipe that places chunks and names the receivers of what a holder publishes.
+    """A frozen recipe that places chunks and names the receivers of a holder's results.
 
     A topology has a ``name``, ``facts``, ``deal``, and ``whole_layers``: whether all chunks of a
-    layer have the same holders (``deal`` is then given layers). By default servers hold tensors,
-    nobody forwards, and results are sent to nobody. Override what differs.
+    layer have the same holders (``deal`` then places layers). By default servers hold tensors,
+    no worker forwards, and results are not sent. Override what differs.
     """
 
     name: ClassVar[str]
     needs_servers: ClassVar[bool] = True
-    relays: ClassVar[bool] = False  # whether workers forward results to others
+    relays: ClassVar[bool] = False  # whether workers forward results to other workers
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         """Place chunks.
@@ -32,14 +32,14 @@ class Topology(Part, frozen=True):
             The holders of each chunk, in the order of ``nbytes``.
 
         Raises:
-            ConfigError: The cluster does not fit this topology.
+            ConfigError: The topology is impossible in this cluster.
         """
         raise NotImplementedError
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """To whom ``node`` sends what ``holder`` publishes; the holder itself is asked first."""
+        """To whom ``node`` sends the results of ``holder``; the holder itself is the first node."""
         return ()
 
     def without(self, rank: Rank) -> Self:
-        """The same when this worker is lost: whoever got results through it gets them otherwise."""
+        """The same without this lost worker: its children get results another way."""
         return self

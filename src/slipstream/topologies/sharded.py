@@ -38,8 +38,8 @@ class Sharded(Topology, frozen=True):
                 f"{cluster.servers} servers but only {len(nbytes)} chunk(s) to hold: "
                 f"ask for at most {len(nbytes)} server(s)"
             )
-        # Largest first to the lightest shard: whoever ends heaviest was the lightest before its
-        # last chunk, so the difference is at most that chunk.
+        # Largest first to the lightest shard: the shard that ends heaviest was the lightest before
+        # its last chunk, so the difference is at most that chunk.
         shards = [(0, node) for node in cluster.server_nodes]
         holders: list[tuple[Node, ...]] = [()] * len(nbytes)
         for index in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):

@@ -1,4 +1,4 @@
-"""Sharded servers that broadcast over trees: workers pass on what a holder publishes."""
+"""Sharded servers that broadcast over trees: workers forward a holder's results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RankTree = tuple[tuple[Rank, ...], ...]
 
 
 class Tree(Topology, frozen=True):
-    """A tree for every server, and chunks dealt to servers as ``Sharded`` deals them.
+    """One tree per server; chunks are dealt to servers as by ``Sharded``.
 
     Args:
-        children: One tree for each server: to whom the server itself sends, then to whom worker
-            0, 1, … forward.
-        gone: Workers that no tree has to reach any more.
+        children: One tree for each server: the receivers of the server itself, then the ranks to
+            which worker 0, 1, … forward.
+        gone: Lost workers, which trees need not reach.
 
     >>> chain = Tree(children=(((0,), (1,), ()),))  # the server to rank 0, rank 0 to rank 1
     >>> chain.fanout(node=0, holder=2, cluster=Cluster(workers=2, servers=1))
@@ -40,7 +40,7 @@ class Tree(Topology, frozen=True):
     whole_layers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        # Users who read trees from a file have lists.
+        # Trees that were read from a file are lists.
         try:
             plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
         except TypeError as error:
@@ -68,7 +68,7 @@ class Tree(Topology, frozen=True):
         """Check the trees.
 
         Raises:
-            ConfigError: They are not this cluster's, or miss a worker or reach it twice.
+            ConfigError: A tree is for another cluster, misses a worker or reaches one twice.
         """
         if len(self.children) != cluster.servers:
             raise ConfigError(
@@ -79,14 +79,14 @@ class Tree(Topology, frozen=True):
                 raise ConfigError(f"the tree of {cluster.name(server)} {fault}; plan it again")
 
     def without(self, rank: Rank) -> Tree:
-        """Whoever sent to the lost worker sends to its children."""
+        """The parent of the lost worker sends to its children."""
         if rank in self.gone:
             return self
         return Tree(tuple(_bypass(tree, rank) for tree in self.children), (*self.gone, rank))
 
 
 def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
-    """What is wrong with a tree, if anything."""
+    """What is wrong with a tree; empty if nothing is."""
     if len(tree) != cluster.workers + 1:
         return f"is made for {len(tree) - 1} worker(s), not {cluster.workers}"
     times = Counter(rank for given in tree for rank in given)
@@ -94,7 +94,7 @@ def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
         wanted = rank in cluster.worker_nodes and rank not in gone
         if times[rank] != wanted:
             return f"reaches rank {rank} {times[rank]} time(s) instead of {wanted:d}"
-    # Each has one parent, so what does not hang on the root hangs on itself.
+    # Each rank has one parent, so a rank that is not reached from the root is part of a cycle.
     reached = list(tree[0])
     for rank in reached:
         reached += tree[rank + 1]

@@ -1,1 +1,1 @@
-"""Where slipstream meets torch: tensors, autograd hooks, optimizers, checkpoints."""
+"""The torch side of slipstream: tensors, autograd hooks, optimizers, checkpoints."""

@@ -1,4 +1,4 @@
-"""Averaged weights: kept beside a model that is trained alone, and lent to a model to be tried."""
+"""Averaged weights: kept next to a model's weights, and put into a model for evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Averages:
         self.begin()
 
     def begin(self) -> None:
-        """Averages begin with the weights."""
+        """Start the averages with the current weights."""
         self.weights = {name: p.detach().clone() for name, p in self._trained.items()}
 
     @torch.no_grad()
@@ -34,7 +34,7 @@ class Averages:
 
 @contextmanager
 def lent(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model with these weights, until the end of the block."""
+    """Within, the model has these weights."""
     own = {name: parameter.data for name, parameter in model.named_parameters() if name in weights}
     try:
         for name, parameter in model.named_parameters():

@@ -1,10 +1,10 @@
-"""A learner that computes on weights of its own: another thread copies them, and its gradients.
+"""A learner with its own copy of the weights: a thread copies weights and gradients.
 
-For models on a device, and on the CPU where weights must not change under a learner
+For models on a device, and on the CPU where weights must not change during a pass
 (``consistent=True``). When a step ends, its gradients are handed to a thread and the next step
-begins: that thread copies them into a slot, and the shared weights into the one of two buffers that
+begins. The thread copies them into a slot, and the shared weights into the one of two buffers that
 the model does not use, unless it has copied that version before. At the end of a later step the
-model is pointed at the new buffer; nothing is copied for that.
+model switches to the new buffer without a copy.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 from slipstream.torch.learner_slots import SlotWriter
 from slipstream.torch.shared_weights import SharedWeights
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # to, from
+Pairs = Sequence[tuple[Tensor, Tensor]]  # destination, source
 AHEAD = 1  # steps whose gradients wait to be copied
 TICK_S = 0.2
 
 
 class DeviceCopier(Protocol):
-    """Between a device and the host's memory."""
+    """Copies between a device and the host's memory."""
 
     def mark(self) -> Any:
-        """All that the training thread has asked of the device so far."""
+        """Mark all work that the training thread has given to the device so far."""
 
     def copy(self, pairs: Pairs, after: Any = None) -> None:
-        """Done when it returns; begins when what was marked is."""
+        """Copy; starts after the marked work, and returns when it is done."""
 
 
 class HostCopier:
@@ -49,7 +49,7 @@ class HostCopier:
 
 
 class CudaCopier:
-    """A side stream, so that copies run beside the computing."""
+    """Uses a side stream, so that copies run in parallel with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +72,7 @@ class CudaCopier:
 
 
 def pin(memory: Tensor) -> None:
-    """Tell the device of memory on the host, so that copies need no other in between."""
+    """Register host memory with the device, so that copies need no intermediate buffer."""
     if torch.cuda.is_available():
         cudart: Any = torch.cuda.cudart()
         cudart.cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
@@ -99,11 +99,11 @@ class FreshWeights:
 
 
 class CarriedUpdates:
-    """Ends steps by handing gradients over; a thread of its own fills slots with them.
+    """Ends steps by handing gradients over; its thread fills slots with them.
 
     Args:
-        weights: The shared ones; the model has copies of them.
-        holding: Within, nobody changes the shared weights, where that is wanted.
+        weights: The shared weights; the model has copies of them.
+        holding: Within this context, the shared weights do not change, if the strategy requires it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CarriedUpdates:
         # The model uses one, the copying thread fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
         self._used = 0
-        self._left: Any = None  # the mark after which the other is read no more
+        self._left: Any = None  # after this mark the other buffer is no longer read
         self._fresh: FreshWeights | None = None
         self._lock = threading.Lock()
         self._finished: queue.Queue[FinishedStep | None] = queue.Queue(AHEAD)
@@ -149,7 +149,7 @@ class CarriedUpdates:
         self._take_fresh()
 
     def finish(self) -> None:
-        """Until all is copied; then the model has the weights of now."""
+        """Wait until everything is copied; the model then has the current weights."""
         while self._finished.unfinished_tasks:
             self._raise_error()
             with self._finished.all_tasks_done:
@@ -159,7 +159,7 @@ class CarriedUpdates:
         self._take_fresh()
 
     def begin_anew(self) -> None:
-        """The weights have been replaced, and all that is beside them."""
+        """The weights and all state that belongs to them have been replaced."""
         self.finish()
         self._seen = self._copied = self._take_all()
 
@@ -228,12 +228,12 @@ class CarriedUpdates:
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
-        """The newest weights, into the buffer that is not used; not twice."""
+        """Copy the newest weights into the unused buffer, each version once."""
         with self._lock:
             if self._slots.version() == self._copied:
                 self.skipped += 1
                 return
-            self._fresh = None  # the model stays where it is meanwhile
+            self._fresh = None  # the model keeps its buffer meanwhile
             free, left = 1 - self._used, self._left
         with self._holding():
             version = self._slots.version()

@@ -1,6 +1,6 @@
-"""Checkpoints: one safetensors file with tensors by name and everything else as JSON beside them.
+"""Checkpoints: one safetensors file with tensors by name and everything else as JSON.
 
-Written whole or not at all, and independent of how many workers and servers wrote it.
+Written completely or not at all, and independent of the number of workers and servers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Checkpoint:
     buffers: Collection[str] = ()  # names of tensors that may become infinite on purpose
 
     def write(self, path: Path) -> None:
-        """Whole or not at all.
+        """Write the file completely or not at all.
 
         Raises:
-            CheckpointError: It could not be read again, or would replace finite values by others.
+            CheckpointError: It could not be read back, or would replace finite values by non-finite
+                ones.
         """
         pairs = [name for name, t in self.tensors.items() if t.dtype == torch.complex128]
         plain = {**self.tensors, **{n: torch.view_as_real(self.tensors[n]) for n in pairs}}
@@ -53,7 +54,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """A file that was written whole.
+        """Read a complete file.
 
         Raises:
             CheckpointError: There is none, or it is damaged.
@@ -66,7 +67,7 @@ class Checkpoint:
 
 
 def check_readable(facts: str, content: bytes) -> None:
-    """Nothing is written that would not be read.
+    """Refuse to write a file that could not be read.
 
     Raises:
         ValueError: Its header is too long, or its facts are nested too deeply.
@@ -78,7 +79,7 @@ def check_readable(facts: str, content: bytes) -> None:
 
 
 def crc(facts: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """As servers without torch reckon it."""
+    """The same checksum that servers compute without torch."""
     return checkpoint_format.crc(facts, pieces_of(tensors))
 
 
@@ -87,28 +88,28 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
-    """A tensor as the format without torch has it."""
+    """A tensor in the format without torch."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Piece(dtype_text(tensor.dtype), tuple(tensor.shape), memoryview(flat))
 
 
 def tensor_of(piece: Piece) -> torch.Tensor:
-    """In the piece's own memory."""
+    """A tensor that shares the piece's memory."""
     flat = torch.from_numpy(np.asarray(piece.data))
     return flat.view(getattr(torch, piece.dtype)).reshape(piece.shape)
 
 
 def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Plain data as JSON; tensors go aside under a name and leave a reference.
+    """Plain data as JSON; tensors are stored under a name and replaced by a reference.
 
     Args:
-        tensors: Where they go.
+        tensors: Where tensors are stored.
 
     Raises:
-        CheckpointError: The value holds something else than tensors and plain data.
+        CheckpointError: The value holds something other than tensors and plain data.
     """
     if isinstance(value, torch.Tensor):
-        while name in tensors:  # {"a/b": …} beside {"a": {"b": …}}
+        while name in tensors:  # {"a/b": …} and {"a": {"b": …}} would get the same name
             name += "'"
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"$tensor": name}
@@ -125,7 +126,7 @@ def pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all of a model, by the names that a checkpoint has for them."""
+    """Copies of all tensors of a model, by their names in a checkpoint."""
     return {
         f"model/{name}": tensor.cpu().contiguous().clone() for name, tensor in whole_state(model)
     }
@@ -135,7 +136,7 @@ def check_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """A checkpoint must hold exactly this model's tensors.
 
     Raises:
-        ValueError: One is missing, is too many, or has another shape or dtype.
+        ValueError: One is missing or unknown, or has another shape or dtype.
     """
     here = {f"model/{name}": tensor for name, tensor in whole_state(model)}
     there = {name: t for name, t in tensors.items() if name.startswith("model/")}
@@ -163,7 +164,7 @@ def check_layout(what: str, saved: torch.Tensor, shape: torch.Size, dtype: torch
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint, section: str = "") -> None:
-    """From the section whose names begin so."""
+    """Load from the section with this prefix."""
     with torch.no_grad():
         for name, tensor in whole_state(model):
             tensor.copy_(checkpoint.tensors[f"{section}model/{name}"])

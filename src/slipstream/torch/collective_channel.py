@@ -26,10 +26,11 @@ from slipstream.types import Chunk
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """One chunk's flat memory; the last elements say which segments this worker has, and a step.
+    """One chunk's flat memory. Its last elements mark the segments that this worker has, and the
+    step.
 
-    These marks ride in the bucket itself: summed over workers they tell whether anybody had a
-    gradient, and whether all are at the same step, without a collective of their own.
+    These marks are part of the bucket: their sums show whether any worker had a gradient, and
+    whether all are at the same step, without a separate collective.
     """
 
     chunk: Chunk
@@ -51,12 +52,13 @@ class Bucket:
 
     @property
     def parity(self) -> torch.Tensor:
-        """The step modulo 2, which the shortest format can sum; who differs, differs by one."""
+        """The step modulo 2, which even the shortest format can sum; workers differ by at most
+        one."""
         return self.flat[-1]
 
 
 class CollectiveChannel:
-    """All chunks of a plan that travel by collectives; implements ``Channel``."""
+    """All chunks of a plan that are sent by collectives; implements ``Channel``."""
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class CollectiveChannel:
         return all(segment.tensor in self._skipped for segment in bucket.chunk.segments)
 
     def _count(self, bucket: Bucket) -> None:
-        """A ring moves 2(n-1)/n of the bucket in all, half of it out."""
+        """A ring moves 2(n-1)/n of the bucket in all, half of it outgoing."""
         n = self.plan.cluster.workers
         nbytes = bucket.flat.numel() * bucket.flat.element_size()
         scheme = self.plan.routes[bucket.chunk.route].scheme
@@ -184,7 +186,7 @@ class CollectiveChannel:
         self._member.round = max(self._member.round, self.step + 1)
 
     def refresh(self) -> None:
-        """Nothing comes unasked."""
+        """Nothing to do: results arrive only when awaited."""
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         wanted = None if tensors is None else set(tensors)
@@ -233,7 +235,7 @@ class CollectiveChannel:
 
 
 def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:
-    """A share of the mean: divided before it is summed, so that short formats do not overflow."""
+    """A share of the mean: divide before summing, so that short formats do not overflow."""
     if values.dtype == out.dtype and values.device == out.device:
         torch.div(values, by, out=out)
     else:
@@ -248,7 +250,7 @@ def flatten(gradient: torch.Tensor) -> torch.Tensor:
 def collectives_for(inventory: Inventory, membership: Membership, key: str) -> Collectives:
     """A process group for this pair's collectives; all ranks call it."""
     device = collective_device(inventory)
-    # NCCL copies the store it is given, which only torch's own can be.
+    # NCCL copies its store, which works only with torch's own stores.
     on_links = device.type != "cuda"
     return Collectives(
         LinkStore(membership.gathering) if on_links else membership.rendezvous.store,

@@ -1,8 +1,8 @@
 """Layers' gradients in compact form: from their capture in autograd to the channel.
 
-A layer's matrices leave as soon as its backward has ended. Half of a fully connected layer's, its
-inputs, are known in the forward pass: where a layer was called just once in the step before, they
-leave at once; its backward then says whether they hold.
+A layer's matrices are sent as soon as its backward has ended. Half of a fully connected layer's,
+its inputs, are known in the forward pass: if the layer was called exactly once in the step before,
+they are sent at once; its backward then confirms them or not.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from slipstream.torch.layer_math import typed
 
 
 class CompactGradients:
-    """All layers of a plan that may travel in compact form.
+    """All layers of a plan that may be sent in compact form.
 
     Args:
-        choices: Which of them do so in which step; None: all do, always.
+        choices: Which of them are, in each step; None: all, always.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CompactGradients:
         self._finite = finite
         self._layer_of = {t: layer for layer in layers for t in layer.tensors}
         self._before: dict[int, tuple[int, int] | None] = {}
-        self._left: set[int] = set()  # layers, by unit, that have left in this step
+        self._left: set[int] = set()  # layers, by unit, that were sent in this step
 
     def begin_step(self, step: int) -> None:
         """This step begins now."""
@@ -55,15 +55,15 @@ class CompactGradients:
             self.choices.step = step
 
     def takes(self, layer: CompactLayer) -> bool:
-        """Whether this layer's gradient is captured in this step, instead of made dense."""
+        """Whether this layer's gradient is captured in this step, instead of computed dense."""
         return self.choices is None or self.choices.takes(layer.unit)
 
     def entered(self, layer: CompactLayer, x: Tensor) -> int | None:
         """A layer's forward has begun: send its inputs now, if its gradient will need them.
 
         Returns:
-            The round for which they have left. Where the choice of layers may yet change, or the
-            module evaluates (``module.eval()``), they do not.
+            The round for which they were sent. None if the choice of layers may still change, or
+            the module evaluates (``module.eval()``).
         """
         if not layer.module.training:
             return None
@@ -76,22 +76,22 @@ class CompactGradients:
         return self._channel.early(layer.unit, matrix, loan)
 
     def captured(self, layer: CompactLayer) -> None:
-        """One more use of a layer has had its backward."""
+        """The backward of one more use of a layer has run."""
         for tensor in layer.tensors:
             self._before.setdefault(tensor, state_of(self._parameters[tensor].grad))
 
     def finished(self, layer: CompactLayer) -> None:
-        """All uses have: it leaves, unless nothing may before the whole backward has ended."""
+        """All uses are done: send the layer, unless the schedule waits for the end of backward."""
         if self._plan.schedule.leaves_during_backward:
             self._send(layer)
 
     def has(self, tensor: int) -> bool:
-        """Whether the tensor's gradient was captured; autograd calls its hook all the same.
+        """Whether the tensor's gradient was captured; autograd calls its hook in any case.
 
         Raises:
             RuntimeFault: The weight was also used without calling the layer.
         """
-        # Before any gradient leaves: the dense routes must know whom to wait for.
+        # Decide before any gradient is sent: the dense routes must know which layers to wait for.
         if self.choices is not None:
             self.choices.decide()
         layer = self._layer_of.get(tensor)
@@ -105,7 +105,7 @@ class CompactGradients:
         return True
 
     def flush(self) -> None:
-        """What has not left yet does; before the channels are flushed."""
+        """Send what has not been sent yet; called before the channels are flushed."""
         if self.choices is not None:
             self.choices.decide()
         self._before.clear()
@@ -127,7 +127,7 @@ class CompactGradients:
         self._channel.ready_layer(layer.unit, matrices, early=early)
 
     def _held(self, layer: CompactLayer, matrix: Tensor, place: int) -> tuple[Matrix, Loan]:
-        """A copy as it travels: whoever made the matrix may write to it before it has left."""
+        """A copy in the wire format: the matrix may be overwritten before it has left."""
         dtype = self._codec(layer).wire_dtype(dtype_name(matrix), place)
         kind: torch.dtype = getattr(torch, dtype)
         loan = self._channel.buffer(layer.unit, place, matrix.numel() * kind.itemsize)
@@ -140,7 +140,7 @@ class CompactGradients:
         return codec
 
     def _finite_part(self, layer: CompactLayer) -> Captured | None:
-        """What the layer has captured, if its gradient counts."""
+        """The layer's captured gradient, if it counts."""
         taken = layer.take()
         if taken is None:
             return None
@@ -151,7 +151,7 @@ class CompactGradients:
         for matrix, magnitude in zip(matrices, found, strict=True):
             if not self._finite.admits(name, magnitude, codec.wire_dtype(dtype_name(matrix), 1)):
                 return None
-        # No entry of the product is above this; only if it might overflow is it worth making.
+        # An upper bound of the product's entries; compute the product only if it might overflow.
         most = math.prod(found) * len(taken.first)
         dtype = self._parameters[layer.weight].dtype
         if len(found) > 1 and all(map(math.isfinite, found)) and most > torch.finfo(dtype).max:
@@ -162,5 +162,5 @@ class CompactGradients:
 
 
 def state_of(gradient: Tensor | None) -> tuple[int, int] | None:
-    """Changes when somebody writes to a gradient."""
+    """A value that changes when a gradient is written to."""
     return None if gradient is None else (id(gradient), gradient._version)

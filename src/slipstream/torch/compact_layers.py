@@ -1,14 +1,14 @@
-"""Layers whose gradient has a compact form, and its capture in place of the dense one.
+"""Layers whose gradient has a compact form, and its capture instead of the dense gradient.
 
-A fully connected layer's weight gradient is dYᵀX: ``rows`` of X and of dY say the same in fewer
-numbers, and the bias's is the sum of dY's rows. An embedding's touches few rows: their ids and
-values say the same.
+A fully connected layer's weight gradient is dYᵀX: the ``rows`` of X and dY carry the same
+information in fewer numbers, and the bias's gradient is the sum of dY's rows. An embedding's
+gradient has few nonzero rows: their ids and values carry the same information.
 
-Autograd asks for a layer's weight gradient through a small node of its own (``_Gradient``), so that
-a pass which wants only the gradient of the input captures nothing. The node then either hands over
+Autograd gets a layer's weight gradient through a small node of its own (``_Gradient``), so that
+a pass that needs only the gradient of the input captures nothing. The node either hands over
 the compact form, and the dense gradient is never computed here, or computes the dense one as torch
-would. What was captured counts when torch would have added to ``.grad``: when all uses of the layer
-in a pass have had their backward, and not at all if the pass breaks off before.
+would. What was captured counts when torch would have added to ``.grad``: when the backward of all
+uses of the layer in a pass has run; it does not count if the pass is aborted before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.planning.costs import Form, LayerShape
 class Captured:
     """A layer's gradient: X and dY, or ids and values of rows.
 
-    ``ahead`` is the round for which X has already left, in the forward pass, if it has.
+    ``ahead`` is the round for which X was already sent, in the forward pass, if it was.
     """
 
     first: Tensor
@@ -42,7 +42,7 @@ class Captured:
 
 @dataclass(slots=True)
 class CompactLayer:
-    """One such layer: its tensors' places in the inventory, and what this step has given so far."""
+    """One such layer: its tensors' places in the inventory, and what was captured in this step."""
 
     shape: LayerShape
     module: Any
@@ -50,17 +50,17 @@ class CompactLayer:
     bias: int | None
     unit: int = 0  # of the plan
     pending: list[Captured] = field(default_factory=list)
-    rows: int = 0  # of the forward passes since the last exchange
-    calls: int = 0  # such passes
-    once: bool = False  # whether a single one gave all of the last exchange's gradient
-    # Captured in passes that may yet break off, by pass: re-entrant checkpointing nests them.
+    rows: int = 0  # of all forward passes since the last exchange
+    calls: int = 0  # number of such passes
+    once: bool = False  # whether the last exchange had exactly one such pass
+    # Captured in passes that may still be aborted, by pass: re-entrant checkpointing nests them.
     _open: dict[int, list[Captured]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, name: str, module: Any, form: Form, place_of: Mapping[int, int], unit: int = 0
     ) -> CompactLayer:
-        """A layer of which nothing was captured yet.
+        """A layer of which nothing is captured yet.
 
         Args:
             place_of: By a parameter's identity: its place in the inventory.
@@ -85,24 +85,24 @@ class CompactLayer:
         self._open.setdefault(this_pass, []).append(captured)
 
     def finish(self) -> bool:
-        """All uses in this pass have had their backward; whether there were any."""
+        """The backward of all uses in this pass has run; returns whether there were any."""
         captured = self._open.pop(torch._C._current_graph_task_id(), [])
         self.pending += captured
         return bool(captured)
 
     def detach(self) -> None:
-        """Copy what is pending: whoever made the inputs may write to them before they leave."""
+        """Copy what is pending: the inputs may be overwritten before they are sent."""
         self.pending = [
             replace(c, first=c.first.clone(), second=c.second.clone()) for c in self.pending
         ]
 
     def reset(self) -> None:
-        """The exchange of this step is over, or the gradient went another way."""
+        """The exchange of this step is over, or the gradient took another route."""
         self.pending, self.rows, self.calls = [], 0, 0
         self._open.clear()
 
     def take(self) -> Captured | None:
-        """All of it, and begin anew; None if the layer was not used."""
+        """Take all that was captured, and start again; None if the layer was not used."""
         pending, self.pending = self.pending, []
         self.once = self.calls == 1 and len(pending) == 1
         self.rows = self.calls = 0
@@ -116,7 +116,7 @@ class CompactLayer:
         return self._distinct(whole.first, whole.second) if self.shape.form == "rows" else whole
 
     def _distinct(self, ids: Tensor, values: Tensor) -> Captured:
-        """Every touched row once."""
+        """Every used row once."""
         ids, values = self.without_padding(ids, values)
         touched, where = torch.unique(ids, return_inverse=True)
         summed = values.new_zeros(len(touched), values.shape[1])
@@ -132,10 +132,10 @@ class CompactLayer:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where layers hand over what they capture."""
+    """Callbacks to which layers hand over what they capture."""
 
-    entered: Callable[[CompactLayer, Tensor], int | None]  # with X; the round for which it left
-    takes: Callable[[CompactLayer], bool]  # whether it is wanted in this step
+    entered: Callable[[CompactLayer, Tensor], int | None]  # with X; returns its round, if sent
+    takes: Callable[[CompactLayer], bool]  # whether it is needed in this step
     captured: Callable[[CompactLayer], None]  # one use
     finished: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
 
@@ -151,7 +151,7 @@ class Use:
     ahead: int | None = None
 
     def once(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient; under ``create_graph`` as one that cannot be differentiated again."""
+        """The gradient; under ``create_graph`` as a tensor that cannot be differentiated again."""
         if gradient is None or not torch.is_grad_enabled():
             return gradient
         return refuse_twice(gradient.detach().requires_grad_(), self.layer.shape.name)
@@ -172,7 +172,7 @@ class _RefuseTwice(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """Asked by autograd for the gradients of weight and bias, if and only if it wants them."""
+    """Autograd calls it for the gradients of weight and bias only if it needs them."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, use: Use) -> Tensor:
@@ -201,11 +201,11 @@ class _Gradient(torch.autograd.Function):
 
 
 def accumulates(node: Any) -> bool:
-    """Whether this pass adds to all of ``.grad``; ``autograd.grad`` gives its caller gradients."""
+    """Whether this pass adds to ``.grad``; ``autograd.grad`` returns gradients to its caller."""
     leaves = [leaf for leaf, _ in node.next_functions if leaf is not None]
     try:
         return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
-    except RuntimeError:  # how it says that autograd.grad asks for this very leaf
+    except RuntimeError:  # raised if autograd.grad was called for this leaf
         return False
 
 
@@ -216,7 +216,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b; keeps X and dY for whoever asks for the weight's gradient."""
+    """x Wᵀ + b; keeps X and dY for the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -254,7 +254,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, dy.new_zeros(()), None
 
 
-# Torch's types do not say what ``apply`` takes and gives.
+# Torch's type stubs do not describe the arguments and result of ``apply``.
 gradient_port: Callable[..., Tensor] = _Gradient.apply
 refuse_twice: Callable[..., Tensor] = _RefuseTwice.apply
 linear: Callable[..., Tensor] = _Linear.apply
@@ -262,7 +262,7 @@ embedding: Callable[..., Tensor] = _Embedding.apply
 
 
 class Forward:
-    """Takes the place of a layer's ``forward``; a copy of the layer gets its own old one back."""
+    """Replaces a layer's ``forward``; a copy of the layer gets the original forward back."""
 
     def __init__(self, layer: CompactLayer, ports: Ports) -> None:
         self.layer, self.ports = layer, ports
@@ -272,7 +272,7 @@ class Forward:
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
         weight, bias = self.layer.parameters
         if weight is not self._parameters[0] or bias is not self._parameters[1]:
-            return self._plain(self.layer.module)(input)  # functional_call lends it others
+            return self._plain(self.layer.module)(input)  # functional_call replaces the parameters
         self._count(input)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         if not (torch.is_grad_enabled() and trained):
@@ -288,7 +288,8 @@ class Forward:
         return linear(x, w, None if b is None else b.detach(), port, use)
 
     def _count(self, inputs: Tensor) -> None:
-        """Once, though checkpointing runs a forward twice: without gradients, or in backward."""
+        """Count once, though checkpointing runs a forward twice: without gradients, or in
+        backward."""
         wanted = self.layer.module.training or torch.is_grad_enabled()
         if wanted and not recomputing():
             self.layer.calls += 1
@@ -312,17 +313,17 @@ class Forward:
         return self if copied is None else self._plain(copied)
 
     def __reduce__(self) -> Any:
-        """Looked up when the module is there but has nothing of its own yet: its class's."""
+        """On unpickling, the module has no attributes yet: use its class's forward."""
         return getattr, (self.layer.module, "forward")
 
 
 def recomputing() -> bool:
-    """Whether a forward runs within a backward pass, as checkpointing has it."""
+    """Whether a forward runs within a backward pass, as with checkpointing."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def autocast(x: Tensor, *parameters: Tensor | None) -> list[Any]:
-    """What autocast would make of a linear layer's inputs."""
+    """A linear layer's inputs as autocast would cast them."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return [x, *parameters]
@@ -331,10 +332,10 @@ def autocast(x: Tensor, *parameters: Tensor | None) -> list[Any]:
 
 
 def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
-    """Let the layers hand over their gradients; returns what ends it."""
+    """Let the layers hand over their gradients; returns a function that ends this."""
     handles: list[Any] = []
     for layer in layers:
-        if hasattr(layer.module, "on_factors"):  # an emulated device offers them itself
+        if hasattr(layer.module, "on_factors"):  # an emulated device provides factors itself
             layer.module.on_factors = partial(_offered, layer, ports)
             handles.append(layer.module.register_forward_pre_hook(partial(_count_rows, layer)))
         else:
@@ -357,10 +358,10 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
 
 
 class AccumulationHook:
-    """Calls when torch is done with a parameter's ``.grad`` in a pass, if it wrote there or not."""
+    """Calls back when torch is done with a parameter's ``.grad`` in a pass, written or not."""
 
     def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
-        # Torch itself holds the node only while a graph does, and hooks go with it.
+        # Torch keeps the node only while a graph does, and hooks are deleted with it.
         self._node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._handle = self._node.register_hook(lambda *_: call())
 
@@ -375,7 +376,7 @@ def _count_rows(layer: CompactLayer, _module: nn.Module, inputs: tuple[Tensor, .
 
 
 def _offered(layer: CompactLayer, ports: Ports, x: Tensor, dy: Tensor) -> bool:
-    """An emulated device offers factors; whether they are taken."""
+    """An emulated device offers factors; returns whether they are taken."""
     if not ports.takes(layer):
         return False
     layer.keep(x, dy)
@@ -387,8 +388,8 @@ def _offered(layer: CompactLayer, ports: Ports, x: Tensor, dy: Tensor) -> bool:
 
 
 def named_forms(model: nn.Module) -> Iterator[tuple[str, nn.Module, Form, str]]:
-    """Every layer that might have a compact gradient: its name, its form, and what stands against
-    it, if anything."""
+    """Every layer that might have a compact gradient: its name, its form, and the obstacle, if
+    any."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Bringing rank 0's tensors to others."""
+"""Copies rank 0's tensors to other ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from slipstream.types import Values
 
 
 def copy_state(chain: StateChain, model: nn.Module) -> bool:
-    """Every parameter and buffer of rank 0's model to all ranks; whether all of it has come."""
+    """Copy all parameters and buffers of rank 0's model to all ranks; returns whether all
+    arrived."""
     return chain.run(*staged([tensor for _, tensor in whole_state(model)]))
 
 
 def staged(tensors: Sequence[torch.Tensor]) -> tuple[list[Values], Callable[[], None]]:
-    """Host memory with these tensors' values, and what brings it back into them."""
+    """Host memory with these tensors' values, and a function that copies it back into them."""
     staging = Staging()
     views = []
     for key, tensor in enumerate(tensors):

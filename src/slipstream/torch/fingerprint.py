@@ -1,4 +1,4 @@
-"""A short name for a model's weights."""
+"""A short hash of a model's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.torch.staging import Staging
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over every parameter and buffer, by name.
 
-    Without integers: batch norm counts the batches of each worker for itself.
+    Without integers: batch norm's count of batches is local to each worker.
     """
     digest = hashlib.sha256()
     staging = Staging()
@@ -28,6 +28,6 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def fingerprint_of(models: Sequence[nn.Module]) -> str:
-    """Of one model, or of several in this order."""
+    """The hash of one model, or of several in this order."""
     names = [fingerprint(model) for model in models]
     return names[0] if len(names) == 1 else hashlib.sha256("".join(names).encode()).hexdigest()

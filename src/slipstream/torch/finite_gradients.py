@@ -1,8 +1,8 @@
-"""What becomes of a gradient with a NaN or an infinity in it.
+"""How to treat a gradient with a NaN or an infinity.
 
-A worker looks at every tensor's gradient once a step, before it leaves. One that is not finite goes
-on as it is (``pass``), counts as no gradient in this step (``refuse``), or ends the job (``stop``).
-One value decides for its tensor: its largest magnitude, which is infinite or NaN if any value is.
+A worker checks every tensor's gradient once per step, before it is sent. A non-finite one is sent
+unchanged (``pass``), counts as no gradient in this step (``refuse``), or ends the job (``stop``).
+The check uses the largest magnitude of a tensor, which is infinite or NaN if any value is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.runtime.telemetry import warn
 from slipstream.torch.inventory import dtype_name
 from slipstream.torch.staging import as_real
 
-# The least magnitude that rounds to an infinity in a shorter format.
+# The smallest magnitude that rounds to an infinity in a shorter format.
 BECOMES_INFINITE = {
     "float16": 2.0**16 - 2.0**4,
     "bfloat16": 2.0**128 - 2.0**119,
@@ -32,7 +32,7 @@ BECOMES_INFINITE = {
 
 
 class FiniteGradients:
-    """Decides for one worker; ``is_first`` tells whether no other worker has warned before."""
+    """Decides for one worker; ``is_first``: whether no other worker has warned before."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class FiniteGradients:
         return self._policy == "refuse"
 
     def admits(self, name: str, magnitude: float, travels_as: str = "float64") -> bool:
-        """Whether a gradient of this largest magnitude counts; ``travels_as`` is the dtype that it
-        is cast to on the way.
+        """Whether a gradient with this largest magnitude counts; ``travels_as`` is the dtype to
+        which it is cast on the wire.
 
         Raises:
-            NonFiniteGradient: if the job is to stop.
+            NonFiniteGradient: if the job is set to stop.
         """
         if magnitude < BECOMES_INFINITE[travels_as]:
             return True
@@ -68,7 +68,7 @@ class FiniteGradients:
         return self._policy == "pass"
 
     def clear_refused(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Gradients that do not count become None; for those that an optimizer uses here."""
+        """Set gradients that do not count to None, where an optimizer uses them here."""
         trained = [(name, p, p.grad) for name, p in named if p.grad is not None]
         found = magnitudes([gradient for _, _, gradient in trained])
         for (name, parameter, _), magnitude in zip(trained, found, strict=True):
@@ -77,7 +77,7 @@ class FiniteGradients:
 
 
 def warn_anyway(text: str) -> None:
-    """Warn, but never raise, whatever the filters of warnings: a gradient that passes must not end
+    """Warn, but never raise, whatever the warning filters: a gradient that passes must not end
     the job."""
     try:
         warnings.warn(text, stacklevel=3)
@@ -96,7 +96,7 @@ ADVICE = {
 
 
 def magnitude_of(values: Tensor) -> float:
-    """The largest magnitude; infinite or NaN if there is such a value."""
+    """The largest magnitude; infinite or NaN if any value is."""
     if values.is_sparse:
         values = values.coalesce().values()
     flat = as_real(values)
@@ -106,7 +106,7 @@ def magnitude_of(values: Tensor) -> float:
 
 
 def magnitudes(gradients: Sequence[Tensor]) -> list[float]:
-    """Of each; an accelerator is waited for once, unless something is not finite there."""
+    """The largest magnitude of each; waits for an accelerator only once if all are finite."""
     away = [g for g in gradients if g.device.type != "cpu" and not g.is_sparse]
     known: dict[int, float] = {}
     if away:
@@ -118,7 +118,7 @@ def magnitudes(gradients: Sequence[Tensor]) -> list[float]:
 
 def before_use(tick: Callable[[], None]) -> Callable[..., Any]:
     """A hook that calls ``tick`` when an optimizer's gradients are complete: before its step, or
-    after each call of a closure that makes them within the step."""
+    after each call of a closure that computes them within the step."""
 
     def on_step(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

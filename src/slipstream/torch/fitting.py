@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits a job: every check that comes before ``job.load`` changes anything.
+"""Checks a checkpoint against a job, before ``job.load`` changes anything.
 
-The file may be damaged, hostile, or of another model. Each check raises ValueError, which says what
-does not fit.
+The file may be damaged, hostile, or of another model. Each check raises ValueError with the
+mismatch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Optimizer = torch.optim.Optimizer
 Tensors = Mapping[str, torch.Tensor]
 AVERAGED, OUTER, RESIDUAL = "averaged/", "outer/", "residual/"
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-# How torch computes an update, not what the update is.
+# Settings of how torch computes an update; they do not change the update.
 MEANS = ("foreach", "fused", "capturable", "differentiable")
 SAMPLE = (2,)
 
@@ -44,7 +44,7 @@ def check_pairs(tensors: Tensors, facts: Mapping[str, Any], pairs: Sequence[Pair
     """Check that all of a checkpoint can be loaded into the pairs of this job.
 
     Raises:
-        ValueError: Something does not fit; it names the pair if there are several.
+        ValueError: Something does not match; it names the pair if there are several.
     """
     there, here = pairs_in(facts), len(pairs)
     if there != here:
@@ -72,10 +72,10 @@ def check_all(
     """Check that all of a pair's section can be loaded into it.
 
     Args:
-        holds_model: The section has the model's tensors; else an earlier pair's has them.
+        holds_model: The section has the model's tensors; else an earlier pair's section has them.
 
     Raises:
-        ValueError: Something does not fit.
+        ValueError: Something does not match.
     """
     check_names(tensors)
     if holds_model:
@@ -109,7 +109,7 @@ def check_kind(saved: OptimizerState, optimizer: Optimizer) -> None:
 
 
 def check_setting(what: str, key: str, value: Any, group: Mapping[str, Any]) -> None:
-    """Finite, of the same kind as now, and never the parameters themselves."""
+    """A setting must be finite, of the same type as now, and never the parameters themselves."""
     here = group.get(key)
     if key == "params":
         raise ValueError(f"{what} would replace the parameters of this job")
@@ -124,7 +124,7 @@ def check_setting(what: str, key: str, value: Any, group: Mapping[str, Any]) -> 
 
 
 def same_kind(value: Any, here: Any) -> bool:
-    """Whether a setting may take the place of another; None is a switch that nobody has set."""
+    """Whether a setting may replace another; None stands for a setting that is not used."""
     if is_number(here):
         return is_number(value)
     if here is None or value is None:
@@ -144,7 +144,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_in(value: Any) -> Iterator[float]:
-    """All of them, however deep they are nested."""
+    """All numbers within, however deeply nested."""
     if isinstance(value, torch.Tensor):
         yield from as_real(value).reshape(-1).tolist()
     elif isinstance(value, Mapping):
@@ -174,7 +174,7 @@ def check_state(saved: OptimizerState, model: nn.Module, optimizer: Optimizer) -
 def check_elementwise_state(
     saved: OptimizerState, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> None:
-    """One step on a small parameter shows what torch keeps for each."""
+    """Compare with a sample: one step on a small parameter shows what torch keeps for each."""
     kind = kind_of(optimizer)
     names = {id(parameter): name for name, parameter in parameters.items()}
     for number, (group, changed) in enumerate(
@@ -195,7 +195,7 @@ def check_elementwise_state(
 def sample_state(
     kind: type[Optimizer], settings: Mapping[str, Any], dtype: torch.dtype, group: int
 ) -> dict[str, Any]:
-    """What an optimizer with these settings keeps of a parameter with two elements."""
+    """The state that an optimizer with these settings keeps for a parameter with two elements."""
     taken = inspect.signature(kind).parameters
     try:
         arguments = {
@@ -215,7 +215,7 @@ def sample_state(
 
 
 def keeps_from_start(kind: type[Optimizer]) -> bool:
-    """Whether it makes its state when it is made; such an optimizer does not make it later."""
+    """Whether it creates its state in its constructor; such an optimizer does not do so later."""
     return bool(make(kind, nn.Parameter(torch.zeros(SAMPLE))).state)
 
 
@@ -240,15 +240,15 @@ def check_entries(
 
 
 def check_counter(what: str, value: Any) -> None:
-    """A number for a whole parameter, such as how many steps it has had."""
-    if not is_number(value) or not 0 <= float(value) <= MOST_STEPS:  # NaN is not
+    """A number for a whole parameter, such as its number of steps."""
+    if not is_number(value) or not 0 <= float(value) <= MOST_STEPS:  # false for NaN
         raise ValueError(f"{what} is {value!r:.80}, not a finite number of at least 0")
 
 
 def check_other_state(
     saved: OptimizerState, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 ) -> None:
-    """Of an optimizer that may keep anything, only what is there already can be compared."""
+    """For an optimizer that may keep anything, compare only state that it already has."""
     for name, entries in saved.state.items():
         here = optimizer.state.get(parameters[name], {})
         for key, value in entries.items():
@@ -259,7 +259,7 @@ def check_other_state(
                 check_layout(what, value, kept.shape, kept.dtype)
 
 
-# ---- what else there is by tensor
+# ---- other tensors
 
 
 def named_under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -283,7 +283,7 @@ def check_like_parameters(tensors: Tensors, model: nn.Module) -> None:
 
 
 def check_residuals(tensors: Tensors, model: nn.Module) -> None:
-    """By rank or the servers', and by tensor: as many values as the tensor has."""
+    """Residuals, by rank or of the servers, must have as many values as their tensor."""
     sizes = {name: as_real(tensor).numel() for name, tensor in whole_state(model)}
     for full, residual in tensors.items():
         if not full.startswith(RESIDUAL):

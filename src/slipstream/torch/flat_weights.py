@@ -17,8 +17,8 @@ from slipstream.torch.staging import as_real
 
 
 class FlatWeights:
-    """Whoever changes weights holds the lock, so that no change is lost; whoever reads them does
-    not, and may see some that are older than others."""
+    """A writer of weights holds the lock, so that no change is lost. A reader does not, and may see
+    some weights that are older than others."""
 
     def __init__(self, inventory: Inventory) -> None:
         named = [
@@ -41,7 +41,8 @@ class FlatWeights:
         return self._starts[-1]
 
     def add(self, start: int, values: Floats) -> None:
-        """To the weights from ``start`` on; in a thread of its own, beside forward and backward."""
+        """Add to the weights from ``start`` on; from another thread, during forward and
+        backward."""
         stop = start + len(values)
         with self._lock:
             at = bisect_right(self._starts, start) - 1
@@ -52,7 +53,8 @@ class FlatWeights:
                 values, start, at = values[upto - start :], upto, at + 1
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
-        """What ``step`` does to the weights, times the coefficient; so much of it is done."""
+        """Run ``step`` and scale its change of the weights by the coefficient; return that
+        change."""
         update = torch.empty(self.numel, dtype=torch.float32)
         with self._lock, torch.no_grad():
             before = [live(parameter).clone() for parameter in self._parameters]
@@ -67,7 +69,7 @@ class FlatWeights:
         return changed
 
     def whole(self) -> Floats:
-        """All of them as they are now."""
+        """A copy of the current weights."""
         vector = torch.empty(self.numel, dtype=torch.float32)
         with self._lock:
             for parameter, part in zip(self._parameters, self._parts(vector), strict=True):
@@ -76,7 +78,7 @@ class FlatWeights:
         return found
 
     def clear(self) -> None:
-        """Zeros, to which everything is added."""
+        """Set all weights to zero; received weights are then added."""
         with self._lock:
             for parameter in self._parameters:
                 live(parameter).zero_()
@@ -86,7 +88,7 @@ class FlatWeights:
 
 
 def live(parameter: torch.Tensor) -> torch.Tensor:
-    """Flat, real, and without autograd's knowledge: a pass under way may read older weights."""
+    """Flat, real, and hidden from autograd: a running pass may read older weights."""
     return as_real(parameter.data).view(-1)
 
 

@@ -12,10 +12,10 @@ from torch import nn
 class ForwardGate:
     """Hooks on every module that owns exchanged tensors.
 
-    A module's own weights are awaited when it is called. Weights of modules that the first pass
+    A module waits for its own weights when it is called. Weights of modules that the first pass
     never called (``nn.MultiheadAttention`` reads its projection's weight without calling it) are
-    awaited when the model is entered. A weight that is read only outside of any forward must be
-    read after ``job.wait()``.
+    awaited when the model is called. To read a weight outside of any forward, call
+    ``job.wait()`` first.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Setting up workers that exchange slices, and one that comes back to them."""
+"""Sets up partial exchange, and the return of a restarted worker."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ UNKNOWN_BYTES_S = 1e9
 def make_partial(
     plan: Plan, rotate: Rotate, inventory: Inventory, membership: Membership
 ) -> GossipChannel:
-    """The exchange where workers send each other slices."""
+    """The channel of partial exchange."""
     env, transport = membership.env, membership.transport
     weights = FlatWeights(inventory)
     peers = [rank for rank in range(env.world_size) if rank != env.rank]
-    # One that comes back is told by rank 0.
+    # A restarted worker gets the rate from rank 0.
     bytes_s = rotate.bytes_s or (
         UNKNOWN_BYTES_S if env.incarnation else measure_link(membership) / 8
     )
@@ -62,9 +62,9 @@ def come_back(
     chain: StateChain,
     membership: Membership,
 ) -> Welcome:
-    """Take the weights of a job that has gone on; where it stands.
+    """Take the weights of a job that has continued; returns its current position.
 
-    Trained weights come as updates, added to zeros; the rest as it is at rank 0.
+    Trained weights arrive as updates, added to zeros; other tensors as they are at rank 0.
     """
     exchange.weights.clear()
     others = set(range(1, membership.env.world_size)) - {membership.env.rank}
@@ -73,13 +73,13 @@ def come_back(
         welcome = Joiner(exchange, membership.member, membership.limits.wait_s).come_back()
         chain.sync = welcome.standing[-1]
         chain.run(*staged(untrained(model, plan)))
-        chain.sync -= 1  # the others have not taken part
+        chain.sync -= 1  # the other ranks have not taken part
     chain.among(())
     return welcome
 
 
 def untrained(model: nn.Module, plan: Plan) -> list[torch.Tensor]:
-    """All of a model that does not travel as updates."""
+    """All tensors of a model that are not sent as updates."""
     trained = {spec.name for spec in plan.specs if spec.role == "parameter"}
     return [tensor for name, tensor in whole_state(model) if name not in trained]
 
@@ -87,7 +87,7 @@ def untrained(model: nn.Module, plan: Plan) -> list[torch.Tensor]:
 def accept_joiners(
     model: nn.Module, plan: Plan, exchange: GossipChannel, chain: StateChain, member: Member
 ) -> JoinCoordinator | None:
-    """Let workers that have died come back; returns rank 0's part in that, at rank 0."""
+    """Let dead workers come back; returns the ``JoinCoordinator`` on rank 0."""
     if not member.is_hub:
         JoinPeer(exchange, member)
         return None

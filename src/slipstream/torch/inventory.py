@@ -1,4 +1,4 @@
-"""What a model holds: the tensors that are exchanged, and the whole state that is copied."""
+"""The tensors of a model: those that are exchanged, and the whole state that is copied."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Place = tuple[nn.Module, str]
 class Inventory:
     """Trainable parameters and floating-point buffers in forward order, with their specs.
 
-    ``tensors[i]`` belongs to ``specs[i]``. A tied weight appears once. Modules may put another
-    tensor into a buffer's place, so ``places`` tells where to look for it.
+    ``tensors[i]`` belongs to ``specs[i]``. A tied weight appears once. Modules may replace a
+    buffer by another tensor, so ``places`` has the module and name under which to find it.
     """
 
     specs: tuple[Spec, ...]
@@ -30,7 +30,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module) -> Inventory:
-        """Everything of a model that is exchanged."""
+        """All exchanged tensors of a model."""
         # A tied parameter is part of several layers, and has an obstacle in each.
         layers: dict[int, dict[str, Any]] = {
             id(parameter): {"obstacle": obstacle} if obstacle else {"layer": name, "form": form}
@@ -55,7 +55,7 @@ class Inventory:
 
     @property
     def parameters(self) -> list[int]:
-        """The numbers of those tensors that are parameters."""
+        """The numbers of the tensors that are parameters."""
         return [i for i, spec in enumerate(self.specs) if spec.role == "parameter"]
 
     @property
@@ -65,7 +65,7 @@ class Inventory:
     def of_optimizer(
         self, optimizer: torch.optim.Optimizer, without: Collection[int] = ()
     ) -> Inventory:
-        """The parameters that an optimizer holds, and buffers; orders stay.
+        """The parameters that an optimizer holds, and buffers; the order does not change.
 
         Args:
             without: Identities of buffers that are left out.
@@ -79,7 +79,7 @@ class Inventory:
         return self.only(kept)
 
     def only(self, keep: Iterable[int]) -> Inventory:
-        """The tensors with these numbers; orders stay."""
+        """The tensors with these numbers; the order does not change."""
         kept = sorted(keep)
         return Inventory(
             tuple(self.specs[i] for i in kept),
@@ -94,7 +94,7 @@ def place_of(model: nn.Module, buffer: str) -> Place:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype that travels: a complex number travels as two real ones."""
+    """The dtype on the wire: a complex number is sent as two real ones."""
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     return dtype_text(dtype)
 
@@ -112,13 +112,13 @@ def spec_of(
 
 
 def whole_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, frozen and integer ones too, each once."""
+    """Every parameter and buffer, also frozen and integer ones, each once."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor.detach()) for name, tensor in named]
 
 
 def floating_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer that a mean makes sense of."""
+    """Every parameter and buffer with floating-point values, which can be averaged."""
     return [
         (name, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
         for name, tensor in whole_state(model)
@@ -127,13 +127,13 @@ def floating_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def whole_vector(model: nn.Module) -> torch.Tensor:
-    """All of it one after the other, in fp32."""
+    """All of it as one vector, in fp32."""
     parts = [tensor.float().reshape(-1).cpu() for _, tensor in floating_state(model)]
     return torch.cat(parts)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """By parameter's identity: the number of its group."""
+    """By parameter identity: the number of its group."""
     return {
         id(parameter): number
         for number, group in enumerate(optimizer.param_groups)
@@ -142,7 +142,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but the parameters."""
+    """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -168,7 +168,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
-    """The error for a parameter that trains without having been exchanged."""
+    """The error for a parameter that gets a gradient but is not exchanged."""
     return RuntimeFault(
         f"a parameter of shape {tuple(parameter.shape)} has a gradient but took no part in "
         "job.distribute (frozen or unknown then): unfreeze parameters before job.distribute and "
@@ -177,7 +177,7 @@ def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
 
 
 def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """One line for each thing that must be equal on all ranks."""
+    """One line for each item that must be equal on all ranks."""
     lines = [
         f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}: "
         f"{tuple(tensor.shape)} {dtype_text(tensor.dtype)}"

@@ -1,4 +1,4 @@
-"""Where an optimizer's state is kept, and averaged weights: in this process, or at servers."""
+"""Where an optimizer's state and averaged weights are kept: in this process, or at servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Named = Mapping[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Held:
-    """What was found, by tensor's name.
+    """The fetched state, by tensor name.
 
     Attributes:
         weights: Where servers hold them.
@@ -38,7 +38,7 @@ class KeptState(Protocol):
     """The optimizer's state and averaged weights of one pair, wherever they are."""
 
     def fetch(self) -> Held:
-        """All of it."""
+        """All of the state."""
         ...
 
     def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
@@ -52,7 +52,7 @@ class KeptState(Protocol):
 
 
 class OwnState:
-    """Of an optimizer that runs in this process; implements ``KeptState``."""
+    """State of an optimizer that runs in this process; implements ``KeptState``."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages | None
@@ -79,7 +79,7 @@ class OwnState:
 
 
 def placed(value: Any, parameter: torch.Tensor) -> Any:
-    """State of the parameter's shape lives where the parameter does; counters stay put."""
+    """Move state of the parameter's shape to the parameter's device; counters stay."""
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return value.to(parameter.device)
     return value

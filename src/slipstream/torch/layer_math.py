@@ -1,4 +1,4 @@
-"""A layer's dense mean gradient from all workers' rows, in torch, straight into its place."""
+"""Computes a layer's dense mean gradient from all workers' rows, directly into place."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from slipstream.types import Layer, Values
 
 
 class TorchLayerMath:
-    """Implements ``LayerMath``. The memory of a gradient is reused, unless somebody still holds it.
+    """Implements ``LayerMath``. Reuses the memory of a gradient, unless the user still holds it.
 
     Args:
-        parameters: By tensor's number.
-        modules: By layer's name; an emulated device's takes the time that its product would.
-        results: By tensor's number: where the gradient goes, added to one that is there. By
+        parameters: By tensor number.
+        modules: By layer name; an emulated device's module takes the time of the product.
+        results: By tensor number: where to write the gradient, or to add it if there is one. By
             default the parameters' own ``.grad``.
     """
 
@@ -39,7 +39,7 @@ class TorchLayerMath:
             return
         weight = self._parameters[layer.weight]
         given = matrix(dy, rows, layer.outputs)
-        # A parameter may have been frozen since the start; the other one of the layer is not.
+        # One parameter of the layer may have been frozen since the start, and the other not.
         if weight.requires_grad:
             self._multiply(layer.weight, matrix(x, rows, layer.inputs), given, share)
         if layer.bias is not None and (bias := self._parameters[layer.bias]).requires_grad:
@@ -67,14 +67,14 @@ class TorchLayerMath:
         return True
 
     def _memory(self, tensor: int) -> Tensor:
-        """Of the last gradient, unless somebody still holds it; contents are left over."""
+        """The last gradient's memory, unless it is still held; its content is undefined."""
         weight, held = self._parameters[tensor], self._memories.get(tensor)
         if held is None or held.shape != weight.shape or is_shared(held):
             held = self._memories[tensor] = torch.empty_like(weight, requires_grad=False)
         return held
 
     def _multiply(self, tensor: int, x: Tensor, dy: Tensor, share: float) -> None:
-        """Divided as it is summed: short formats are rounded once."""
+        """Divide while summing: short formats are then rounded once."""
         out = self._results[tensor]
         fresh = out is None
         if out is None:
@@ -91,17 +91,17 @@ class TorchLayerMath:
 
 
 def matrix(values: Values, rows: int, columns: int) -> Tensor:
-    """The stacked rows as a tensor, in the memory that they are in."""
+    """The stacked rows as a tensor, without a copy."""
     return typed(values.data, getattr(torch, values.dtype)).view(rows, columns)
 
 
 def typed(memory: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> Tensor:
-    """Raw memory as numbers; torch cannot view no bytes at all as another type."""
+    """Raw memory as numbers; torch cannot view empty memory as another type."""
     return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype)
 
 
 def is_shared(memory: Tensor) -> bool:
-    """Whether a tensor other than this one has its memory: a gradient that somebody kept."""
+    """Whether another tensor shares its memory: a gradient that the user kept."""
     storage = memory.untyped_storage()
-    # This handle and the tensor itself hold it.
+    # The storage is held by this handle and by the tensor itself.
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)

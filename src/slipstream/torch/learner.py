@@ -1,4 +1,4 @@
-"""One learner's part: the model on shared weights, and its slots."""
+"""One learner: the model on shared weights, and its slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
 
-TICK_S = 0.2  # how often a wait in native code lets Python look at signals
+TICK_S = 0.2  # how often a wait in native code lets Python handle signals
 
 
 class Learner:
@@ -60,12 +60,12 @@ class Learner:
 
     @property
     def steps(self) -> int:
-        """That this learner has made."""
+        """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
 
     def start(self) -> torch.optim.Optimizer:
-        """Hook into the model; the loop uses what is returned."""
-        self.rings.release_dead(self.rank)  # what an earlier incarnation may have held
+        """Hook into the model; returns the optimizer for the loop."""
+        self.rings.release_dead(self.rank)  # locks and slots of an earlier incarnation
         deliver = self._publish
         if self._direct:
             self._own = SharedOptimizer(
@@ -113,19 +113,19 @@ class Learner:
         self.rings.publish(self.rank)
 
     def _apply(self, slot: Slot) -> None:
-        """What the server would do; this learner's optimizer remembers its own gradients."""
+        """Apply a slot as the server would, with this learner's own optimizer state."""
         self.moved += slot.filled_nbytes
         with self._writing():
             self._own.apply(self._all, slot.whole)
         before = self.rings.advance() - 1
         self.ages[max(0, before - slot.version)] += 1
-        # One more step of this learner's, and its slot is free again.
+        # One more step of this learner; its slot is free again.
         self.rings.publish(self.rank)
         self.rings.release(self.rank)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Within, this learner alone uses the weights, if they are to be consistent."""
+        """Within, only this learner uses the weights, if they must be consistent."""
         consistent = self._about.consistent
         if consistent and not self.rings.begin_writing(self.rank, self._limit_s):
             raise WaitLimit("the others to let go of the weights", self._limit_s, ["learners"])
@@ -137,7 +137,7 @@ class Learner:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Within, nobody changes the weights, if they are to be consistent."""
+        """Within, the weights do not change, if they must be consistent."""
         consistent = self._about.consistent
         if consistent and not self.rings.begin_reading(self.rank, self._limit_s):
             raise WaitLimit("whoever changes the weights", self._limit_s, ["server"])
@@ -148,7 +148,7 @@ class Learner:
                 self.rings.end_reading(self.rank)
 
     def wait(self) -> None:
-        """Until all gradients of this learner are applied; then it has the weights of now.
+        """Wait until all gradients of this learner are applied; it then has the current weights.
 
         Raises:
             WaitLimit: The server has not applied them in time.
@@ -163,7 +163,7 @@ class Learner:
         self.updates.finish()
 
     def begin_anew(self) -> None:
-        """The shared weights have been replaced, and all that is beside them."""
+        """The shared weights and all state that belongs to them have been replaced."""
         assert self.updates is not None
         self.updates.begin_anew()
 

@@ -17,7 +17,7 @@ from slipstream.transports.shared_memory import SharedMemory
 
 
 class Slot:
-    """One slot as tensors: a view for each gradient, and what is said of them."""
+    """One slot as tensors: a view for each gradient, and their description."""
 
     def __init__(self, memory: SharedMemory, at: int, plan: SegmentPlan) -> None:
         raw = memory.view(at, plan.slot_nbytes)
@@ -26,7 +26,7 @@ class Slot:
         self._front = struct.Struct(f"={words}")
         assert self._front.size == plan.version_at + WORD
         self.version = 0
-        self.filled_nbytes = 0  # what there is of gradients, whole or in rows
+        self.filled_nbytes = 0  # bytes of gradients, whole or in rows
         trained = [plan.tensors[gradient.tensor] for gradient in plan.gradients]
         self._whole_nbytes = [tensor.nbytes for tensor in trained]
         self._row_nbytes = [
@@ -44,13 +44,13 @@ class Slot:
         ]
         self._arrays = [view.numpy() for view in self.gradients]
         self._number_arrays = [numbers.numpy() for numbers in self.numbers]
-        # Of gradients in rows: how many of ``numbers`` name rows that are not zero, and when that
-        # was so; whoever applies rows leaves zeros there. None: it may be anywhere, as another
-        # learner may have had the slot.
+        # Of gradients in rows: how many of ``numbers`` name nonzero rows, and at which version.
+        # Applying rows sets them to zero again. None: any row may be nonzero, as another learner
+        # may have used the slot.
         self.written: list[tuple[int, int] | None] = [None for _ in plan.gradients]
 
     def magnitude(self, index: int, form: int) -> float:
-        """The largest of a gradient that is here; infinite or NaN if there is such a value."""
+        """The largest magnitude of a gradient in this slot; infinite or NaN if any value is."""
         values = self._arrays[index]
         if form >= ROWS:
             values = values[self._number_arrays[index][: form - ROWS]]
@@ -58,13 +58,13 @@ class Slot:
 
     @property
     def front(self) -> tuple[list[int], list[float], int]:
-        """What ``describe`` was told."""
+        """What ``describe`` has stored."""
         told = self._front.unpack_from(self.whole)
         count = len(self.gradients)
         return list(told[:count]), list(told[count:-1]), told[-1]
 
     def add_rows(self, index: int, sparse: Tensor) -> int:
-        """Of a gradient that is zero so far; how many of ``numbers`` name its rows."""
+        """Add rows to a zero gradient; returns how many of ``numbers`` name its rows."""
         array, numbers = self._arrays[index], self._number_arrays[index]
         rows = sparse.coalesce() if sparse._nnz() > numbers.size else sparse
         ids = rows._indices().contiguous().numpy()
@@ -73,7 +73,7 @@ class Slot:
         return int(ids.size)
 
     def place(self, index: int, gradient: Tensor | None) -> tuple[int, list[tuple[Tensor, Tensor]]]:
-        """The form of a gradient, and what must be copied where for it to be here."""
+        """The form of a gradient, and the copies that bring it into this slot."""
         if gradient is None:
             return ABSENT, []
         if gradient.is_sparse and len(self.numbers[index]):
@@ -86,7 +86,7 @@ class Slot:
         return DENSE, [(self.gradients[index], whole)]
 
     def clean(self, index: int) -> Tensor:
-        """A gradient in rows, all zeros."""
+        """A view for a gradient in rows, all zeros."""
         view, written = self.gradients[index], self.written[index]
         if written is None or written[1] != view._version:
             view.zero_()
@@ -95,8 +95,8 @@ class Slot:
         return view
 
     def describe(self, forms: Sequence[int], settings: Sequence[float], version: int) -> None:
-        """In which form each gradient is here, what the optimizer is set to, and the version of the
-        weights that the gradients are of."""
+        """Store the form of each gradient, the optimizer's settings, and the version of the weights
+        from which the gradients were computed."""
         self._front.pack_into(self.whole, 0, *forms, *settings, version)
         self.version = version
         nbytes = 0
@@ -108,25 +108,25 @@ class Slot:
         self.filled_nbytes = nbytes
 
     def note(self, index: int, rows: int) -> int:
-        """A gradient is zero but for the first so many of ``numbers``, as long as nobody changes
-        it; its version."""
+        """Record that a gradient is zero except for the first ``rows`` of ``numbers``, as long as
+        its version does not change; returns the version."""
         version = self.gradients[index]._version
         self.written[index] = (rows, version)
         return version
 
 
 class SlotWriter:
-    """Fills this learner's slots: reserves one, examines what is in it, and gives it away.
+    """Fills this learner's slots: reserves one, checks its content, and passes it on.
 
     Args:
-        slots: All of this learner's.
-        reserve: Waits for a slot that is free; its number.
-        deliver: Called with each slot that is full.
+        slots: All slots of this learner.
+        reserve: Waits for a free slot; returns its number.
+        deliver: Called with each full slot.
         version: The version of the shared weights.
 
     Attributes:
         parameters: The trained ones, in the order of the slots' gradients.
-        settings: Gives the optimizer's settings as slots have them.
+        settings: Returns the optimizer's settings in the slots' format.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SlotWriter:
         self._finite = finite or FiniteGradients()
 
     def refuse_untracked(self) -> None:
-        """Refuse gradients for which slots have no room.
+        """Refuse gradients for which slots have no space.
 
         Raises:
             RuntimeFault: A parameter trains that was frozen when the memory was laid out.
@@ -166,24 +166,24 @@ class SlotWriter:
         return self._slots[self._reserve()]
 
     def examine(self, slot: Slot, forms: list[int], step: int) -> None:
-        """Make gradients that are not finite and do not count absent from a slot.
+        """Remove non-finite gradients that do not count from a slot.
 
         Raises:
-            NonFiniteGradient: There is one, and the job is to end then.
+            NonFiniteGradient: There is one, and the job is set to stop then.
         """
         self._finite.step = step
         for index, (form, name) in enumerate(zip(forms, self._names, strict=True)):
             if form != ABSENT and not self._finite.admits(name, slot.magnitude(index, form)):
                 forms[index] = ABSENT
-                slot.written[index] = None  # nobody applies it, so nobody leaves zeros
+                slot.written[index] = None  # it is not applied, so its rows are not set to zero
 
     def deliver(
         self, slot: Slot, forms: Sequence[int], settings: Sequence[float], version: int
     ) -> None:
-        """Give a slot away that is full.
+        """Pass on a full slot.
 
         Args:
-            version: Of the weights that the gradients are of.
+            version: Of the weights from which the gradients were computed.
         """
         slot.describe(forms, settings, version)
         self._deliver(slot)

@@ -1,4 +1,4 @@
-"""A torch store whose values travel over the job's authenticated links."""
+"""A torch store whose values are sent over the job's authenticated links."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slipstream.runtime.members.gathering import Gathering
 
 
 class LinkStore(distributed.Store):
-    """What gloo needs to connect its ranks: each sets keys of its own and waits for the others'.
+    """What gloo needs to connect its ranks: each sets its own keys and waits for those of others.
 
-    The store in which the ranks met would do, but anybody who reaches it may change it.
+    The rendezvous store would work, but anyone who reaches it may change it.
     """
 
     def __init__(self, gathering: Gathering) -> None:
@@ -33,6 +33,6 @@ class LinkStore(distributed.Store):
         return self._known[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """The gathering's own limit holds: it names who is missing."""
+        """The gathering's own limit applies: its error names the missing ranks."""
         for key in keys:
             self.get(key)

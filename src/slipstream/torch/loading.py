@@ -1,4 +1,4 @@
-"""``job.load``: read a checkpoint, check all of it, and only then give everybody a share."""
+"""``job.load``: read a checkpoint, check all of it, and only then change any rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from slipstream.torch.staging import Staging
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What a checkpoint has of one pair."""
+    """One pair's section of a checkpoint."""
 
     step: int
     saved: OptimizerState
@@ -44,7 +44,7 @@ class Section:
 
 
 def sections_of(checkpoint: Checkpoint) -> list[Section]:
-    """What a checkpoint has of each pair."""
+    """The sections of a checkpoint, by pair."""
     return [
         Section(
             int(facts["step"]),
@@ -58,13 +58,13 @@ def sections_of(checkpoint: Checkpoint) -> list[Section]:
 
 
 def load_alone(path: Path, pairs: Sequence[Pair], states: Sequence[KeptState]) -> list[int]:
-    """Read a checkpoint into this process. Nothing changes if it does not fit.
+    """Read a checkpoint into this process. If it is invalid, nothing changes.
 
     Returns:
         The step of each pair.
 
     Raises:
-        CheckpointError: The file cannot be read, or does not fit.
+        CheckpointError: The file cannot be read, or is for another model or optimizer.
     """
     checkpoint = read_fitting(path, pairs)
     load_models(pairs, checkpoint)
@@ -82,18 +82,18 @@ def load_job(
     replicas: Sequence[Replica],
     membership: Membership,
 ) -> list[int]:
-    """Rank 0 reads and checks; everybody ends with the same state.
+    """Rank 0 reads and checks; all ranks end with the same state.
 
-    Nothing changes anywhere before rank 0 has found all of it to fit.
+    Nothing changes on any rank before rank 0 has checked all of it.
 
     Args:
-        occasion: The name of this gathering, which is another one each time.
+        occasion: The name of this gathering, a new one for each call.
 
     Returns:
         The step of each pair.
 
     Raises:
-        CheckpointError: The file cannot be read or does not fit, or a worker died meanwhile.
+        CheckpointError: The file cannot be read or is invalid, or a worker died meanwhile.
     """
     rank, gathering, chain = membership.env.rank, membership.gathering, replicas[0].chain
     checkpoint, problem = Checkpoint(), ""
@@ -103,7 +103,7 @@ def load_job(
         except CheckpointError as error:
             problem = str(error)
     with chain.opened():
-        # Nobody sends before everybody would take it.
+        # No rank sends before all ranks are ready to receive.
         gathering.gather(f"{occasion}/begun", True, bool)
         share_outcome(membership, occasion, problem)
         if rank == 0:
@@ -120,14 +120,14 @@ def load_job(
                 replica.residuals.restore(section.tensors)
     for pair, replica, section in zip(pairs, replicas, sections, strict=True):
         restore_pair(pair, replica.state, section)
-    # Rank 0's weights travel from their own memory: nobody trains before all have them.
+    # Rank 0's weights are sent from their own memory: no rank trains before all have them.
     gathering.gather(f"{occasion}/done", True, bool)
     restore_generators(checkpoint, rank)
     return [section.step for section in sections]
 
 
 def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
-    """All but the model itself, wherever it is kept."""
+    """Restore everything except the model itself."""
     for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
         group.update(settings)
     state.restore(section.saved, section.averages, section.momenta)
@@ -140,17 +140,17 @@ def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:
 
 
 def restore_generators(checkpoint: Checkpoint, rank: int) -> None:
-    """Of ranks that the writing job had too."""
+    """Restore random generators, on ranks that the writing job had too."""
     saved = checkpoint.facts["random"]
     if rank < len(saved) and saved[rank]:
         Generators.of(saved[rank]).restore()
 
 
 def read_fitting(path: Path, pairs: Sequence[Pair]) -> Checkpoint:
-    """A checkpoint that can be loaded without anything left to go wrong.
+    """A checkpoint that has passed all checks, so that loading it cannot fail.
 
     Raises:
-        DamagedCheckpoint: It is not what was written.
+        DamagedCheckpoint: The file was damaged after it was written.
         CheckpointError: It cannot be read, or is of another model, optimizer or job.
     """
     try:
@@ -167,7 +167,7 @@ def read_fitting(path: Path, pairs: Sequence[Pair]) -> Checkpoint:
 def spread(
     checkpoint: Checkpoint, occasion: str, chain: StateChain, membership: Membership
 ) -> tuple[Checkpoint, bool]:
-    """Everything but the models, from rank 0 to all; and whether all of it has come."""
+    """Send everything except the models from rank 0 to all; returns it, and whether all arrived."""
     gathering, rank = membership.gathering, membership.env.rank
     if rank == 0:
         rest = {n: t for n, t in checkpoint.tensors.items() if not is_model(n)}

@@ -1,4 +1,4 @@
-"""This worker's own gradients: what is checked of them and done to them before they leave."""
+"""This worker's own gradients: checks and changes before they are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LocalGradients:
     """The gradients of one model's exchanged parameters.
 
     Args:
-        finite: Decides about gradients that are not finite.
+        finite: Decides about non-finite gradients.
         clip_norm: The norm to which this worker's whole gradient is scaled down; None: never.
     """
 
@@ -29,23 +29,23 @@ class LocalGradients:
         self._left: list[tuple[Tensor, Tensor | None, int]] = []
 
     def clip(self) -> None:
-        """Scale this worker's whole gradient down, where the strategy asks for it."""
+        """Clip this worker's whole gradient, if the strategy does so."""
         if self._clip_norm is not None:
-            self.clear_refused()  # one that is not finite would make all others so
+            self.clear_refused()  # a non-finite one would make all others non-finite
             trained = [p for _, p in self._trained if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(trained, self._clip_norm)
 
     def clear_refused(self) -> None:
-        """Where gradients are used before they leave: those that do not count are None then."""
+        """Where gradients are used before they are sent: set those that do not count to None."""
         self._finite.clear_refused(self._trained)
 
     def note_left(self) -> None:
-        """These gradients have left: whoever changes them now would change nothing."""
+        """These gradients were sent: later changes would have no effect."""
         gradients = [(p, p.grad) for _, p in self._trained]
         self._left = [(p, g, 0 if g is None else g._version) for p, g in gradients]
 
     def changed_since(self) -> bool:
-        """Whether somebody has changed gradients that had left; if not, they are forgotten."""
+        """Whether gradients were changed after they were sent; if not, stop tracking them."""
         changed = any(
             p.grad is not gradient or (gradient is not None and gradient._version != version)
             for p, gradient, version in self._left
@@ -55,7 +55,7 @@ class LocalGradients:
         return changed
 
     def refuse_converted(self, tensor: int) -> None:
-        """Refuse a tensor that is not as the plan has it.
+        """Refuse a tensor that does not match the plan.
 
         Raises:
             RuntimeFault: It has another dtype than at ``job.distribute``.
@@ -68,7 +68,7 @@ class LocalGradients:
             )
 
     def refuse_unknown(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse gradients that are not exchanged: weights would drift apart unseen.
+        """Refuse gradients that are not exchanged: weights would silently drift apart.
 
         Raises:
             RuntimeFault: A parameter trains that took no part in ``job.distribute``.

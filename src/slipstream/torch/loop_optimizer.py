@@ -1,4 +1,4 @@
-"""What the loop and schedulers see where ``step`` is more than the optimizer's own."""
+"""The optimizer that the loop and schedulers see, where ``step`` does more than the user's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The user's own optimizer, whatever the loop sees."""
+    """The type of the user's own optimizer, whichever one the loop uses."""
     return type(optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What ``job.consensus`` gives."""
+"""The result of ``job.consensus``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slipstream.torch.inventory import floating_state
 @dataclass(frozen=True, slots=True)
 class MeanWeights:
     """``weights``: the mean of all workers', by name. ``spread``: the root mean square distance of
-    workers' weights from it, as a part of its own length."""
+    workers' weights from it, relative to its length."""
 
     weights: dict[str, torch.Tensor]
     spread: float
 
 
 def by_name_of(model: nn.Module, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of which ``whole_vector`` made this."""
+    """The tensors from which ``whole_vector`` made this vector."""
     named, at = {}, 0
     for name, tensor in floating_state(model):
         part = vector[at : at + tensor.numel()]

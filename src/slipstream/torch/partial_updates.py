@@ -1,4 +1,4 @@
-"""Where workers exchange slices: a worker's own step is done at once, and owed to all others."""
+"""Partial exchange: a worker applies its own update at once, and accumulates it for its peers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from slipstream.updates import Add
 
 
 class PartialUpdates:
-    """What the user's optimizer does to the weights is what travels; implements ``Applier``.
+    """Sends the changes that the user's optimizer makes to the weights; implements ``Applier``.
 
-    Any optimizer will do: its momentum and the like are of this worker's gradients alone.
+    Any optimizer works: its momentum and other state see this worker's gradients only.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
         on_applied: Called after each update of the weights.
     """
 
-    single_pass = ""  # nothing leaves before the step
+    single_pass = ""  # nothing is sent before the step
     hooks: Sequence[Hook] = ()
 
     def __init__(
@@ -38,16 +38,16 @@ class PartialUpdates:
         loop.end_step = self.end_step
 
     def pass_ended(self) -> None:
-        """Nothing leaves before the step."""
+        """Nothing to do: nothing is sent before the step."""
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
-        """Weights are never complete while others train; ``job.flush`` makes them so."""
+        """Nothing to do: weights are complete only after ``job.flush``."""
 
     def begin_step(self) -> None:
-        """Nothing is remembered from step to step."""
+        """Nothing to do: no state is kept from step to step."""
 
     def end_step(self) -> None:
-        """Step, owe it to the others, and wait for them if they are far behind."""
+        """Step, accumulate the update for the peers, and wait for peers that are far behind."""
         synchronizer, channel = self._synchronizer, self._channel
         synchronizer.tap.end()
         synchronizer.gradients.refuse_unknown(self._optimizer)

@@ -1,4 +1,4 @@
-"""What will be exchanged, for every pair of a model and an optimizer; refuses what cannot work."""
+"""The exchanged tensors of every pair of a model and an optimizer; refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_with(pairs: Sequence[Pair], number: int) -> int:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
-    """What will be exchanged; refuses what cannot work, before anything starts.
+    """The exchanged tensors; refuses what cannot work, before training starts.
 
     Raises:
         ConfigError: The strategy, or this optimizer with it, cannot train the model.
@@ -60,7 +60,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
             "updates: use another optimizer, or rounds of all workers, such as push_pull()"
         )
     check(strategy)
-    strategy.to_json()  # refuses parts that servers could not know
+    strategy.to_json()  # refuses parts that cannot be sent to servers
     inventory = Inventory.of(model)
     if not inventory.specs:
         raise ConfigError("the model has no parameter that requires a gradient")
@@ -78,11 +78,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
 
 
 def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
-    """Refuse pairs that do not go together, or that a strategy cannot train.
+    """Refuse pairs that are incompatible, or that a strategy cannot train.
 
     Raises:
-        ConfigError: There is none; an optimizer is given twice; a parameter is in two optimizers;
-            or the strategy trains one model with one optimizer only.
+        ConfigError: There is no pair; an optimizer is given twice; a parameter is in two
+            optimizers; or the strategy trains one model with one optimizer only.
     """
     if not pairs:
         raise ConfigError("job.distribute was given an empty list: give (model, optimizer) pairs")
@@ -102,7 +102,7 @@ def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
 
 
 def check_disjoint(pairs: Sequence[Pair]) -> None:
-    """Every parameter is updated by one optimizer.
+    """Check that every parameter has only one optimizer.
 
     Raises:
         ConfigError: One is in two optimizers.
@@ -120,13 +120,13 @@ def check_disjoint(pairs: Sequence[Pair]) -> None:
 
 
 def as_trained(strategy: Strategy, pairs: int) -> Strategy:
-    """The strategy as so many pairs can use it.
+    """The strategy for so many pairs.
 
     Several pairs send dense gradients only: factors and rows are captured in backward passes, and
     with several pairs not every pass through a model belongs to its optimizer.
 
     Raises:
-        ConfigError: It knows no dense route.
+        ConfigError: It has no dense route.
     """
     if pairs == 1:
         return strategy
@@ -137,10 +137,10 @@ def as_trained(strategy: Strategy, pairs: int) -> Strategy:
 
 
 def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
-    """What will be exchanged for each pair; refuses what cannot work, before anything starts.
+    """The exchanged tensors of each pair; refuses what cannot work, before training starts.
 
-    One pair exchanges all of its model. Of several, each exchanges what its own optimizer holds,
-    and buffers belong to the first pair that has them.
+    One pair exchanges all of its model. Of several, each exchanges the parameters of its own
+    optimizer, and buffers belong to the first pair that has them.
 
     Raises:
         ConfigError: A pair, or all of them together, cannot be trained with the strategy.
@@ -164,7 +164,7 @@ def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
 def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     """Refuse several pairs where rounds need several workers, and a worker may miss some.
 
-    One that has missed rounds of one pair comes to another place of the loop than the others. They
+    A worker that has missed rounds of one pair would be at another place in the loop. The others
     would wait for its gradients of one pair, and it for theirs of another.
 
     Raises:
@@ -186,10 +186,10 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
 def agree(
     pairs: Sequence[Pair], strategy: Strategy, membership: Membership, key: str
 ) -> list[Inventory]:
-    """``prepare_pairs`` on every rank; an error of one, or a difference, is the same error on all.
+    """``prepare_pairs`` on every rank; an error or a difference raises the same error on all ranks.
 
     Args:
-        key: The name of this gathering, which is another one each time.
+        key: The name of this gathering, a new one for each call.
 
     Raises:
         ConfigError: On some rank the pairs cannot be trained with the strategy.

@@ -16,14 +16,14 @@ from torch import Tensor
 
 WORDS = 624  # of a Mersenne twister's state
 Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-# numpy believes the position, and would read outside of the words.
+# numpy does not check the position, and would read outside of the words.
 Position = Annotated[int, msgspec.Meta(ge=0, le=WORDS)]
 Words = Annotated[list[Word], msgspec.Meta(min_length=WORDS, max_length=WORDS)]
 WordsAndPosition = Annotated[list[Word], msgspec.Meta(min_length=WORDS + 1, max_length=WORDS + 1)]
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """What a checkpoint holds of one rank."""
+    """One rank's part of a checkpoint."""
 
     torch: str
     cuda: list[str]
@@ -33,7 +33,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """The same, as the generators take it; they have been asked."""
+    """The same in the generators' own types, checked by sample generators."""
 
     torch: Tensor
     cuda: list[Tensor]
@@ -42,7 +42,7 @@ class Generators:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Generators:
-        """ValueError says what is wrong with a state; no generator in use is touched."""
+        """Raises ValueError if a state is invalid; does not change any generator in use."""
         try:
             saved = msgspec.convert(state, Saved)
             found = cls(
@@ -52,7 +52,7 @@ class Generators:
                 (saved.numpy[0], np.array(saved.numpy[1], np.uint32), *saved.numpy[2:]),
             )
             found._try()
-        # Each generator has its own idea of how to refuse a state.
+        # Each generator raises its own type of error.
         except (msgspec.ValidationError, ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"the state of its random generators is none: {error}") from error
         return found
@@ -67,7 +67,7 @@ class Generators:
             raise ValueError("the next normal number is not finite")
 
     def _cuda_here(self) -> list[Tensor]:
-        """Of the job's devices, if this machine has as many."""
+        """The states of the job's CUDA devices, if this machine has as many."""
         here = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return self.cuda if len(self.cuda) == here else []
 
@@ -87,7 +87,7 @@ def as_tensor(text: str) -> Tensor:
 
 
 def random_state() -> dict[str, Any]:
-    """Of the generators in use."""
+    """The state of the generators in use."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {

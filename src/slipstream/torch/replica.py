@@ -58,12 +58,12 @@ from slipstream.updates import Nesterov
 
 @dataclass(slots=True)
 class SharedParts:
-    """What all pairs of a job use, on one worker.
+    """The parts that all pairs of a job share, on one worker.
 
     Attributes:
         shards: all servers.
-        chain: copies rank 0's state to everybody.
-        consensus: finds the mean of the first pair's weights.
+        chain: copies rank 0's state to all ranks.
+        consensus: computes the mean of the first pair's weights.
         wired: how many replicas were made; the next one's messages carry this number.
         calls: how often ``job.distribute`` was called.
     """
@@ -77,10 +77,10 @@ class SharedParts:
 
     @classmethod
     def of(cls, membership: Membership, first: Pair) -> SharedParts:
-        """The parts of a job that no pair uses yet.
+        """The parts of a job before its first pair is set up.
 
         Args:
-            first: The pair whose weights ``job.consensus`` is about.
+            first: The pair whose weights ``job.consensus`` averages.
         """
         env, member, limit_s = membership.env, membership.member, membership.limits.wait_s
         chain = StateChain(env.rank, env.world_size, member, limit_s)
@@ -89,11 +89,11 @@ class SharedParts:
         return cls(membership, Shards(), chain, consensus)
 
     def key(self, what: str) -> str:
-        """The name of a gathering, another one in every call of ``job.distribute``."""
+        """The name of a gathering, a new one in every call of ``job.distribute``."""
         return what if self.calls == 1 else f"{what}/{self.calls}"
 
     def next_endpoint(self) -> Endpoint:
-        """For a replica of its own."""
+        """The endpoint of the next replica."""
         self.wired += 1
         return self.membership.member.for_pair(self.wired - 1)
 
@@ -115,7 +115,7 @@ class Channels:
 
     @property
     def of_messages(self) -> tuple[GossipChannel | RoundChannel, ...]:
-        """Those that send messages over links, and can do without a lost worker."""
+        """The channels that send messages over links, and can continue without a lost worker."""
         found = (self.partial, self.links)
         return tuple(channel for channel in found if channel is not None)
 
@@ -126,10 +126,10 @@ class Replica:
 
     Attributes:
         optimizer: what the training loop uses: the user's own, or a ``LoopOptimizer``.
-        compact: captures layers that may travel in compact form, if there are any.
-        service: asks servers, where these deal batches or have accounts worth asking for.
-        state: the optimizer's state, and averaged weights, wherever they are kept.
-        residuals: brings codecs' memories into checkpoints, where gradients travel over links.
+        compact: captures layers that may be sent in compact form, if there are any.
+        service: sends requests to servers, where these deal batches or keep accounts.
+        state: the optimizer's state and averaged weights, here or at servers.
+        residuals: saves codecs' residuals in checkpoints, where gradients are sent over links.
         join_coordinator: rank 0's, where workers may come back.
         outer: the weights of outer rounds, where workers train on their own between these.
     """
@@ -163,23 +163,24 @@ class Replica:
 
     @property
     def loop(self) -> LoopOptimizer | None:
-        """What stands for the user's optimizer, where that does not run here."""
+        """The optimizer that replaces the user's in the loop, where the user's does not run
+        here."""
         return self.optimizer if isinstance(self.optimizer, LoopOptimizer) else None
 
     @property
     def needs_store(self) -> bool:
-        """Whether the store in which the ranks met is used while training."""
+        """Whether the rendezvous store is used during training."""
         collective = self.channels.collective
         on_gpu = collective is not None and collective.collectives.device.type == "cuda"
         return self.plan.rotation is not None or on_gpu
 
     @property
     def round(self) -> int:
-        """The round that is open, as far as this worker knows, where rounds can be missed."""
+        """The open round, as far as this worker knows, where rounds can be missed."""
         return max(exchange.told_round for exchange in self.link_exchanges)
 
     def open_round(self) -> int:
-        """The round that this worker makes next; waits for word of it."""
+        """The round that this worker makes next; waits until it is known."""
         return max(exchange.open_round() for exchange in self.link_exchanges)
 
     def bytes(self) -> tuple[Counter[str], Counter[str]]:
@@ -198,11 +199,11 @@ class Replica:
 
 
 class Wiring:
-    """One pair's parts, made one after the other; all ranks make them in the same order.
+    """Creates one pair's parts one after the other, in the same order on all ranks.
 
     Args:
-        loop: what the loop uses as this pair's optimizer since an earlier call, if it is not the
-            optimizer itself.
+        loop: the optimizer that the loop uses for this pair since an earlier call, if it is not the
+            user's own.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Wiring:
         self._outer: OuterWeights | None = None
 
     def _key(self, what: str) -> str:
-        """The name of a gathering of this pair's."""
+        """The name of a gathering of this pair."""
         return f"{what}/pair {self._member.pair}" if self._member.pair else what
 
     def configure(self) -> Callable[[], None]:
@@ -241,7 +242,7 @@ class Wiring:
         return self._shards.configure(self._plan, self._membership, self._member, recipe)
 
     def finish(self) -> Replica:
-        """Make everything else; all ranks have rank 0's weights."""
+        """Create everything else; all ranks have rank 0's weights."""
         channels = self._channels()
         if isinstance(outer := self._plan.update.outer, Nesterov):
             self._outer = OuterWeights(self._inventory, outer)
@@ -336,7 +337,7 @@ class Wiring:
     def _applier(
         self, channels: Channels, on_applied: Callable[[], None]
     ) -> tuple[torch.optim.Optimizer, Callable[[Synchronizer], Applier]]:
-        """The optimizer that the loop uses, and what makes the applier."""
+        """The optimizer that the loop uses, and a function that makes the applier."""
         plan, own, links, slices = self._plan, self._optimizer, channels.links, channels.partial
         if self._outer is not None:
             return own, partial(OuterUpdates, optimizer=own, outer=self._outer, links=links)
@@ -354,7 +355,7 @@ class Wiring:
         return own, partial(WorkerUpdates, optimizer=own, on_applied=on_applied)
 
     def _averages(self) -> Averages | None:
-        """Where holders update, they average."""
+        """None where holders update, since they average."""
         average = self._plan.update.average
         if average is None or self._plan.update.holder_applies:
             return None
@@ -363,8 +364,8 @@ class Wiring:
     # ---- servers
 
     def _service(self) -> ShardService | None:
-        """Where servers update, they deal batches; and their accounts are worth asking for, as they
-        are where workers may be lost."""
+        """Where servers update, they deal batches and keep accounts; they also keep accounts where
+        workers may be lost."""
         servers = self._plan.cluster.servers
         wanted = self._plan.update.holder_applies or self._plan.consistency.goes_on
         return ShardService(servers, self._member, self._limit_s) if servers and wanted else None
@@ -391,9 +392,9 @@ class Wiring:
 
 
 class RateShare:
-    """The learning rate as a part of the highest there has been: what it began with, or more.
+    """The learning rate relative to the highest so far, which is at least the initial one.
 
-    Of an optimizer without one, or with one that it finds for itself, it is always all of it.
+    For an optimizer without a learning rate, or with one that it finds itself, always 1.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -31,7 +31,7 @@ def replicate(
 
     Args:
         pairs: all pairs of the job, those of earlier calls first.
-        before: the replicas of earlier calls. One whose plan is still right is kept.
+        before: the replicas of earlier calls. One whose plan is still valid is kept.
 
     Returns:
         A replica for each pair.
@@ -51,7 +51,7 @@ def replicate(
     membership.member.coordination.on_lost = None  # until all can handle a loss
     shared.shards.start(max(cluster.servers for cluster in clusters), membership)
     replicas = wire(pairs, plans, inventories, shared, before)
-    if plan.consistency.goes_on:  # not before: nobody could handle a loss while the job starts
+    if plan.consistency.goes_on:  # not before: while the job starts, a loss cannot be handled
         go_on_without_the_lost(membership, replicas)
     return replicas
 
@@ -60,7 +60,7 @@ def check_start(strategy: Strategy, membership: Membership) -> None:
     """Refuse what needs another way to start.
 
     Raises:
-        LaunchError: Learners that share memory; or a worker that comes back where none can.
+        LaunchError: Learners that share memory; or a restarted worker where none can come back.
     """
     if strategy.shared_memory is not None:
         raise LaunchError(
@@ -81,7 +81,7 @@ def wire(
     shared: SharedParts,
     before: Sequence[Replica],
 ) -> tuple[Replica, ...]:
-    """The pairs' parts, made in the same order on all ranks."""
+    """The pairs' parts, created in the same order on all ranks."""
     membership, kept, wirings = shared.membership, dict(enumerate(before)), []
     for number, (pair, plan, inventory) in enumerate(zip(pairs, plans, inventories, strict=True)):
         old = kept.get(number)
@@ -93,7 +93,7 @@ def wire(
         loop = None if old is None else old.loop
         wirings.append((number, Wiring(pair, plan, inventory, shared, loop)))
     with shared.chain.opened():
-        # All at once: servers that update import torch first, which takes a while.
+        # All at once: servers that update import torch first, which is slow.
         for wait in [wiring.configure() for _, wiring in wirings]:
             wait()
         membership.gathering.gather(shared.key("configured"), True, bool)
@@ -108,18 +108,19 @@ def wire(
         replica.synchronizer.leave_at_step()
     if plans[0].consistency.goes_on and plans[0].delivers_every_result:
         reroute_around_the_lost(replicas, membership)
-    # Nobody trains before everybody can take a gradient.
+    # No rank trains before all ranks can receive a gradient.
     membership.gathering.gather(shared.key("distributed"), True, bool)
     membership.gathering.limit_s = membership.limits.wait_s
-    # Workers that come back meet there, and NCCL uses it; nobody else needs it any more.
+    # Restarted workers and NCCL need the store; otherwise it is no longer needed.
     if not any(replica.needs_store for replica in replicas):
         membership.close_store()
     return replicas
 
 
 def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) -> None:
-    """Where rounds do not need every worker, one that is stopped for a while is not an error; where
-    they do, the rest make them without it, and it has missed too much to come back."""
+    """Where rounds do not need every worker, a worker that is stopped for a while is no error.
+    Where they do, the remaining workers continue, and the lost one has missed too much to come
+    back."""
     member, delivers_every_result = membership.member, replicas[0].plan.delivers_every_result
 
     def on_lost(name: str) -> None:
@@ -130,7 +131,7 @@ def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) 
                 member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
 
     def on_return(name: str) -> None:
-        # What was sent while it could not be reached may be lost.
+        # Messages that were sent while it was unreachable may be lost.
         if member.is_hub:
             member.send(name, Lost(rank_of(name)), priority=CONTROL)
 
@@ -148,7 +149,7 @@ def why_left_behind(silence_s: float) -> str:
 
 
 def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership) -> None:
-    """What a worker does when rank 0 has lost another one."""
+    """What a worker does when rank 0 reports a lost worker."""
     member = membership.member
     channels = [channel for replica in replicas for channel in replica.channels.of_messages]
 
@@ -159,7 +160,7 @@ def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership)
         if lost == membership.env.rank:
             slices = replicas[0].partial
             if slices is not None and not slices.entered:
-                return  # it is about the incarnation before
+                return  # it is about the previous incarnation
             member.fail(LeftBehind(member.name, why_left_behind(member.roster.silence_s)))
             return
         if not member.is_hub:
@@ -168,7 +169,7 @@ def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership)
             channel.lose(lost)
         for replica in replicas:
             for name in replica.shards.names:
-                # Rank 0's after its word that this one is lost.
+                # On rank 0, this follows its own message that the worker is lost.
                 replica.member.send(name, RouteUpdated(lost), priority=LAST)
 
     member.on(Lost, on_lost)

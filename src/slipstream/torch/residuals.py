@@ -1,7 +1,7 @@
-"""Codecs' residuals in checkpoints: every worker's towards the servers, and every server's.
+"""Codecs' residuals in checkpoints: each worker's for the servers, and each server's.
 
-A worker's residual counts with its share of the mean, 1/n. Loaded into another number of workers it
-is dealt out anew so that the sum over workers, with their share, stays what it was.
+A worker's residual counts with its share of the mean, 1/n. If the number of workers changes, it
+is distributed again so that the weighted sum over workers does not change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slipstream.runtime.members.member import HUB
 from slipstream.transports.wire import Fetch, Message, State, checksum
 from slipstream.types import Chunk
 
-RESIDUAL = "residual"  # as an entry of a state
+RESIDUAL = "residual"  # its name as an entry of a state
 HEAD = "residual/"
 
 
 class Residuals:
-    """One worker's part in gathering and restoring them; rank 0's is to keep them all."""
+    """One worker's part in gathering and restoring residuals; rank 0 collects them."""
 
     def __init__(
         self, plan: Plan, exchange: RoundChannel, member: Endpoint, limit_s: float
@@ -45,13 +45,13 @@ class Residuals:
 
     @property
     def kept(self) -> bool:
-        """Whether any codec of this plan remembers anything."""
+        """Whether any codec of this plan keeps a residual."""
         return bool(self._owed or self._published)
 
     # ---- saving
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """Every rank calls it; rank 0 gets all of them, by a name that says whose and of what."""
+        """Every rank calls it; rank 0 gets all residuals, named by owner and tensor."""
         if not self._member.is_hub:
             for chunk in self._owed:
                 memories = self._exchange.memories(chunk)
@@ -78,7 +78,8 @@ class Residuals:
         return found
 
     def _awaited(self) -> set[tuple[str, int]]:
-        """Whose answers of which chunks have not come; what a lost worker owed is lost with it."""
+        """Senders and chunks of answers that have not arrived; a lost worker's residuals are
+        lost."""
         wanted = {(self._server(c), c.index) for c in self._published}
         for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
             if name not in self._member.lost:
@@ -96,7 +97,7 @@ class Residuals:
     # ---- loading
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Every rank has all of them, and takes its share; rank 0 tells the servers theirs."""
+        """Every rank has all residuals, and takes its share; rank 0 sends the servers theirs."""
         named = {n.removeprefix(HEAD): t for n, t in tensors.items() if n.startswith(HEAD)}
         if named and not self.kept and self._member.is_hub:
             warnings.warn(
@@ -104,7 +105,7 @@ class Residuals:
                 "gradient; this one keeps none, so they are left out",
                 stacklevel=2,
             )
-        # By rank; one that was lost before is not among them.
+        # By rank, without ranks that were lost.
         saved_ranks = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
         before, now = len(saved_ranks), self._plan.cluster.workers
         mine = saved_ranks[rank_of(self._member.name) :: now]

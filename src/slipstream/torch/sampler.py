@@ -16,9 +16,9 @@ class LeasedBatches(Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=job.sampler(dataset, 32))``.
 
     Every epoch is a shuffle of the whole set, cut into batches that workers lease one at a time.
-    A pass ends when the first batch of a later epoch comes; what others gave back of an earlier one
-    is dealt in this one. Leased ahead (by a loader's processes), batches belong to steps in order;
-    ``trained`` says how many steps there have been.
+    A pass ends when the first batch of a later epoch comes; batches that were given back in an
+    earlier epoch are dealt in this one. If a loader's processes lease ahead, batches belong to
+    steps in order; ``trained`` returns the number of steps made.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LeasedBatches(Sampler[list[int]]):
             )
         self._samples, self._batch_size = len(dataset), batch_size
         self._lease, self._trained, self._workers = lease, trained, workers
-        self._leased = trained()  # batches that are, or will be, a step's
+        self._leased = trained()  # batches that belong, or will belong, to a step
         self._shuffle, self._seed = shuffle, seed
         self._orders: dict[int, list[int]] = {}
         self._ahead: Batch | None = None
@@ -46,22 +46,22 @@ class LeasedBatches(Sampler[list[int]]):
 
     @property
     def batches(self) -> int:
-        """Of an epoch, for all workers together; the last may be smaller."""
+        """The number of batches per epoch, for all workers together; the last may be smaller."""
         return -(-self._samples // self._batch_size)
 
     def __len__(self) -> int:
-        """About as many as this worker gets of an epoch."""
+        """About the number of batches that this worker gets per epoch."""
         return -(-self.batches // self._workers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Those of a pass that was broken off belong to no step.
+        # Batches of a pass that was aborted belong to no step.
         returned = 0 if self._ahead else self._leased - self._trained()
         self._leased -= returned
         while True:
             batch, self._ahead = self._ahead or self._next(returned), None
             returned = 0
             if batch.epoch > self.epoch:
-                # By one: a worker that was away for an epoch makes as many passes as the others.
+                # By one: a worker that missed an epoch makes as many passes as the others.
                 self.epoch, self._ahead = self.epoch + 1, batch
                 return
             yield self._content(batch)
@@ -90,8 +90,8 @@ class LeasedBatches(Sampler[list[int]]):
 def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
     """Batches where every gradient counts: each worker takes every n-th, and all equally many.
 
-    Where that does not come out even, the first of an epoch are dealt again at its end. ``first``
-    are those that a worker missed before it came back.
+    If the number is not divisible, the first batches of an epoch are dealt again at its end.
+    ``first`` is the number of batches that a worker missed before it came back.
     """
     turns = itertools.count(first)
 

@@ -1,4 +1,4 @@
-"""``job.save``: gather what is spread over ranks and servers, and write it.
+"""``job.save``: gather the state of ranks and servers, and write it.
 
 A file has a section for every pair of a model and an optimizer. The only section of a job with one
 pair has plain names, see ``checkpoint_format``.
@@ -30,7 +30,7 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(slots=True)
 class Section:
-    """What a file holds of one pair: tensors by name, and the optimizer's state and settings."""
+    """One pair's section of a file: tensors by name, and the optimizer's state and settings."""
 
     optimizer: dict[str, Any]
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Section:
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], number: int, held: Held) -> Section:
-        """With the model, unless an earlier pair has the same one."""
+        """The section; with the model, unless an earlier pair has the same one."""
         model, optimizer = pairs[number]
         section = cls(described(optimizer, held.state))
         if first_with(pairs, number) == number:
@@ -52,7 +52,7 @@ class Section:
 def save_alone(
     path: Path, pairs: Sequence[Pair], states: Sequence[KeptState], facts: Mapping[str, Any]
 ) -> None:
-    """Write what this process has, which is everything."""
+    """Write the state of this process, which is everything."""
     sections = [Section.of(pairs, number, state.fetch()) for number, state in enumerate(states)]
     write(path, sections, {**facts, "random": [random_state()]})
 
@@ -66,7 +66,7 @@ def save_job(
     *,
     facts: Mapping[str, Any],
 ) -> None:
-    """Rank 0 writes everything; all ranks leave together, with the same error if there is one."""
+    """Rank 0 writes everything; all ranks return together, with the same error if there is one."""
     env = membership.env
     own = [env.rank, random_state()]
     said = dict(membership.gathering.gather(f"{occasion}/random", own, list[Any]))
@@ -88,7 +88,7 @@ def save_job(
 def save_servers(
     path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], facts: Mapping[str, Any]
 ) -> None:
-    """Write what the servers have; of each pair, all of one round where they agree on rounds."""
+    """Write the servers' state; for each pair, of one round where servers agree on rounds."""
     sections: list[Section] = []
     weights: dict[int, torch.Tensor] = {}  # by identity: models may share tensors
     steps = list(facts["steps"])
@@ -112,7 +112,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_weights(model: nn.Module, replica: Replica) -> None:
-    """The servers' weights become the model's."""
+    """Copy the servers' weights into the model."""
     own = dict(whole_state(model))
     with torch.no_grad():
         for name, weights in replica.state.fetch().weights.items():
@@ -125,7 +125,7 @@ def write(path: Path, sections: Sequence[Section], facts: Mapping[str, Any]) -> 
     buffers: set[str] = set()
     packed = []
     for number, section in enumerate(sections):
-        # References within a section are to names within it.
+        # References within a section use names within it.
         packed.append(pack(section.optimizer, "optimizer", section.tensors))
         head = section_name(number, len(sections))
         tensors |= {head + name: tensor for name, tensor in section.tensors.items()}
@@ -139,10 +139,10 @@ def write(path: Path, sections: Sequence[Section], facts: Mapping[str, Any]) -> 
 
 
 def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
-    """Rank 0's success or failure becomes everybody's.
+    """Share rank 0's success or failure with all ranks.
 
     Args:
-        problem: What rank 0 has failed with; empty if it has not.
+        problem: Rank 0's error; empty if it succeeded.
 
     Raises:
         CheckpointError: Rank 0 has failed.
@@ -160,7 +160,7 @@ def kept_averages(replica: Replica) -> dict[str, torch.Tensor]:
 
 
 def described(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """An optimizer's kind, state and settings, as a section has them."""
+    """An optimizer's type, state and settings, in the format of a section."""
     groups = [group_settings(group) for group in optimizer.param_groups]
     kept = {name: entries for name, entries in state.items() if entries}
     return {"kind": kind_of(optimizer).__name__, "state": kept, "groups": groups}

@@ -1,4 +1,4 @@
-"""A worker's access to what servers hold: weights to send, optimizer state to fetch and restore."""
+"""A worker's access to servers' state: weights to send, optimizer state to fetch and restore."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from slipstream.types import Chunk
 
 
 class ServerState:
-    """Chunk by chunk, for callers that need not know of chunks; implements ``KeptState``.
+    """Works chunk by chunk, which callers need not know; implements ``KeptState``.
 
     Args:
-        service: Asks servers.
+        service: Sends requests to servers.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class ServerState:
         return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
 
     def begin(self) -> None:
-        """Servers take rank 0's weights; nobody updates before they have them."""
+        """Send rank 0's weights to the servers; no server updates before it has them."""
         if self._member.is_hub:
             self._send_weights()
-            self._service.accounts()  # answered after the weights have come
+            self._service.accounts()  # answered after the weights have arrived
 
     def _send_weights(self) -> None:
-        """The weights as they are here become the servers'."""
+        """Send this worker's weights to the servers."""
         flat = {i: as_real(tensor).cpu().reshape(-1) for i, tensor in enumerate(self._tensors)}
         for chunk in self._plan.chunks:
             frames = [bytes_of(flat[s.tensor][s.start : s.stop]) for s in chunk.segments]
@@ -60,7 +60,7 @@ class ServerState:
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
     def fetch(self) -> Held:
-        """Everything that servers know of every tensor, put together."""
+        """The servers' whole state of every tensor, put together."""
         self._answers.clear()
         if self._plan.consistency.agreed:
             self._member.send(COORDINATOR, Snapshot())
@@ -112,10 +112,10 @@ class ServerState:
             state.setdefault(name, {})[AVERAGE] = average
         self._send_weights()
         self._send_state(state)
-        self._service.accounts()  # answered after all of it has come
+        self._service.accounts()  # answered after all of it has arrived
 
     def _send_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """By tensor's and entry's name."""
+        """``state``: by name of the tensor and of the entry."""
         for chunk in self._plan.chunks:
             entries, frames = [], []
             for s, segment in enumerate(chunk.segments):

@@ -1,4 +1,4 @@
-"""Where servers update: gradients leave, new weights come back, the loop sees an optimizer."""
+"""Where servers update: gradients are sent, new weights come back, the loop sees an optimizer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slipstream.transports.wire import Settings
 
 
 class ServerUpdates:
-    """Results are awaited layer by layer, before the next forward; implements ``Applier``.
+    """Waits for results layer by layer, before the next forward; implements ``Applier``.
 
-    The learning rate and other settings travel with each gradient, so a change between
+    The learning rate and other settings are sent with each gradient, so a change between
     ``backward()`` and ``step()`` comes too late; so does a change of the gradients. Both are
-    refused rather than ignored.
+    refused, not ignored.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        links: The channel with which settings travel.
+        links: The channel that sends the settings.
     """
 
     single_pass = "update='server'"
@@ -46,13 +46,15 @@ class ServerUpdates:
         return self._sent
 
     def begin_step(self) -> None:
-        # What arrives is written without autograd's knowledge: a version that moves is the user's.
+        # Arrived weights are written without autograd's knowledge: a changed version is the user's
+        # write.
         self._weights = [
             (p, p._version) for group in self._optimizer.param_groups for p in group["params"]
         ]
 
     def _begin_forward(self) -> None:
-        """Take what has come unasked; once a step, so that no layer changes under a pass."""
+        """Apply weights that have arrived; once per step, so that no layer changes during a
+        pass."""
         driver = self._synchronizer.driver
         if self._refreshed_for != driver.step and not driver.frozen:
             self._refreshed_for = driver.step
@@ -67,10 +69,10 @@ class ServerUpdates:
         self._synchronizer.gradients.note_left()
 
     def end_step(self) -> None:
-        """Contribute what has not left yet; new weights are awaited before they are used.
+        """Send what has not been sent yet; new weights are awaited before they are used.
 
         Raises:
-            RuntimeFault: Weights, gradients or settings were changed where that comes too late.
+            RuntimeFault: Weights, gradients or settings were changed too late.
         """
         synchronizer = self._synchronizer
         synchronizer.tap.end()

@@ -1,4 +1,4 @@
-"""A real torch optimizer over one shard's chunks: elementwise ones do not notice the cuts."""
+"""A real torch optimizer over one shard's chunks: elementwise ones work on pieces of tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def plain(value: Any) -> Setting:
-    """A setting as it travels.
+    """A setting in its wire format.
 
     Raises:
         ConfigError: It is neither a number, nor text, nor several numbers.
@@ -91,14 +91,14 @@ class ShardOptimizer:
         return self._chunks[index]
 
     def examine(self, settings: Settings | None) -> None:
-        """Check settings that came with a gradient; None: they are as before.
+        """Check settings that came with a gradient; None: unchanged.
 
         Raises:
             FrameRefused: They are not this optimizer's.
         """
         known = self._recipe.settings
         if settings is None:
-            return  # as they were
+            return  # unchanged
         if len(settings) != len(known):
             raise FrameRefused(f"settings for {len(settings)} parameter groups, not {len(known)}")
         for group, expected in zip(settings, known, strict=True):
@@ -119,9 +119,9 @@ class ShardOptimizer:
         """Update a chunk's weights with the mean gradient.
 
         Args:
-            mean: By segment; None: nobody contributed to it.
-            settings: The optimizer's, by group; None: as they were.
-            rate: What learning rates are multiplied by.
+            mean: By segment; None: no worker contributed to it.
+            settings: The optimizer's, by group; None: unchanged.
+            rate: Multiplies learning rates.
             whole: Return all segments, not just those that have changed.
 
         Returns:
@@ -137,19 +137,19 @@ class ShardOptimizer:
         return self._chunk(chunk.index).current([True] * len(chunk.segments))
 
     def load(self, message: Message[Load]) -> None:
-        """Take weights over.
+        """Load weights.
 
         Raises:
-            FrameRefused: They are damaged, or do not fit the chunk.
+            FrameRefused: They are damaged, or do not match the chunk.
         """
         refuse_damaged(message, message.body.crc)
         self._chunk(message.body.chunk).load(message.frames)
 
     def load_state(self, message: Message[State]) -> None:
-        """Take optimizer state and averages over.
+        """Load optimizer state and averages.
 
         Raises:
-            FrameRefused: They are damaged, or do not fit the chunk.
+            FrameRefused: They are damaged, or do not match the chunk.
         """
         refuse_damaged(message, message.body.crc)
         self._chunk(message.body.chunk).load_state(message.body.entries, message.frames)
@@ -163,7 +163,7 @@ class ShardOptimizer:
 
 
 def warm_up(recipe: OptimizerRecipe) -> None:
-    """One step on nothing: torch imports much on the first, which must not look like a hang."""
+    """One empty step: torch imports many modules on the first, which must not look like a hang."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     getattr(torch.optim, recipe.name)([parameter]).step()
@@ -191,7 +191,7 @@ class ChunkOptimizer:
             values = torch.zeros(segment.numel, dtype=self._dtype)
             parameter = torch.nn.Parameter(values)
             self._parameters.append(parameter)
-            # Buffers belong to no group: their mean is published as it is.
+            # Buffers belong to no group: their mean is published unchanged.
             if plan.specs[segment.tensor].role == "parameter":
                 group = recipe.group_of[segment.tensor]
                 settings = {key: restored(v) for key, v in recipe.settings[group].items()}
@@ -233,7 +233,7 @@ class ChunkOptimizer:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """The averaged weights move towards the new ones."""
+        """Move the averaged weights towards the new ones."""
         if self._decay is None:
             return
         for average, parameter in zip(self._averages, self._parameters, strict=True):
@@ -255,7 +255,7 @@ class ChunkOptimizer:
         self._begin_averages()
 
     def _begin_averages(self) -> None:
-        """Averages begin with the weights."""
+        """Start the averages with the current weights."""
         if self._decay is not None and self._optimizer is not None:
             self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
@@ -274,7 +274,7 @@ class ChunkOptimizer:
             raise FrameRefused(f"state of chunk {self._chunk.index} does not fit")
         if self._optimizer is None:
             return
-        # All are looked at before one is taken.
+        # Check all entries before one is used.
         values = [self._entry(*entry, frame) for entry, frame in zip(entries, frames, strict=True)]
         self._optimizer.state.clear()
         for (index, name, _), value in zip(entries, values, strict=True):
@@ -300,17 +300,17 @@ class ChunkOptimizer:
         raise FrameRefused(f"state entry {name} of segment {index} does not fit")
 
 
-WEIGHTS, AVERAGE = "weights", "averaged weights"  # as entries of a state
+WEIGHTS, AVERAGE = "weights", "averaged weights"  # their names as entries of a state
 SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def is_scalar(name: str) -> bool:
-    """Whether a state entry is one number a tensor rather than one an element."""
+    """Whether a state entry is one number per tensor, not per element."""
     return name in SCALAR_STATE
 
 
 def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Constructor arguments: any group's settings, each group overrides them anyway."""
+    """Constructor arguments: any group's settings, since each group overrides them."""
     first = next(iter(groups.values()))
     constructor = {key: value for key, value in first.items() if key != "params"}
     constructor.pop("decoupled_weight_decay", None)
@@ -318,14 +318,14 @@ def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def kind_of(value: Setting) -> str:
-    """What kind of setting a value is; whole and broken numbers are one kind."""
+    """The type of a setting; integers and floats count as one type."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return type(value).__name__
     return "number"
 
 
 def restored(value: Setting) -> Any:
-    """A setting as the optimizer has it."""
+    """A setting in the optimizer's own type."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -342,6 +342,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def values_of(parameter: torch.Tensor, dtype: str) -> Values:
-    """A copy: the next round may close while this one is still on its way."""
+    """A copy: the next round may close while this one is still being sent."""
     raw = parameter.detach().clone().view(torch.uint8).numpy()
     return Values(raw, dtype)

@@ -27,7 +27,7 @@ TRAINED = ("float32", "float64")
 
 
 def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what the native update of shared weights cannot do.
+    """Refuse what the native update of shared weights does not support.
 
     Raises:
         ConfigError: This optimizer, or a tensor's dtype, cannot be shared.
@@ -57,7 +57,7 @@ def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[SharedTensor]:
-    """All of the model, in its order; the embeddings that touch few rows are marked."""
+    """All tensors of the model, in its order; embeddings with sparse gradients are marked."""
     group_of = groups_of(optimizer)
     in_rows = {
         id(module.weight)
@@ -83,13 +83,13 @@ def shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[S
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """By group, as the native update reads them."""
+    """Settings by group, in the format of the native update."""
     kind = type(optimizer).__name__
     return [settings_vector(kind, group_settings(group)) for group in optimizer.param_groups]
 
 
 class Settings:
-    """The same one after the other, worked out anew when they have changed."""
+    """The same as one flat list, recomputed when they have changed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -100,7 +100,7 @@ class Settings:
         values = [list(map(group.get, SET)) for group in self._optimizer.param_groups]
         if values != self._seen:
             self._numbers = list(chain(*settings_of(self._optimizer)))
-            # A tensor or a list may change and still be the same.
+            # A tensor or a list may change in place and still be the same object.
             steady = all(is_steady(value) for each in values for value in each)
             self._seen = values if steady else []
         return self._numbers
@@ -113,11 +113,11 @@ def is_steady(value: object) -> bool:
 
 
 class SharedWeights:
-    """The model's own tensors, and those in shared memory that stand for them.
+    """The model's own tensors, and their counterparts in shared memory.
 
-    On the CPU the model's may be views of the shared ones (``bind``); else they are copied. So are
-    tensors that hold no floating-point numbers (counters), and those that a module puts into a
-    buffer's place.
+    On the CPU the model's may be views of the shared ones (``bind``); else they are copied. Tensors
+    without floating-point numbers (counters) are also copied, and so are tensors with which a
+    module replaces a buffer.
     """
 
     def __init__(self, model: nn.Module, plan: SegmentPlan, memory: SharedMemory, at: int) -> None:
@@ -131,7 +131,7 @@ class SharedWeights:
 
     @property
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Shared tensors, and what the model has of them now."""
+        """Shared tensors, and the model's current counterparts."""
         return [*zip(self.views, self._parameters, strict=False), *self.buffers()]
 
     @property
@@ -140,17 +140,17 @@ class SharedWeights:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """What the model has becomes everybody's."""
+        """Copy the model's tensors to shared memory."""
         for view, tensor in self._pairs:
             view.copy_(tensor)
 
     @torch.no_grad()
     def copy_in(self) -> None:
-        """What everybody has becomes the model's."""
+        """Copy shared memory to the model's tensors."""
         for view, tensor in self._pairs:
             tensor.copy_(view)
 
-    # ---- the model's are the shared ones
+    # ---- the model uses the shared tensors
 
     @torch.no_grad()
     def bind(self) -> None:
@@ -168,27 +168,27 @@ class SharedWeights:
 
     @torch.no_grad()
     def copy_out_buffers(self) -> None:
-        """Of those that are not bound, everybody has what was written last."""
+        """Copy buffers that are not bound to shared memory; the last writer wins."""
         for view, tensor in self.buffers():
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
 
     @torch.no_grad()
     def unbind(self) -> None:
-        """The model keeps what it has, in memory of its own."""
+        """Give the model its own copy of its tensors."""
         for view, tensor in self._pairs:
             if tensor.data_ptr() == view.data_ptr():
                 tensor.data = view.clone()
 
-    # ---- the model's are its own
+    # ---- the model has its own tensors
 
     def trained(self) -> list[torch.Tensor]:
         """The shared tensors that are trained, in the order of the slots' gradients."""
         return [self.views[i] for i in self._trained]
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Shared ones, and what is in their places now; but what a module has given another shape
-        is its own."""
+        """Shared buffers, and the tensors that are in their places now, without those to which a
+        module has given another shape."""
         found = []
         for view, (module, name) in zip(
             self.views[len(self._parameters) :], self._places, strict=True
@@ -199,15 +199,15 @@ class SharedWeights:
         return found
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """What trained parameters are made of now."""
+        """The tensors that trained parameters use now."""
         return [self._parameters[i].data for i in self._trained]
 
     def spare_tensors(self) -> list[torch.Tensor]:
-        """As much again."""
+        """A second set of such tensors."""
         return [torch.empty_like(tensor) for tensor in self.own_tensors()]
 
     def point_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Trained parameters are made of these from now on."""
+        """Let trained parameters use these tensors from now on."""
         for i, tensor in zip(self._trained, tensors, strict=True):
             self._parameters[i].data = tensor
 

@@ -1,4 +1,4 @@
-"""Old gradients on purpose, in one process: what asynchronous training would do to a model.
+"""Stale gradients in one process: the effect of asynchronous training on a model.
 
 "Revisiting Distributed Synchronous SGD", section 2.1.
 """
@@ -20,7 +20,7 @@ def simulated_staleness(
 ) -> SimulatedStaleness:
     """From now on ``optimizer.step()`` applies the gradients of ``steps`` steps ago.
 
-    The loop stays as it is::
+    The loop does not change::
 
         with slipstream.simulated_staleness(optimizer, steps=20, ramp_up=3 * len(loader)):
             for x, y in loader:
@@ -28,24 +28,24 @@ def simulated_staleness(
                 loss_of(model(x), y).backward()
                 optimizer.step()
 
-    Every gradient is applied once, in order, by the optimizer as it is when it is applied (its
-    learning rate, its momentum); the last ``steps`` never are. Until there is one old enough,
-    ``step()`` applies nothing: weights and optimizer state stay as they are. With ``ramp_up`` (in
-    steps) staleness grows from 0 to ``steps`` in a straight line instead, and ``step()`` applies
-    nothing whenever it grows by one. With ``steps=0`` training is as without, bit for bit.
+    Every gradient is applied once, in order, with the optimizer's settings and state at that time
+    (its learning rate, its momentum); the last ``steps`` never are. Until there is one old enough,
+    ``step()`` applies nothing: weights and optimizer state do not change. With ``ramp_up`` (in
+    steps) staleness grows linearly from 0 to ``steps`` instead, and ``step()`` applies
+    nothing whenever it grows by one. With ``steps=0`` training is unchanged, bit for bit.
 
-    ``.grad`` is the fresh gradient again after ``step()``. What is done to ``.grad`` before
-    (clipping, say) is done to what is applied later. The copies that wait take ``steps`` times the
-    memory of the gradients.
+    ``.grad`` is the fresh gradient again after ``step()``. Changes of ``.grad`` before it
+    (clipping, for example) apply to the gradient that is used later. The waiting copies need
+    ``steps`` times the memory of the gradients.
     """
     return SimulatedStaleness(optimizer, steps, ramp_up)
 
 
 class SimulatedStaleness:
-    """Stands between a loop's gradients and its optimizer until it is closed."""
+    """Delays a loop's gradients before its optimizer uses them, until it is closed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, ramp_up: int) -> None:
-        ramped_staleness(0, staleness=steps, ramp_up=ramp_up)  # refuses what makes no sense
+        ramped_staleness(0, staleness=steps, ramp_up=ramp_up)  # refuses invalid values
         self._steps, self._ramp_up = steps, ramp_up
         self._taken = 0
         self._queue: deque[dict[Tensor, Tensor]] = deque()
@@ -57,11 +57,11 @@ class SimulatedStaleness:
 
     @property
     def pending(self) -> int:
-        """Gradients that wait; after a step, also how many steps old the next one will be."""
+        """The number of waiting gradients; after a step, also the age of the next one in steps."""
         return len(self._queue)
 
     def close(self) -> None:
-        """Steps apply fresh gradients again; what is pending is never applied."""
+        """Steps apply fresh gradients again; pending ones are never applied."""
         for handle in self._handles:
             handle.remove()
 
@@ -89,7 +89,7 @@ class SimulatedStaleness:
         self._queue.append({p: g.detach().clone() for p, g in self._fresh.items() if g is not None})
         due = self._queue.popleft() if len(self._queue) > allowed else {}
         for parameter in parameters:
-            parameter.grad = due.get(parameter)  # optimizers leave alone what has none
+            parameter.grad = due.get(parameter)  # optimizers skip parameters without one
 
     def _restore(self, *_: object) -> None:
         for parameter, gradient in self._fresh.items():

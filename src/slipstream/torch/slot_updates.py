@@ -1,11 +1,12 @@
-"""A learner's gradients, written into slots of shared memory as backward makes them.
+"""Writes a learner's gradients into slots of shared memory as backward computes them.
 
-Backward writes the gradient of a large fully connected layer straight into the slot, and of an
-embedding only the rows that were used: the rest stays zero from step to step, and the slot says
-which rows there are. ``.grad`` is a view of the slot then, whole and dense: clipping and
-accumulation work on it as on any gradient. Others are copied, all at once, when the step ends.
+Backward writes the gradient of a large fully connected layer directly into the slot, and of an
+embedding only the used rows: the rest stays zero from step to step, and the slot lists
+the rows. ``.grad`` is then a view of the slot, whole and dense: clipping and
+accumulation work on it as on any gradient. Other gradients are copied, all at once, when the step
+ends.
 
-When the step ends, the slot is given away, and with it the gradients: ``.grad`` is None then.
+When the step ends, the slot is passed on with its gradients: ``.grad`` is None then.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from slipstream.torch.compact_layers import CompactLayer, Ports, capture, named_
 from slipstream.torch.learner_slots import Slot, SlotWriter
 from slipstream.torch.shared_weights import SharedWeights
 
-# Below, a copy costs less than a layer's own way through autograd.
+# For smaller layers, a copy costs less than the layer's own node in autograd.
 LEAST_FACTORS = 1 << 16
 
 
 class SlotUpdates:
-    """Fills slots, one a step.
+    """Fills slots, one per step.
 
     Args:
-        weights: The shared ones, of which the model's tensors are views.
+        weights: The shared weights; the model's tensors are views of them.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class SlotUpdates:
             self._ends += [self._watch(module.weight), make_sparse(module)]
 
     def _factored(self, model: nn.Module) -> list[CompactLayer]:
-        """Fully connected layers that are worth it."""
+        """Fully connected layers that are large enough."""
         layers = []
         for name, module, form, obstacle in named_forms(model):
             own = (module.weight, getattr(module, "bias", None))
@@ -85,7 +86,7 @@ class SlotUpdates:
         return self._slot
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
-        """Torch has a gradient of an embedding; of a second backward it is in the view already."""
+        """Torch has an embedding's gradient; that of a second backward is already in the view."""
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
             return
@@ -95,7 +96,7 @@ class SlotUpdates:
         self._rows[index] = (rows, slot.note(index, rows))
 
     def _layer_finished(self, layer: CompactLayer) -> None:
-        """All uses of a layer in this backward are known."""
+        """The backward of all uses of a layer in this pass has run."""
         if not layer.finish():
             return
         captured = layer.take()
@@ -129,8 +130,8 @@ class SlotUpdates:
 
     # ---- the step ends
 
-    # This is what a step costs beside torch's own work, when nothing is in the caches: every line
-    # that is gone through for every tensor counts.
+    # This is what a step costs in addition to torch's own work, when nothing is in the caches:
+    # every line that runs for every tensor counts.
     def end_step(self) -> None:
         self._slots.refuse_untracked()
         slot = self._open()
@@ -164,16 +165,16 @@ class SlotUpdates:
         self.steps += 1
 
     def _form_of_view(self, slot: Slot, index: int, view: Tensor) -> int:
-        """Of a gradient that was written into the slot."""
+        """The form of a gradient that was written into the slot."""
         rows = self._rows.get(index)
         if rows is None or rows[1] != view._version:
             slot.written[index] = None
             return DENSE
-        slot.note(index, 0)  # whoever applies them leaves zeros
+        slot.note(index, 0)  # applying them sets them to zero
         return ROWS + rows[0]
 
     def finish(self) -> None:
-        """Nothing is under way but what is in slots."""
+        """Nothing to do: everything in flight is in slots."""
 
     def begin_anew(self) -> None:
         """The shared weights have been replaced."""
@@ -186,7 +187,7 @@ class SlotUpdates:
 
 
 def make_sparse(module: nn.Embedding) -> Callable[[], None]:
-    """Torch gives its gradient in rows; returns what undoes it."""
+    """Let torch compute its gradient in rows; returns a function that undoes this."""
     before, module.sparse = module.sparse, True
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""The live tensors behind a plan: what each worker contributes, and where results go."""
+"""The live tensors of a plan: what each worker contributes, and where results go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.types import Values
 
 
 class GradientPlaces(Protocol):
-    """By tensor's number: where a gradient is. A list will do, or the parameters' own ``.grad``."""
+    """By tensor number: where a gradient is. A list, or the parameters' own ``.grad``."""
 
     def __getitem__(self, tensor: int, /) -> Tensor | None: ...
 
@@ -71,7 +71,7 @@ class LiveTensors:
         self._weights_return = plan.update.holder_applies
         self._gradients = staging
         self._weights = Staging()
-        # Batch norm changes its statistics without telling autograd, so only contents can tell.
+        # Batch norm changes its statistics without autograd's knowledge: compare their contents.
         self._known = {
             i: tensor.detach().clone()
             for i, tensor in enumerate(self._tensors)
@@ -85,7 +85,7 @@ class LiveTensors:
         self.results: GradientPlaces = apart if plan.runs_ahead or trains_locally else own
         self._weights_replace = plan.update.holder_applies and not trains_locally
         self._fetched: dict[int, torch.Tensor] = {}
-        self._counts: dict[int, bool] = {}  # by tensor, of those that have been looked at
+        self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
 
     def _live(self, tensor: int) -> torch.Tensor:
         place = self._places[tensor]
@@ -103,7 +103,7 @@ class LiveTensors:
         return live
 
     def fetch(self, tensor: int) -> None:
-        """The contribution is final: begin to bring it to host memory."""
+        """The contribution is final: start the copy to host memory."""
         content = self._contribution(tensor)
         if content is not None:
             self._fetched[tensor] = content
@@ -119,10 +119,10 @@ class LiveTensors:
         return None if torch.equal(live, self._known[tensor]) else live.detach()
 
     def source(self, tensor: int) -> Values | None:
-        """What this worker contributes, in host memory; None if it has nothing that counts.
+        """This worker's contribution, in host memory; None if it has none that counts.
 
         Raises:
-            NonFiniteGradient: It is not finite, and the job is to stop.
+            NonFiniteGradient: It is not finite, and the job is set to stop.
         """
         if tensor not in self._fetched:
             self.fetch(tensor)
@@ -144,14 +144,14 @@ class LiveTensors:
         return self.finite.admits(self._specs[tensor].name, magnitude, self._travels_as[tensor])
 
     def _has_stayed_finite(self, buffer: int, values: Values) -> bool:
-        """True of one that was not finite before, too: it is meant so, as a least value is that
-        begins with infinity."""
+        """Also true for a buffer that was not finite before: that is intended, for example for a
+        running minimum that starts with infinity."""
         if math.isfinite(largest(values.data, values.dtype)):
             return True
         return not math.isfinite(magnitude_of(self._known[buffer]))
 
     def _leave_out(self, tensor: int) -> None:
-        """As if this step had not made it: where nobody else contributes, nothing comes back."""
+        """Treat the tensor as unused: if no other worker contributes, no result comes back."""
         if self._is_buffer[tensor]:
             self._live(tensor).data.copy_(self._known[tensor])
         else:
@@ -166,7 +166,7 @@ class LiveTensors:
             self._known[tensor].copy_(self._live(tensor))
 
     def forget(self) -> None:
-        """The round is over: the next one reads afresh."""
+        """The round is over: the next one reads the tensors again."""
         self._fetched.clear()
         self._counts.clear()
 
@@ -182,11 +182,11 @@ class LiveTensors:
 
 
 def wire_dtypes(plan: Plan) -> list[str]:
-    """By tensor: the dtype that a contribution is cast to, which may be too short for it."""
+    """By tensor: the dtype to which a contribution is cast, whose range may be too small."""
     found = [spec.dtype for spec in plan.specs]
     for chunk in plan.chunks:
         codec = plan.routes[chunk.route].up
-        if isinstance(codec, Dense):  # the others cast finite values to finite ones
+        if isinstance(codec, Dense):  # other codecs keep finite values finite
             for segment in chunk.segments:
                 found[segment.tensor] = codec.wire_dtype(chunk.dtype)
     return found

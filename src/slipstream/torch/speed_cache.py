@@ -1,6 +1,6 @@
-"""A machine's own speeds, measured once and kept: choices then repeat from run to run.
+"""A machine's own speeds, measured once and cached, so that runs make the same choices.
 
-Links are not kept: they are shared, and change. Deleting the file measures anew.
+Speeds of links are not cached: links are shared, and change. Delete the file to measure again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_NBYTES = 1 << 20
 
 
 class OwnSpeeds(msgspec.Struct, frozen=True):
-    """Of a worker's machine, without its links."""
+    """Speeds of a worker's machine, without its links."""
 
     gemm_flops: float
     summing_bytes: float
@@ -31,9 +31,9 @@ class OwnSpeeds(msgspec.Struct, frozen=True):
 
 
 def cache_file(env: Mapping[str, str]) -> Path | None:
-    """Where they are kept, by the usual convention for caches.
+    """The path of the cache, by the usual convention.
 
-    None for a user without a home: a place that everybody may write to is no place for them.
+    None for a user without a home directory: no directory that others may write to is safe.
     """
     try:
         folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -43,7 +43,7 @@ def cache_file(env: Mapping[str, str]) -> Path | None:
 
 
 def this_machine() -> str:
-    """What the speeds depend on; a home folder may be many machines'."""
+    """What the speeds depend on; several machines may share a home directory."""
     return f"{platform.node()} {cpu()} torch {torch.__version__} {torch.get_num_threads()} threads"
 
 
@@ -56,7 +56,7 @@ def cpu() -> str:
 
 
 def cached(file: Path | None, machine: str, measure: Callable[[], OwnSpeeds]) -> OwnSpeeds:
-    """The speeds kept for a machine, or measured now and kept, if the file can be written."""
+    """A machine's cached speeds; else measure now, and cache them if the file can be written."""
     if file is None:
         return measure()
     kept = read(file)
@@ -69,7 +69,7 @@ def cached(file: Path | None, machine: str, measure: Callable[[], OwnSpeeds]) ->
 
 
 def read(file: Path) -> dict[str, OwnSpeeds]:
-    """Nothing of what another user may have put there."""
+    """The content of the cache; a file that belongs to another user is ignored."""
     try:
         return msgspec.json.decode(read_own(file, MOST_NBYTES), type=dict[str, OwnSpeeds])
     except (OSError, msgspec.MsgspecError, RecursionError):

@@ -1,9 +1,9 @@
-"""A short calibration at the start of a job: links, GEMM, and the summing that servers do.
+"""A short calibration at the start of a job: links, GEMM, and the servers' summing.
 
-What belongs to a machine is measured once and kept; see ``speed_cache``. Links are measured at
+A machine's own speeds are measured once and cached; see ``speed_cache``. Links are measured at
 every start, under the load they will have: every worker sends to the next one at the same time,
-more and more until it takes long enough to tell. All workers take the same result, the slowest of
-everybody's.
+more and more until it takes long enough to measure. All workers use the same result, the slowest of
+all workers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure_machine() -> OwnSpeeds:
 
 
 def measure_gemm() -> float:
-    """Flops a second of making a weight gradient from few rows."""
+    """Flops per second of computing a weight gradient from few rows."""
     x, y = torch.randn(GEMM_ROWS, GEMM_SIDE), torch.randn(GEMM_ROWS, GEMM_SIDE)
     out = torch.empty(GEMM_SIDE, GEMM_SIDE)
     flops = 2 * GEMM_ROWS * GEMM_SIDE * GEMM_SIDE
@@ -50,7 +50,7 @@ def measure_gemm() -> float:
 
 
 def measure_summing() -> float:
-    """Bytes a second that a server takes in."""
+    """Bytes per second that a server sums."""
     inputs = [np.ones(1 << 20, np.uint8) for _ in range(4)]
     out = np.empty(1 << 20, np.uint8)
     return 4 * (1 << 20) / best_of(lambda: mean_into(out, inputs, "float32", 4.0))
@@ -66,7 +66,7 @@ def best_of(work: Callable[[], object], times: int = 5) -> float:
 
 
 def measure_link(membership: Membership) -> float:
-    """Bits a second to the next worker, while everybody sends to the next."""
+    """Bits per second to the next worker, while all workers send to the next."""
     member, env = membership.member, membership.env
     echoes: dict[int, int] = {}
     member.on(Probe, lambda message: answer(member, message))

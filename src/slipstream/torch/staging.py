@@ -1,9 +1,9 @@
-"""Host memory behind tensors: their own where it is flat and on the CPU, a staging copy otherwise.
+"""Host memory of tensors: their own if it is flat and on the CPU, a staging copy otherwise.
 
 A tensor on an accelerator is copied into pinned memory on a side stream, so that the copy runs
-beside the backward pass. ``CopyEngine`` is all that knows of streams; on a machine without an
-accelerator the tests run the same code with ``ImmediateCopies``. The CUDA half is plain on purpose
-and has not been tried on a GPU.
+in parallel with the backward pass. Only ``CopyEngine`` uses streams; on a machine without an
+accelerator the tests run the same code with ``ImmediateCopies``. The CUDA half is simple on purpose
+and has not been tested on a GPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StreamCopies:
 
 
 class Staging:
-    """Flat host views of tensors; buffers are made once for each key and reused."""
+    """Flat host views of tensors; buffers are created once for each key and reused."""
 
     def __init__(self, engine_for: Callable[[torch.device], CopyEngine] | None = None) -> None:
         self._engine_for = engine_for or engine_for_device
@@ -82,7 +82,7 @@ class Staging:
         self._copied: set[int] = set()
 
     def fetch(self, key: int, tensor: torch.Tensor, *, always: bool = False) -> None:
-        """Begin to make ``tensor`` readable in host memory (``always``: as a copy of its own)."""
+        """Start to make ``tensor`` readable in host memory (``always``: as a separate copy)."""
         self._copied.discard(key)
         if always or not is_flat_host(tensor):
             flat = as_real(tensor)
@@ -91,7 +91,7 @@ class Staging:
             self._copied.add(key)
 
     def readable(self, key: int, tensor: torch.Tensor) -> Values:
-        """The host memory that ``fetch`` promised, complete; as often as it is asked for."""
+        """The complete host memory after ``fetch``; may be called several times."""
         if key in self._copying:
             self._copying.pop(key)()
         if key in self._copied:
@@ -101,14 +101,15 @@ class Staging:
         return values_of(tensor, tensor)
 
     def writable(self, key: int, tensor: torch.Tensor) -> Values:
-        """Host memory whose content ``commit`` brings into the tensor."""
+        """Host memory whose content ``commit`` copies into the tensor."""
         if is_flat_host(tensor):
             return values_of(tensor, tensor)
         return values_of(self._host(key, as_real(tensor)), tensor)
 
     def commit(self, key: int, tensor: torch.Tensor) -> None:
         if not is_flat_host(tensor):
-            # Not detach(): like a write into host memory, this is no change autograd should count.
+            # Not detach(): like a write into host memory, autograd should not count this as a
+            # change.
             self._engine(tensor).to_device(shaped_as(tensor, self._hosts[key]), tensor.data)
 
     def _host(self, key: int, like: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def is_flat_host(tensor: torch.Tensor) -> bool:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether torch has put off a conjugation or a change of sign: memory is not the value yet."""
+    """Whether torch has deferred a conjugation or negation: memory is not the value yet."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -144,7 +145,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_as(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Flat real numbers in the shape and kind of ``tensor``, to be copied into it."""
+    """Flat real numbers in the shape and type of ``tensor``, to be copied into it."""
     if tensor.is_complex():
         return torch.view_as_complex(flat.view(*tensor.shape, 2))
     return flat.view(tensor.shape)

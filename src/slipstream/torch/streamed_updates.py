@@ -1,6 +1,6 @@
 """Where updates come back some clocks later: every worker applies the same ones in the same order.
 
-What enters the optimizer may travel, or what the optimizer makes of it (``payload="update"``).
+Workers send gradients, or the optimizer's update deltas (``payload="update"``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Settings = list[dict[str, Any]]  # by parameter group
 
 
 class StreamedUpdates:
-    """Applies updates of earlier clocks from memory of its own; implements ``Applier``.
+    """Applies updates of earlier clocks from its own memory; implements ``Applier``.
 
-    An update is applied with the settings of its own clock, whatever the worker is at by then: a
-    learning rate that changes would else make weights differ.
+    An update is applied with the settings of its own clock, not of the worker's current clock:
+    otherwise a changing learning rate would make weights differ.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        stream: Brings the updates; they are in ``synchronizer.slots.results``.
+        stream: Receives the updates; they are in ``synchronizer.slots.results``.
         on_applied: Called after each update of the weights.
     """
 
@@ -58,7 +58,7 @@ class StreamedUpdates:
         self._clock = 0
 
     def begin_step(self) -> None:
-        """Clocks go on where they are, whatever the step."""
+        """Nothing to do: clocks continue, whatever the step."""
 
     def pass_ended(self) -> None:
         if self._synchronizer.plan.schedule.leaves_during_backward:
@@ -66,10 +66,10 @@ class StreamedUpdates:
             self._synchronizer.gradients.note_left()
 
     def end_step(self) -> None:
-        """Contribute this step, and apply updates until the next may begin.
+        """Send this step's contribution, and apply updates until the next step may begin.
 
         Raises:
-            RuntimeFault: Gradients were changed that had left already.
+            RuntimeFault: Gradients were changed that had already been sent.
         """
         synchronizer = self._synchronizer
         synchronizer.gradients.refuse_unknown(self._optimizer)
@@ -82,7 +82,7 @@ class StreamedUpdates:
             )
         self._timeline.note(self._clock)
         if self._steps:
-            synchronizer.gradients.clear_refused()  # before the optimizer remembers them
+            synchronizer.gradients.clear_refused()  # before they enter the optimizer's state
             synchronizer.gradients.clip()
             self._make_step()
         synchronizer.end_exchange()
@@ -93,12 +93,12 @@ class StreamedUpdates:
         synchronizer.end_step()
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
-        """Until all steps that this worker has ended are in its weights."""
+        """Wait until all steps that this worker has ended are in its weights."""
         self._stream.drain(self._clock)
 
     @torch.no_grad()
     def _make_step(self) -> None:
-        """The optimizer's own step becomes what travels; weights stay as they are."""
+        """Let the optimizer step, send its change of the weights, and undo it here."""
         before = [p.detach().clone() if p.grad is not None else None for _, p in self._trained]
         with self._timeline.at(self._clock):
             self._optimizer.step()
@@ -109,13 +109,13 @@ class StreamedUpdates:
                 parameter.copy_(old)
 
     def _forget_step(self) -> None:
-        """It has been encoded; what is under way keeps its memory alive by itself."""
+        """It has been encoded; messages in flight keep their own memory alive."""
         for tensor, _ in self._trained:
             self._synchronizer.slots.contributions[tensor] = None
 
     @torch.no_grad()
     def _apply(self, clock: int, updated: Collection[int]) -> None:
-        """One update, which is in memory; the gradients of the loop stay as they are."""
+        """Apply one update, which is in memory; the gradients of the loop do not change."""
         updates = [self._updates[t] if t in updated else None for t, _ in self._trained]
         if self._steps:
             for (_, parameter), update in zip(self._trained, updates, strict=True):
@@ -125,13 +125,13 @@ class StreamedUpdates:
             with self._as_gradients(updates), self._timeline.at(clock):
                 self._optimizer.step()
         for tensor in self._of_layers:
-            self._updates[tensor] = None  # the next product would else be added to this one
+            self._updates[tensor] = None  # otherwise the next product would be added to this one
         self._on_applied()
 
     @contextmanager
     def _as_gradients(self, updates: Sequence[Tensor | None]) -> Iterator[None]:
-        """Torch's optimizers read ``.grad`` and nothing else, so the update is there while one
-        steps. The loop's own gradients are put back, the same objects."""
+        """Torch's optimizers read only ``.grad``, so the update is there during a step. Afterwards
+        the loop's own gradients are put back, the same objects."""
         own = [parameter.grad for _, parameter in self._trained]
         for (_, parameter), update in zip(self._trained, updates, strict=True):
             parameter.grad = None if update is None else update.detach()
@@ -147,26 +147,26 @@ class StreamedUpdates:
 
 
 class Timeline:
-    """An optimizer's settings as they were at every clock, while the loop goes on changing them.
+    """An optimizer's settings at every clock, while the loop continues to change them.
 
-    What changed is noted clock by clock. What the optimizer itself keeps in its groups (a counter,
-    say) goes on from where its last step left it.
+    Changes are recorded clock by clock. Values that the optimizer itself keeps in its groups (a
+    counter, for example) continue from its last step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         self._optimizer = optimizer
         self._factor = factor  # of learning rates
-        self._seen = snapshot(self._groups)  # what the loop had set when it was last looked at
-        self._used = snapshot(self._groups)  # what the optimizer's last step had, or left
+        self._seen = snapshot(self._groups)  # the loop's settings at the last check
+        self._used = snapshot(self._groups)  # the settings after the optimizer's last step
         self._changes: dict[int, Settings] = {}
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        """Asked for each time: a state that is loaded brings new ones."""
+        """Read each time: loading a state replaces the groups."""
         return self._optimizer.param_groups
 
     def note(self, clock: int) -> None:
-        """What the loop has changed since the clock before."""
+        """Record what the loop has changed since the clock before."""
         now = snapshot(self._groups)
         self._changes[clock] = [
             {name: new[name] for name in new if name not in old or differ(old[name], new[name])}
@@ -191,12 +191,12 @@ class Timeline:
                 for name, value in group_settings(group).items():
                     if name in entered[place] and value is entered[place][name]:
                         group[name] = visible[place][name]
-                    else:  # the step itself has changed it
+                    else:  # the step itself has changed the value
                         self._used[place][name] = self._seen[place][name] = value
 
 
 def snapshot(groups: Sequence[dict[str, Any]]) -> Settings:
-    """Copies: schedulers change a rate that is a tensor in its place."""
+    """Copies, since schedulers change a learning rate that is a tensor in place."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -22,14 +22,14 @@ from slipstream.torch.tap import BackwardTap
 
 
 class Synchronizer:
-    """One exchange of everything a backward pass. An applier decides when results are awaited.
+    """One exchange of all tensors per backward pass. An applier decides when to wait for results.
 
     Args:
-        channels: All that exchange a part of the plan.
+        channels: All channels of the plan.
         applier: Makes the applier of this synchronizer.
 
     Attributes:
-        leaves_at_step: Whether gradients leave at ``step()``, and not during backward.
+        leaves_at_step: Whether gradients are sent at ``step()``, and not during backward.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Synchronizer:
         self._copying: list[int] = []
         self._end_capture: Callable[[], None] = lambda: None
         self._compact: CompactGradients | None = None
-        # Autograd runs a thread for each device; a model may be spread over several.
+        # Autograd runs a thread for each device; a model may use several devices.
         self._lock = threading.Lock()
         self._devices = [tensor.device.type for tensor in inventory.tensors]
         self.applier = applier(self)
@@ -60,7 +60,7 @@ class Synchronizer:
         )
 
     def capture_compact(self, compact: CompactGradients) -> None:
-        """Let layers hand over compact gradients instead of dense ones, where these are wanted."""
+        """Let layers hand over compact gradients instead of dense ones, where these are needed."""
 
         def entered(layer: CompactLayer, x: Tensor) -> int | None:
             if self.tap.paused or self.driver.exchanged:
@@ -102,7 +102,7 @@ class Synchronizer:
                 return
             self.slots.fetch(tensor)
             self._hand_over(self._copying)
-            # A copy from an accelerator is given until the next layer's gradient is done.
+            # A copy from an accelerator has until the next layer's gradient is done.
             if self._devices[tensor] == "cpu":
                 self._hand_over([tensor])
             else:
@@ -129,7 +129,7 @@ class Synchronizer:
         self.slots.forget()
 
     def end_exchange(self) -> None:
-        """Make sure that this step's gradients have been exchanged, even if none came."""
+        """Make sure that this step's gradients have been exchanged, even if there were none."""
         self.tap.end()
         if not self.driver.exchanged:
             for tensor in range(len(self._devices)) if self.leaves_at_step else ():
@@ -137,7 +137,7 @@ class Synchronizer:
             self.flush()
 
     def wait(self) -> None:
-        """Until this worker's weights are up to date."""
+        """Wait until this worker's weights are up to date."""
         self.applier.wait()
 
     def end_step(self) -> None:
@@ -150,7 +150,7 @@ class Synchronizer:
         self.driver.resume(step)
         self.applier.begin_step()
 
-    # ---- when gradients leave
+    # ---- when gradients are sent
 
     @contextmanager
     def _paused(self, paused: bool) -> Iterator[None]:
@@ -161,15 +161,15 @@ class Synchronizer:
             self.tap.paused = before
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes within only add to the gradients; nothing is exchanged."""
+        """Backward passes within only accumulate gradients; nothing is exchanged."""
         return self._paused(True)
 
     def leaving_during_backward(self) -> AbstractContextManager[None]:
-        """Within, gradients leave as soon as they are ready."""
+        """Within, gradients are sent as soon as they are ready."""
         return self._paused(False)
 
     def leave_at_step(self) -> None:
-        """From now on gradients leave at ``step()``, and not during backward.
+        """From now on gradients are sent at ``step()``, and not during backward.
 
         With several pairs, a backward pass of one may run through the models of others.
         """
@@ -185,7 +185,7 @@ class Synchronizer:
             )
 
     def close(self) -> None:
-        """Let go of the model and the optimizer: they are ordinary ones again."""
+        """Remove all hooks: the model and the optimizer are ordinary ones again."""
         self.tap.remove()
         self._end_capture()
         for hook in self.applier.hooks:

@@ -1,4 +1,4 @@
-"""Autograd's side: tells when a gradient is final, and when a backward pass has ended."""
+"""Autograd hooks that report when a gradient is final, and when a backward pass has ended."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class BackwardTap:
         self._touched = False
         self._on_ready = on_ready
         self._on_end = on_end
-        # The output's gradient comes first of all, in the outermost pass: re-entrant
-        # checkpointing runs passes within it whose end is not the end.
+        # The output's gradient comes first, in the outermost pass: re-entrant checkpointing runs
+        # nested passes, whose end is not the end of backward.
         self._handles = [model.register_forward_hook(self._mark_outputs)]
         for index, parameter in parameters:
             hook = self._hook(index)
@@ -50,7 +50,7 @@ class BackwardTap:
         return accumulated
 
     def touch(self) -> None:
-        """A parameter's gradient is in this pass, whether or not its hook is called."""
+        """A parameter has a gradient in this pass, whether or not its hook is called."""
         self._begin()
         self._touched = True
 
@@ -58,7 +58,7 @@ class BackwardTap:
         return self._inert()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the model is an ordinary one: nothing of it is exchanged."""
+        """A copy of the model is an ordinary one: it is not exchanged."""
         return BackwardTap._inert, ()
 
     @staticmethod
@@ -86,7 +86,7 @@ class BackwardTap:
             Variable._execution_engine.queue_callback(self.end)
 
     def end(self) -> None:
-        """The pass is over; also called before a step, in case the pass broke off."""
+        """The pass is over; also called before a step, in case the pass was aborted."""
         touched = self._touched
         self._open = self._touched = False
         if touched:

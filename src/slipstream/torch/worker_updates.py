@@ -39,7 +39,7 @@ class WorkerUpdates:
         self._synchronizer.driver.wait(tensors)
 
     def begin_step(self) -> None:
-        """Nothing is remembered from step to step."""
+        """Nothing to do: no state is kept from step to step."""
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -52,7 +52,7 @@ class WorkerUpdates:
         return None
 
     def _with_exchange(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """A step's arguments with a closure whose gradients leave during its backward pass."""
+        """A step's arguments with a closure whose gradients are sent during its backward pass."""
 
         def run() -> Any:
             with self._synchronizer.leaving_during_backward():

@@ -1,1 +1,1 @@
-"""The two ends of a round, gossip between peers, and the hand-over of state."""
+"""Both ends of a round, partial exchange between peers, and the transfer of state."""

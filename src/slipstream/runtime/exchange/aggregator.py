@@ -1,4 +1,4 @@
-"""The holder's half of a round: combine what was collected, update, hand out the result."""
+"""The holder's half of a round: combine contributions, update, publish the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEPT_ROUNDS = 1024
 
 
 class Updater(Protocol):
-    """What a holder makes of the mean before it publishes."""
+    """What a holder does with the mean before it publishes a result."""
 
     def examine(self, settings: Settings | None) -> None:
         """Raise FrameRefused unless ``apply`` can take these settings."""
@@ -48,17 +48,17 @@ class Updater(Protocol):
         rate: float = 1.0,
         whole: bool = False,
     ) -> Sequence[Values | None]:
-        """What is published: of segments that have a mean, or of the ``whole`` chunk. ``rate``
+        """Return what to publish: segments that have a mean, or the ``whole`` chunk. ``rate``
         multiplies learning rates."""
         ...
 
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
-        """All of the chunk as it is now."""
+        """The current content of the whole chunk."""
         ...
 
 
 class PublishMean:
-    """The mean itself goes back; workers update."""
+    """Publish the mean itself; workers update."""
 
     def examine(self, settings: Settings | None) -> None:
         if settings is not None:
@@ -81,7 +81,7 @@ class PublishMean:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One chunk of what a closed round sends out, and to whom; None: to everybody."""
+    """One chunk of a closed round's result, and its receivers; None: all workers."""
 
     body: Publish
     frames: tuple[Buffer, ...]
@@ -90,7 +90,7 @@ class Result:
 
 @dataclass(slots=True)
 class Published:
-    """What is remembered of a unit: how old its gradients were, its last results, its residuals."""
+    """State of a unit: the ages of its gradients, its recent results, its residuals."""
 
     residuals: list[list[Residual | None]]  # by chunk, then by segment
     staleness: Counter[int] = field(default_factory=Counter)
@@ -103,8 +103,9 @@ class Aggregator:
     def __init__(self, node: Node, plan: Plan, updater: Updater) -> None:
         self.plan = plan
         self.updater = updater
-        self.congested: Callable[[], bool] = lambda: False  # whether links out lack bandwidth
-        # Who made the last rounds; a round that units were made of by others stands twice.
+        self.congested: Callable[[], bool] = lambda: False  # whether outgoing links are congested
+        # The workers of the last rounds; a round has two entries if its units had different
+        # workers.
         self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}
         self.collector = Collector(node, plan)
         self._scratch = Scratch()
@@ -118,34 +119,34 @@ class Aggregator:
             for unit in self.collector.units
         }
 
-    # ---- what arrives
+    # ---- incoming messages
 
     def early(self, rank: Rank, body: Early, frames: Sequence[Buffer]) -> list[Result]:
-        """Take a layer's first matrix ahead of the rest."""
+        """Take a layer's first matrix before the rest arrives."""
         self.collector.early(rank, body, frames)
         return []
 
     def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[Result]:
-        """Take a contribution; the results of the rounds it closes."""
+        """Take a contribution; returns the results of the rounds that it closes."""
         if body.unit in self._published:
             with contribution_of(self.collector.named(self.plan.units[body.unit])):
                 self.updater.examine(body.settings)
         return self.publish(self.collector.push(rank, body, frames))
 
     def retire(self, rank: Rank) -> list[Result]:
-        """A worker has left; the results of the rounds that were waiting for it."""
+        """A worker has left; returns the results of the rounds that waited for it."""
         return self.publish(self.collector.retire(rank))
 
     def commit(self, round_: int, ranks: Sequence[Rank]) -> list[Result]:
-        """It has been decided who makes the open round."""
+        """The workers of the open round are decided."""
         return self.publish(self.collector.commit(round_, ranks))
 
     def whole(self) -> list[tuple[int, Rank]]:
-        """Rounds and workers whose contributions have all come since this was last asked."""
+        """Rounds and workers whose contributions have become complete since the last call."""
         return self.collector.whole()
 
     def serve(self, round_: int, rank: Rank) -> list[Result]:
-        """Everything as it is, for one worker whose contribution was dropped."""
+        """The current weights, for one worker whose contribution was dropped."""
         results = []
         for unit in self.collector.units:
             if self.collector.round(unit.index) != round_ or not round_:
@@ -157,15 +158,15 @@ class Aggregator:
         return results
 
     def replay(self) -> list[Result]:
-        """Results that some worker may not have yet, where it would miss them."""
+        """Results that some worker may lack, where workers must not miss results."""
         rounds = [results for held in self._published.values() for results in held.recent]
         return [result for results in rounds for result in results]
 
-    # ---- what is asked
+    # ---- queries
 
     def memories(self, chunk: int) -> Sequence[Floats | None]:
-        """By segment of a chunk: the part of its results that was not sent yet; None where
-        everything always is."""
+        """By segment of a chunk: the part of its results that was not sent yet; None for codecs
+        that always send everything."""
         unit, part = self.plan.places[chunk] if chunk < len(self.plan.places) else (-1, 0)
         if unit not in self._published:
             raise FrameRefused(f"chunk {chunk} is not held here")
@@ -181,26 +182,26 @@ class Aggregator:
         for unit in self.collector.units:
             for segment in (s for chunk in unit.chunks for s in chunk.segments):
                 spec = self.plan.specs[segment.tensor]
-                # A tensor's gradient is counted once, though its chunks may differ in age.
+                # Count a tensor's gradient once, though its chunks may differ in age.
                 if spec.role == "parameter" and segment.start == 0:
                     known = by_name.setdefault(spec.name, Counter())
                     known.update(self._published[unit.index].staleness)
         return by_name
 
-    # ---- what is made of a round
+    # ---- results
 
     def publish(self, rounds: Sequence[ClosedRound]) -> list[Result]:
-        """What is sent out for rounds that have closed."""
+        """The results of closed rounds."""
         results = []
         for found in rounds:
             made = self._make(found)
             results += made
-            # Who got results through a worker that is lost lacks what that one did not forward.
+            # If a lost worker forwarded results, its receivers lack those that it did not forward.
             relayed = self.plan.route(found.unit).topology.relays
             if self.plan.consistency.goes_on and (relayed or self.plan.delivers_every_result):
                 recent = self._published[found.unit.index].recent
                 recent.append(made)
-                # Whoever lacks one of these has not begun more rounds than may be under way.
+                # A worker that lacks one of these has begun at most ``under_way`` rounds more.
                 if len(recent) > self.plan.consistency.under_way:
                     recent.popleft()
         return results
@@ -228,7 +229,7 @@ class Aggregator:
         return results
 
     def _context(self, found: ClosedRound) -> EncodeContext:
-        """Rounds begin anew with a checkpoint, steps go on."""
+        """The clock is the training step: after a checkpoint, rounds restart at 0, steps do not."""
         workers = self.plan.cluster.workers
         if not found.made:
             return EncodeContext(workers=workers)
@@ -322,7 +323,8 @@ class LayerGradients:
 
 
 def wide(layer: Layer) -> Layer:
-    """As numpy can multiply it; it has no bfloat16, and rounds float16 at every addition."""
+    """With a dtype that numpy can multiply: it has no bfloat16, and rounds float16 at every
+    addition."""
     return layer if layer.dtype == "float64" else replace(layer, dtype="float32")
 
 

@@ -1,4 +1,4 @@
-"""What drives an exchange, and what it drives: the seam between a driver and its channels."""
+"""The interface between a driver and its channels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Slots(Protocol):
     """The live tensors behind a plan's specs."""
 
     def source(self, tensor: int) -> Values | None:
-        """What this worker contributes, or None."""
+        """This worker's contribution, or None."""
         ...
 
     def sink(self, tensor: int) -> Values:
-        """Where the result goes."""
+        """Where to write the result."""
         ...
 
     def finish(self, tensor: int) -> None:
@@ -26,14 +26,14 @@ class Slots(Protocol):
 
 
 class Channel(Protocol):
-    """How one plan's tensors travel: in rounds over links, in collectives, or in slices."""
+    """Sends one plan's tensors: in rounds over links, in collectives, or by partial exchange."""
 
-    step: int  # of the training loop, so that holders can tell when workers fall out of it
+    step: int  # of the training loop, so that holders detect workers in different steps
     wait_s: float
 
     @property
     def sent(self) -> Counter[str]:
-        """Payload bytes by scheme, without what stays on this host."""
+        """Payload bytes by scheme, without traffic within this host."""
         ...
 
     @property
@@ -44,19 +44,19 @@ class Channel(Protocol):
         ...
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        """These travel another way, from this round on until told otherwise."""
+        """These tensors take another route, from this round on until the next call."""
         ...
 
     def flush(self) -> None:
-        """Everything not ready yet contributes what it has; the round is complete here."""
+        """Send what is not ready yet as it is; this worker's part of the round is then complete."""
         ...
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        """Until the results of these tensors (default all) are in their sinks."""
+        """Wait until the results of these tensors (default all) are in their sinks."""
         ...
 
     def refresh(self) -> None:
-        """Between steps: take results that arrived without being waited for."""
+        """Between steps: apply results that arrived without being waited for."""
         ...
 
 

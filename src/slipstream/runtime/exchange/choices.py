@@ -1,7 +1,7 @@
-"""Which layers travel in compact form in this step: every worker applies one rule to one batch.
+"""Which layers are sent in compact form in this step: every worker applies one rule to one batch.
 
 The batch is rank 0's in the step before (in the first step: in this one), so that all workers
-choose alike without a round trip.
+make the same choice without a round trip.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slipstream.types import Layer, Unit
 
 
 class LayerChoices:
-    """The choice between a layer's compact form and its dense route, step by step.
+    """The choice between a layer's compact form and its dense route in each step.
 
     Args:
         chooser: The rule; its speeds are known.
-        links: The channel over which compact forms travel.
-        dense: All channels; those that carry a layer dense skip it while it travels compact.
+        links: The channel that sends compact forms.
+        dense: All channels; those with a layer's dense route skip it while it is sent compact.
         rows: How many rows each layer's gradient has here in this step, in the order of ``units``.
     """
 
@@ -58,19 +58,19 @@ class LayerChoices:
         member.on(RowsBody, self._on_rows)
 
     def takes(self, unit: int) -> bool:
-        """Whether this layer travels compact in this step."""
+        """Whether this layer is sent in compact form in this step."""
         self.decide()
         return self.verdicts[self._place[unit]].compact
 
     def is_certain(self, unit: int) -> bool:
-        """Whether it will, as far as can be known in the forward pass."""
+        """Whether the forward pass can already rely on the compact form."""
         rows = self._rows.get(self._decided_for)
         if rows is None or self._with_last(rows) != self._last_rows:
             return False
         return self.verdicts[self._place[unit]].compact
 
     def decide(self) -> None:
-        """For this step, once; before any gradient leaves."""
+        """Decide once per step, before any gradient is sent."""
         if self._decided_for == self.step:
             return
         seen = self._rows_now()
@@ -86,14 +86,14 @@ class LayerChoices:
             limit_s=self._limit_s,
             missing=lambda: [HUB],
         )
-        # Steps may go back, to those of a checkpoint: only what has served is forgotten.
+        # A loaded checkpoint may set the step back: delete only entries that have been used.
         rows = self._rows[wanted] if wanted == self.step else self._rows.pop(wanted)
         if rows != self._last_rows:
             self._choose(rows)
         self._decided_for = self.step
 
     def _choose(self, rows: Sequence[int]) -> None:
-        """A layer that was not used keeps what was chosen before."""
+        """A layer that was not used keeps its last choice."""
         self._last_rows = self._with_last(rows)
         self.verdicts = tuple(map(self._verdict, self.units, self._last_rows))
         compact = [

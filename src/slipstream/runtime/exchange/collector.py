@@ -1,7 +1,7 @@
 """Contributions to the units that one node holds, until a round of them closes.
 
 A collector reacts to messages and does no I/O, so servers, workers of a mesh and simulations run
-the very same code.
+the same code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A round of a unit that closed, and what makes it."""
+    """A closed round of a unit, and its contributions."""
 
     unit: Unit
     round: int
@@ -45,7 +45,7 @@ class ClosedRound:
         return tuple(rank for _, rank in self.closed.contributions)
 
     def given(self, place: int) -> list[Sequence[Buffer]]:
-        """What was contributed to one place, in the order in which it is summed."""
+        """The contributions to one place, in the order in which they are summed."""
         groups = (contribution.places[place] for contribution in self.made)
         return [group for group in groups if group is not None]
 
@@ -79,7 +79,7 @@ class Collector:
         self._held = {
             unit.index: Held(unit, plan.consistency.ledger(workers)) for unit in plan.held_by(node)
         }
-        self._parts: dict[Rank, tuple[int, int]] = {}  # its last round: how many units have come
+        self._parts: dict[Rank, tuple[int, int]] = {}  # last round, units arrived
         self._whole: list[tuple[int, Rank]] = []
 
     @property
@@ -91,14 +91,14 @@ class Collector:
         return self._held[unit].ledger.round
 
     def early(self, rank: Rank, body: Early, frames: Sequence[Buffer]) -> None:
-        """Take a layer's first matrix ahead of the rest."""
+        """Take a layer's first matrix before the rest arrives."""
         held = self._find(rank, body.unit)
         codec = self.plan.route(held.unit).up
         if held.unit.layer is None or not isinstance(codec, LayerCodec):
             raise FrameRefused(f"unit {body.unit} has no matrix that leaves early")
         if self._came_too_late(held, body.round):
             return
-        # Only where each gradient is an update may the round that it names be over.
+        # Only where each gradient is an update, a message may name a closed round.
         is_over = body.round < held.ledger.round and not self.plan.consistency.alone
         if is_over or body.round - held.ledger.round > self._most_ahead:
             raise FrameRefused(f"round {body.round} while round {held.ledger.round} is open")
@@ -112,9 +112,9 @@ class Collector:
         held.early[body.round, rank] = frames
 
     def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[ClosedRound]:
-        """Take a contribution; the rounds that it closes."""
+        """Take a contribution; returns the rounds that it closes."""
         held = self._find(rank, body.unit)
-        # Where late contributions are taken, a ledger cannot tell that one has come before.
+        # Where late contributions are accepted, the ledger cannot detect a duplicate.
         takes_late = self.plan.consistency.agreed or self.plan.consistency.alone
         if takes_late and body.round <= held.last.get(rank, -1):
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
@@ -134,7 +134,7 @@ class Collector:
         return self._close(held)
 
     def retire(self, rank: Rank) -> list[ClosedRound]:
-        """A worker has left; the rounds that were waiting for it."""
+        """A worker has left; returns the rounds that waited for it."""
         closed = []
         for held in self._held.values():
             held.ledger.retire(rank)
@@ -142,7 +142,7 @@ class Collector:
         return closed
 
     def commit(self, round_: int, ranks: Sequence[Rank]) -> list[ClosedRound]:
-        """It has been decided who makes the open round."""
+        """The workers of the open round are decided."""
         closed = []
         for held in self._held.values():
             if not isinstance(held.ledger, FirstOfLedger) or held.ledger.round != round_:
@@ -152,12 +152,12 @@ class Collector:
         return closed
 
     def whole(self) -> list[tuple[int, Rank]]:
-        """Rounds and workers whose contributions have all come since this was last asked."""
+        """Rounds and workers whose contributions have become complete since the last call."""
         whole, self._whole = self._whole, []
         return whole
 
     def _came_too_late(self, held: Held, round_: int) -> bool:
-        """Whether the round has closed without the sender: what it sends is dropped."""
+        """Whether the round has closed without the sender; its contribution is then dropped."""
         return self.plan.consistency.agreed and round_ < held.ledger.round
 
     @property
@@ -226,7 +226,7 @@ class Collector:
                 agree_on_step(self.plan, dict(zip(found.ranks, made, strict=True)))
             rounds.append(found)
             if self.plan.consistency.agreed:
-                held.arrived.clear()  # what came and did not make it
+                held.arrived.clear()  # contributions that do not count
             for key in [key for key in held.early if self._came_too_late(held, key[0])]:
                 del held.early[key]
         return rounds

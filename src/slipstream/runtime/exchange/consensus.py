@@ -1,4 +1,4 @@
-"""The mean of all workers' weights, and how far apart they are: to rank 0 and back."""
+"""The mean of all workers' weights, and their distance from it: computed at rank 0."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MESSAGE_VALUES = 1 << 18
 
 
 class Differences:
-    """Some vectors, by how they differ from the first: close ones are told apart, and equal ones
-    are not."""
+    """Accumulates vectors as differences from the first. So nearly equal vectors keep their
+    differences, and equal ones give exactly zero."""
 
     def __init__(self, first: Floats) -> None:
         self._first = first
@@ -26,7 +26,7 @@ class Differences:
         self._count = 1
 
     def add(self, vector: Floats) -> None:
-        for start in range(0, len(vector), MESSAGE_VALUES):  # a little memory at a time
+        for start in range(0, len(vector), MESSAGE_VALUES):  # in blocks, to save memory
             place = slice(start, start + MESSAGE_VALUES)
             apart = vector[place].astype(np.float64) - self._first[place]
             self._total[place] += apart
@@ -34,7 +34,7 @@ class Differences:
         self._count += 1
 
     def mean(self) -> tuple[Floats, float]:
-        """And the root mean square distance from it, as a part of its own length."""
+        """The mean, and the root mean square distance from it, relative to its length."""
         shift = self._total / self._count
         mean: Floats = (self._first + shift).astype(np.float32)
         apart = max(0.0, self._squares / self._count - float(shift @ shift))
@@ -45,17 +45,17 @@ class Differences:
 class Consensus:
     """One worker's part; ``reach`` must be called on every rank.
 
-    Rank 0 asks one worker after the other, so that it holds one vector at a time beside its own; of
-    one that dies meanwhile nothing counts.
+    Rank 0 asks one worker after the other, so that it holds only one other vector at a time. If a
+    worker dies meanwhile, its vector does not count.
     """
 
     def __init__(self, rank: int, workers: int, member: Member, numel: int, limit_s: float) -> None:
         self.meanwhile: Callable[[], None] = lambda: None
         self._rank, self._workers, self._member = rank, workers, member
         self._numel, self._limit_s = numel, limit_s
-        self._asked = 0  # this worker, how often
+        self._asked = 0  # how often this worker was asked
         self._answered = 0
-        self._expected_from = HUB  # whose vector is awaited
+        self._expected_from = HUB  # the sender of the awaited vector
         self._vector: Floats = np.zeros(0, np.float32)
         self._taken = 0
         self._spread = 0.0
@@ -63,7 +63,7 @@ class Consensus:
         member.on(WeightsReply, self._on_weights_reply)
 
     def reach(self, own: Floats) -> tuple[Floats, float]:
-        """The mean, and how far workers are from it."""
+        """The mean, and the workers' distance from it."""
         return self._lead(own) if self._rank == 0 else self._follow(own)
 
     def _lead(self, own: Floats) -> tuple[Floats, float]:

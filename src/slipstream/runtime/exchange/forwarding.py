@@ -1,4 +1,4 @@
-"""To whom results go from node to node, also when workers that forwarded them are lost."""
+"""Where each node sends or forwards results, also after workers are lost."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Forwarding:
         self._topologies: list[Topology] = [route.topology for route in plan.routes]
 
     def lose(self, rank: Rank) -> None:
-        """A worker is lost: whoever got results through it gets them otherwise."""
+        """A worker is lost: its children get results another way."""
         self._topologies = [topology.without(rank) for topology in self._topologies]
 
     def receivers(self, node: Node, holder: Node, unit: Unit) -> tuple[Node, ...]:
-        """To whom ``node`` sends a unit's results that ``holder`` publishes."""
+        """To whom ``node`` sends a unit's results of ``holder``."""
         return self._topologies[unit.route].fanout(node, holder, self._plan.cluster)
 
     def may_send(self, sender: str, unit: Unit) -> bool:
-        """Whether a unit's results may come from this member: from a holder that publishes them, or
-        from any worker where workers forward. Who of them does changes with losses."""
+        """Whether a unit's results may come from this member: from a holder that publishes them,
+        or, where workers forward, from any worker. Which worker forwards changes with losses."""
         route, cluster = self._plan.route(unit), self._plan.cluster
         for holder in self._plan.holders[unit.index]:
             if cluster.name(holder) == sender and route.topology.fanout(holder, holder, cluster):

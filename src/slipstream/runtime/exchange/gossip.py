@@ -1,7 +1,7 @@
-"""Every worker's updates to every other one, a slice at a time, while training goes on.
+"""Partial exchange: every worker sends its updates to every peer, one partition at a time.
 
-Updates accumulate for each peer and leave in slices (``slice_sender``). Slices are added to the
-weights as they arrive, on the receiving thread.
+Updates accumulate for each peer, and ``slice_sender`` sends partitions of them. Received
+partitions are added to the weights as they arrive, on the receiving thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.runtime.members.member import Member
 from slipstream.transports.wire import HandoverDone, Message, Part, Tail, Welcome, checksum
 from slipstream.types import Rank
 
-NEVER = 1 << 62  # drains of one that has finished: nobody waits for it
+NEVER = 1 << 62  # drains of a peer that has finished: no wait for it
 SCHEME = "slices"
 
 
@@ -41,7 +41,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """A peer has come back, and counts as having drained so often."""
+    """A peer has come back; ``drains``: the number of drains that it counts as having made."""
 
     rank: Rank
     drains: int
@@ -49,7 +49,7 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A worker that was started again, and the address at which it listens now."""
+    """A restarted worker that asks to be admitted, and its new address."""
 
     rank: Rank
     address: str
@@ -64,27 +64,28 @@ class Weights(Protocol):
     def numel(self) -> int: ...
 
     def add(self, start: int, values: Floats) -> None:
-        """To the weights from ``start`` on; from any thread."""
+        """Add to the weights from ``start`` on; from any thread."""
         ...
 
     def whole(self) -> Floats:
-        """A copy of all of them."""
+        """A copy of all weights."""
         ...
 
     def clear(self) -> None:
-        """Zeros, to which everything is added."""
+        """Set all weights to zero; received weights are then added."""
         ...
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
-        """What ``step`` does to the weights, times the coefficient; so much of it is done."""
+        """Run ``step`` and scale its change of the weights by the coefficient; return that
+        change."""
         ...
 
 
 class GossipChannel:
     """One worker's end of all its links; implements ``Channel``.
 
-    The training thread owns what is owed. The receiving thread adds what comes to the weights and
-    says, in order, who has died and who is back.
+    The training thread owns the accumulators. The receiving thread adds received partitions to the
+    weights and reports, in order, which peers have died and come back.
     """
 
     def __init__(
@@ -104,30 +105,30 @@ class GossipChannel:
         self.wait_s = 0.0
         self.received: Counter[str] = Counter()
         self.made = 0  # steps of this worker
-        self.merged = 0  # how often a slice had to wait and grew fuller
+        self.merged = 0  # how often a partition had to wait for the one before
         self.weights, self.pace = weights, pace
         self.links = NumberedLinks(member, incarnation)
-        self.entered = not incarnation  # whether the others know of this worker
+        self.entered = not incarnation  # whether the peers have admitted this worker
         self.admit: Callable[[Applicant], None] = lambda applicant: None
         self._rule, self._member = rule, member
         self._limit_s = limit_s
         self._begun_s = time.monotonic()
-        # ---- the training thread's
+        # ---- used by the training thread
         self._everybody = frozenset(peers)
         self._sender = SliceSender(rank, rotate, pace.partitions, peers, weights.numel, self.links)
-        self._drains = 0  # begun
-        # By peer: the last drain after which it was told that it has everything.
+        self._drains = 0  # number of drains begun
+        # By peer: the last drain after which the peer was sent a ``Tail``.
         self._tails_sent: dict[Rank, int] = dict.fromkeys(peers, 0)
         self._final = False
         self._waited_s = 0.0
         self._applicants: list[Applicant] = []
         # ---- under the member's lock
         self._events: list[Gone | Back | Applicant] = []
-        # Steps a peer's slices told of; of one that was there before, nothing yet.
+        # By peer: the steps that its partitions report; a restarted worker knows none yet.
         self._peer_steps = {} if incarnation else dict.fromkeys(peers, 0)
-        self._tails = dict.fromkeys(peers, 0)  # drains of a peer that have come to their end
-        # ---- under a lock of its own, at rank 0: by newcomer, whose updates it gets from here
-        # until they send them themselves
+        self._tails = dict.fromkeys(peers, 0)  # drains that a peer has completed
+        # ---- under its own lock, at rank 0: by restarted worker, the peers whose updates rank 0
+        # still forwards to it
         self._arriving = threading.Lock()
         self._forwarding: dict[Rank, set[Rank]] = {}
         member.on(Part, self._on_part)
@@ -144,18 +145,18 @@ class GossipChannel:
 
     @property
     def workers(self) -> int:
-        """Those that live."""
+        """The number of live workers."""
         return len(self._sender.peers) + 1
 
     @property
     def accumulators(self) -> list[Accumulator]:
-        """What peers have not been sent; each takes as much memory as the model."""
+        """What has not been sent to peers; each accumulator needs as much memory as the model."""
         return self._sender.accumulators
 
     # ---- the training thread
 
     def give(self, update: Floats) -> None:
-        """This step's update, which is in this worker's own weights already."""
+        """Take this step's update, which is already in this worker's own weights."""
         self._sender.add(update)
         self.made += 1
         self._member.round = self.made
@@ -167,24 +168,24 @@ class GossipChannel:
             self._sender.start_rotation(partitions)
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        """Until the next step may begin; slices that had to wait leave meanwhile."""
+        """Wait until the next step may begin; partitions that had to wait are sent meanwhile."""
         self._member.check()
         self._until(self.may_begin, "another worker's step", self._behind)
 
     def drain(self, *, final: bool = False) -> None:
-        """Until every worker has every update of every worker; all of them call it."""
+        """Wait until every worker has all updates of all workers; all workers call it."""
         self.begin_drain(final=final)
         self._until(self.drained, "everybody's last updates", self._undrained)
 
     def begin_drain(self, *, final: bool = False) -> None:
         """``final``: this worker makes no more steps."""
-        self.offer()  # who is back, or gone, is known then
+        self.offer()  # also applies membership events
         self._drains += 1
         self._final = final
         self._sender.start_rotation(self.pace.partitions)
 
     def drained(self) -> bool:
-        """Whether all has left, and everybody else's has come."""
+        """Whether all of this worker's updates were sent, and those of all peers have arrived."""
         self._send_tails()
         return not self._sender.is_turning_over and not self._undrained()
 
@@ -197,21 +198,21 @@ class GossipChannel:
                 self.links.send(peer, Tail, self._drains, self._final)
 
     def poll(self) -> None:
-        """While this worker waits for others in another way: they may wait for what it owes."""
+        """Send what is due while this worker waits for something else: peers may wait for it."""
         self.offer()
         self._send_tails()
 
     def ready(self, tensor: int) -> None:
-        """Nothing leaves before the optimizer's step."""
+        """Nothing is sent before the optimizer's step."""
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        """Everything travels in slices."""
+        """Nothing to do: every tensor is sent by partial exchange."""
 
     def flush(self) -> None:
-        """An update is given as a whole."""
+        """Nothing to do: ``give`` takes whole updates."""
 
     def refresh(self) -> None:
-        """Slices are taken as they come."""
+        """Nothing to do: partitions are applied as they arrive."""
 
     def _until(
         self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
@@ -225,7 +226,7 @@ class GossipChannel:
             return self._rule.may_begin(self.made, self._clocks(), self.partitions)
 
     def _clocks(self) -> dict[Rank, int]:
-        """By peer, the last step heard of."""
+        """By peer, its last known step."""
         beats = self._member.roster.rounds
         return {
             peer: self._rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
@@ -243,25 +244,26 @@ class GossipChannel:
             return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
 
     def offer(self) -> bool:
-        """Send what is due wherever the slice before has left; whether all could be sent."""
+        """Send due partitions where the one before has left; returns whether all could be sent."""
         self._apply_membership_events()
         return self._sender.offer(self.made)
 
     def account(self) -> dict[str, Any]:
-        """What was predicted of the links, and what they carried."""
+        """The predicted and the used bandwidth of the links."""
         elapsed_s = time.monotonic() - self._begun_s
         return self.pace.account() | {
             "used_bytes_s": self.links.sent_bytes / elapsed_s,
             "slices_merged": self.merged,
         }
 
-    # ---- who dies and who comes back (still the training thread)
+    # ---- peers that die and come back (still the training thread)
 
     def _apply_membership_events(self) -> None:
-        """Who is back gets rank 0's weights from it, and from the others what they owe rank 0.
+        """A restarted worker gets rank 0's weights, and from each peer its accumulator for rank 0.
 
-        What a worker has sent to rank 0 and is not in those weights yet, rank 0 passes on. So who
-        is back has every update once: in the weights, passed on, owed to rank 0, or made since.
+        Rank 0 forwards updates that were sent to it but are not in those weights. So the restarted
+        worker gets every update once: in the weights, forwarded, in an accumulator for rank 0, or
+        made later.
         """
         with self._member.lock:
             events, self._events = self._events, []
@@ -272,13 +274,13 @@ class GossipChannel:
             elif isinstance(each, Applicant):
                 self._applicants.append(each)
             else:
-                self._forget(each.rank)  # an earlier incarnation, if its end was not heard of
+                self._forget(each.rank)  # an earlier incarnation, if its death was not reported
                 self.links.open(each.rank)
                 self._include(each.rank, self._sender.owed_to(0), each.drains)
                 self.links.send(0, HandoverDone, each.rank, self.links.incarnation_of(each.rank))
 
     def admit_joiners(self) -> None:
-        """At rank 0, at the end of a step: those who were started again begin with this one."""
+        """On rank 0, at the end of a step: restarted workers begin with this step."""
         self._apply_membership_events()
         for applicant in self._applicants:
             self._readmit(applicant)
@@ -295,7 +297,7 @@ class GossipChannel:
         self._tails_sent[peer] = drains
 
     def _readmit(self, applicant: Applicant) -> None:
-        """At rank 0: let it in, tell everybody, and send it the weights."""
+        """On rank 0: admit a restarted worker, inform all peers, and send it the weights."""
         rank = applicant.rank
         self._forget(rank)
         self.links.open(rank)
@@ -308,7 +310,7 @@ class GossipChannel:
         self._include(rank, snapshot, self._drains)
 
     def catch_up(self, welcome: Welcome) -> None:
-        """This worker is the one that is back, and has the weights of so many steps."""
+        """On the restarted worker: it has rank 0's weights of ``welcome.steps`` steps."""
         self.made = self.step = self._member.round = welcome.steps
         self._drains = welcome.drains
         self._tails_sent = dict.fromkeys(self._tails_sent, welcome.drains)
@@ -318,11 +320,12 @@ class GossipChannel:
             self._forget(peer)
 
     def heard_of(self, peer: Rank) -> bool:
-        """Whether a whole slice of a peer's has come."""
+        """Whether a whole partition of this peer has arrived."""
         return peer in self._peer_steps
 
     def has_event_of(self, peer: Rank) -> bool:
-        """Whether one has died or come back, which the training thread does not know yet."""
+        """Whether this peer has died or come back, and the training thread has not applied it
+        yet."""
         with self._member.lock:
             return any(each.rank == peer for each in self._events)
 
@@ -337,7 +340,7 @@ class GossipChannel:
     # ---- the receiving thread
 
     def lose(self, peer: Rank) -> None:
-        """A peer has died: nobody waits for it, and nothing is kept for it."""
+        """A peer has died: do not wait for it, and drop what has accumulated for it."""
         self.links.close(peer)
         with self._arriving:
             self._forwarding.pop(peer, None)
@@ -349,7 +352,7 @@ class GossipChannel:
             self._events.append(Gone(peer))
 
     def on_admitted(self, welcome: Welcome) -> None:
-        """This worker is the one that is back: what it heard before does not count any more."""
+        """On the restarted worker: events from before the admission do not count."""
         with self._member.lock:
             self._events = []
             absent = sorted(self._everybody - set(welcome.peers))
@@ -369,13 +372,13 @@ class GossipChannel:
             self._tails[peer] = max(drains, self._tails.get(peer, 0))
 
     def expect_back(self, peer: Rank, incarnation: int, drains: int) -> None:
-        """The same, and the training thread is to send it what it lacks."""
+        """The same; the training thread then sends the peer what it lacks."""
         self._accept_incarnation(peer, incarnation, drains)
         with self._member.lock:
             self._events.append(Back(peer, drains))
 
     def apply(self, applicant: Applicant) -> None:
-        """At rank 0: one wants to be let in; see ``admit_joiners``."""
+        """On rank 0: a restarted worker asks to be admitted; see ``admit_joiners``."""
         with self._member.lock:
             self._events.append(applicant)
 

@@ -1,8 +1,8 @@
-"""A worker that has died comes back into a job whose workers exchange slices.
+"""A restarted worker rejoins a job with partial exchange.
 
-It is a new process in the place of the old one. It asks rank 0, which lets it in at the end of one
-of its own steps; everybody learns where it listens, and it trains on as soon as it has rank 0's
-weights and all others take its updates.
+It is a new process that replaces the dead one. It sends a request to rank 0, which admits it at the
+end of one of its own steps. All peers get its address. It continues training as soon as it has
+rank 0's weights and all peers accept its updates.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Standing = Callable[[], list[int]]
 
 
 class JoinCoordinator:
-    """At rank 0: who may come in again. ``standing``: what else such a one must know."""
+    """On rank 0: admits restarted workers. ``standing``: other numbers that these need."""
 
     def __init__(self, exchange: GossipChannel, member: Member, workers: int) -> None:
         self._workers = workers
-        self._moved: dict[int, tuple[str, int]] = {}  # address and process of those who came back
+        self._moved: dict[int, tuple[str, int]] = {}  # address and process of restarted workers
         self.standing: Standing = lambda: [0]
-        self.give: Callable[[str], None] = lambda name: None  # what else it needs
+        self.give: Callable[[str], None] = lambda name: None  # sends it other state
         self._exchange, self._member = exchange, member
         member.on(Return, self._on_return)
         exchange.admit = self._admit
@@ -43,7 +43,7 @@ class JoinCoordinator:
                 f"{message.sender} comes back in incarnation {body.incarnation}, but has been in "
                 f"{self._exchange.links.incarnation_of(rank)}: SLIPSTREAM_INCARNATION must grow"
             )
-        if message.sender in self._member.roster.heard:  # it died a moment ago
+        if message.sender in self._member.roster.heard:  # its death is not yet detected
             self._member.coordination.give_up(message.sender)
             self._member.pump.handle_later(message)
             return
@@ -62,7 +62,7 @@ class JoinCoordinator:
         moved = [(peer, *self._moved[peer]) for peer in others if peer in self._moved]
         welcome = Welcome(made, drains, [0, *others], moved, self.standing(), bytes_s)
         self._moved[rank] = (applicant.address, applicant.process)
-        # In line with who is lost, and who is back.
+        # In order with the messages about lost and returned workers.
         self._member.send(f"rank {rank}", welcome, priority=CONTROL)
         self.give(f"rank {rank}")
         step = self.standing()[0] + made
@@ -70,7 +70,7 @@ class JoinCoordinator:
 
 
 class JoinPeer:
-    """At every other worker."""
+    """On every other worker."""
 
     def __init__(self, exchange: GossipChannel, member: Member) -> None:
         self._exchange, self._member = exchange, member
@@ -86,7 +86,7 @@ class JoinPeer:
 
 
 class Joiner:
-    """At the worker that comes back."""
+    """On the restarted worker."""
 
     def __init__(self, exchange: GossipChannel, member: Member, limit_s: float) -> None:
         self._exchange, self._member, self._limit_s = exchange, member, limit_s
@@ -96,7 +96,7 @@ class Joiner:
         member.on(Greeting, self._on_greeting)
 
     def come_back(self) -> Welcome:
-        """Until this worker has the others' weights and they take its updates."""
+        """Wait until this worker has rank 0's weights and all peers accept its updates."""
         self.ask()
         self._wait(lambda: self._welcome is not None, lambda: [HUB])
         if self._welcome is None:
@@ -127,7 +127,8 @@ class Joiner:
         )
 
     def _missing(self) -> list[str]:
-        """Rank 0 counts when all of its weights have come, and who has died since not at all."""
+        """Rank 0 is missing until all of its weights have arrived; peers that died are not
+        missing."""
         assert self._welcome is not None
         here = self._greeted if self._exchange.heard_of(0) else self._greeted - {0}
         awaited = [peer for peer in self._welcome.peers if peer not in here]

@@ -1,4 +1,4 @@
-"""Numbered messages to peers: each arrives once and in order, or its loss is noticed."""
+"""Numbered messages to peers: each arrives once and in order, or its loss is detected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slipstream.types import Buffer, Rank
 class NumberedLinks:
     """One worker's ends of all its links.
 
-    A peer that was started again has another incarnation number, and its links count from 0 again.
+    A restarted peer has another incarnation number, and its links count from 0 again.
 
-    A link is closed when its peer has died, and opened by whoever has forgotten all that was meant
-    for the dead one: what is sent in between goes nowhere.
+    A link is closed when its peer has died. The training thread opens it again when it has dropped
+    all that had accumulated for the dead peer; messages in between are not sent.
     """
 
     def __init__(self, member: Member, incarnation: int) -> None:
@@ -32,7 +32,7 @@ class NumberedLinks:
         self._closed: set[Rank] = set()
         self._sent: Counter[Rank] = Counter()
         self._taken: Counter[Rank] = Counter()
-        # Of those who have been heard, or were said to be back.
+        # Of peers that have sent something, or were reported as back.
         self._incarnations: dict[Rank, int] = {}
 
     def incarnation_of(self, peer: Rank) -> int:
@@ -69,9 +69,9 @@ class NumberedLinks:
             return self._member.send(f"rank {peer}", body, frames)
 
     def sender(self, message: Message[Any], body: Part | Tail | HandoverDone) -> Rank | None:
-        """Whose it is, if it is the next on its link; ``taken`` says that it has been taken.
+        """The rank of the sender, if the message is the next on its link; call ``taken`` after it.
 
-        Where one is missing the job ends, and the answer is None.
+        If a message is missing, the job ends, and the result is None.
         """
         peer = rank_of(message.sender)
         expected = self._taken[peer]

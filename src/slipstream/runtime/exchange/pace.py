@@ -1,4 +1,4 @@
-"""How fast this worker steps and its links carry, and how many partitions follow from that."""
+"""Measures step times and link rates, and computes the number of partitions from them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from slipstream.codecs.select import Rotate
 from slipstream.planning.slices import WORTH_CHANGING, Load
 from slipstream.transports.protocol import Transport
 
-TICK_S = 2.0  # how often, and after how many steps at the least
+TICK_S = 2.0  # interval of measurements, and their smallest number of steps
 LOOK_STEPS = 10
-BUSY = 0.25  # of the time, for a link to show that it has more
-FULL_TIME = 0.5  # for it to show that it has less: a slice may wait for a busy processor, too
-CALM_LOOKS = 15  # before more is tried
+BUSY = 0.25  # share of the time that a link must be busy to show a higher rate
+FULL_TIME = 0.5  # the same for a lower rate: a busy processor delays partitions, too
+CALM_LOOKS = 15  # without a delay, before a higher rate is tried
 MOST_LOOKS = 240
-LEAST_LEFT = 0.1  # of what a link was known to carry, after one look
-A_LITTLE_MORE = 1.3  # enough for p to follow
-NO_STEP = 5.0  # times longer than most: the worker did something else, like an evaluation
+LEAST_LEFT = 0.1  # smallest share of the known rate after one measurement
+A_LITTLE_MORE = 1.3  # factor of a trial; enough to change p
+NO_STEP = 5.0  # times the median: the worker did something else, such as an evaluation
 
 
 class Pace:
-    """Tells p after every step; a given one stays.
+    """Returns p after every step; a given p does not change.
 
-    What links carry is told by the bytes acknowledged on all of them while the busiest was busy:
-    they share the way out of this host. More than was known it shows only where that one was busy
-    for long: a little at a time goes through a shaper's bucket as if it were not there. Less it
-    shows only where slices had to wait. So when none has waited for long, a little more is tried;
-    and again soon if that went well, and later if not.
+    The rate is the bytes acknowledged on all links divided by the time that the busiest link was
+    busy: the links share this host's connection. A higher rate than before counts only if that link
+        was busy
+    for long: short transfers pass a shaper's bucket at full speed. A lower rate counts only if
+    partitions had to wait. So when none has waited for long, a slightly higher rate is tried;
+    again soon if that succeeds, and later if not.
     """
 
     def __init__(
@@ -40,23 +41,24 @@ class Pace:
         transport: Transport,
         clock: Callable[[], float],
     ) -> None:
-        self.load: Load | None = None  # the last one seen
-        self._basis: Load | None = None  # the one that p follows from
+        self.load: Load | None = None  # the last measured one
+        self._basis: Load | None = None  # the one from which p was computed
         self._rotate, self._model_bytes, self.bytes_s = rotate, model_bytes, bytes_s
         self._peers = list(peers)
         self._transport, self._clock = transport, clock
-        # Until steps have been timed: as few bytes as rounds of all workers would take.
+        # Until steps have been timed: as few bytes as a synchronous round would take.
         self.partitions = rotate.partitions or max(1, len(peers))
         self._begun_s = self._stepped_s = clock()
-        self._steps_s: list[float] = []  # how long each took, without waiting
+        self._steps_s: list[float] = []  # duration of each, without waiting
         self._held_up = False
-        self._calm = 0  # looks without a slice that had to wait
+        self._calm = 0  # measurements in which no partition had to wait
         self._patience = CALM_LOOKS
         self._trying = False
         self._before = self._delivered()
 
     def stepped(self, waited_s: float, held_up: bool) -> int:
-        """After a step, which waited for others for so long; whether slices had to wait, too."""
+        """After a step: how long it waited for peers, and whether partitions had to wait; returns
+        p."""
         now = self._clock()
         self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
         self._stepped_s = now
@@ -87,17 +89,17 @@ class Pace:
         if self._basis is None or self._basis.differs(self.load):
             self._basis = self.load
             if self._rotate.partitions is None:
-                # Of one number each they would still be slices.
+                # A partition has at least one value.
                 self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
         self._begun_s, self._steps_s, self._held_up = self._clock(), [], False
 
     def _listen(self, elapsed_s: float) -> None:
-        """To what the links have shown since the last look."""
+        """Update the rate from the transfers since the last measurement."""
         now = self._delivered()
         moved = [
             (now[peer][0] - nbytes, now[peer][1] - seconds)
             for peer, (nbytes, seconds) in self._before.items()
-            if now[peer][0] >= nbytes  # else it is another connection
+            if now[peer][0] >= nbytes  # else it is a new connection
         ]
         self._before = now
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
@@ -106,7 +108,7 @@ class Pace:
         before = self.bytes_s
         share = busy_s / elapsed_s
         if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
-            # A link that stands still for a while has not become a slow one for ever.
+            # A link that stopped for a while has not become slow for ever.
             self.bytes_s = max(seen, self.bytes_s * LEAST_LEFT)
         if self._held_up and self._trying:
             self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
@@ -131,7 +133,7 @@ class Pace:
 
 
 def usual_s(durations_s: Sequence[float]) -> float:
-    """Their mean, without those that were no mere steps."""
+    """The mean of the durations, without outliers that were more than a step."""
     most_s = NO_STEP * median(durations_s)
     return fmean(each for each in durations_s if each <= most_s)
 

@@ -1,4 +1,4 @@
-"""Where a worker's results go: decoded, or combined from what a mesh has collected, into place."""
+"""Writes a worker's results into place: decoded, or combined from a mesh's contributions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ResultWriter:
     def __init__(self, plan: Plan, slots: Slots, math: LayerMath | None) -> None:
         self._plan, self._slots, self._math = plan, slots, math
         self._sinks: dict[int, Values] = {}
-        self._absent: dict[int, list[Segment]] = {}  # by tensor: what nobody contributed to
+        self._absent: dict[int, list[Segment]] = {}  # by tensor: segments without a contribution
         self._scratch = Scratch()
 
     @property
     def written(self) -> Collection[int]:
-        """Tensors of which something was written since they were last finished."""
+        """Tensors into which something was written since they were last finished."""
         return self._sinks.keys()
 
     def write(self, state: UnitState, answer: Answer) -> list[int]:
-        """Put a result where it belongs; the tensors of which something came, or nothing did."""
+        """Write a result into place; returns its tensors, also those without a contribution."""
         if answer.closed is None:
             return self._decode(state, answer)
         if state.unit.layer is not None:
@@ -38,7 +38,7 @@ class ResultWriter:
         return self._combine_segments(state, answer.closed)
 
     def finish(self, tensor: int) -> None:
-        """All of a tensor's result has come, if there is any."""
+        """The whole result of a tensor is written, if there is any."""
         absent, sink = self._absent.pop(tensor, []), self._sinks.pop(tensor, None)
         if sink is not None:
             self._clear(tensor, sink, absent)
@@ -89,7 +89,7 @@ class ResultWriter:
     def _clear(self, tensor: int, sink: Values, absent: Sequence[Segment]) -> None:
         """Zero the gradient of segments nobody contributed; their sender may have died midway.
 
-        Weights that come back stay as they are there.
+        Weights that come back are not changed there.
         """
         is_gradient = not self._plan.update.holder_applies
         if is_gradient and self._plan.specs[tensor].role == "parameter":

@@ -1,4 +1,4 @@
-"""What one worker sends in rounds: its contributions, and results that it forwards."""
+"""What one worker sends in rounds: its contributions, and the results that it forwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class RoundSender:
     """Sends to the right members with the right priority, and counts the bytes.
 
     Attributes:
-        sent: Payload bytes by scheme, without what stays on this host.
-        received: The same of what has come, as far as ``count`` was told.
-        forwarding: To whom results go on from here.
+        sent: Payload bytes by scheme, without traffic within this host.
+        received: The same for received payload, as passed to ``count``.
+        forwarding: To whom this worker forwards results.
     """
 
     def __init__(
@@ -35,15 +35,16 @@ class RoundSender:
     def contribute(
         self, state: UnitState, body: Push | Early, frames: Sequence[Buffer]
     ) -> list[Ticket]:
-        """To all holders of the unit; a mesh includes this worker itself."""
+        """Send to all holders of the unit; a mesh includes this worker itself."""
         holders = self._plan.holders[state.unit.index]
         if state.unit.layer is not None and state.on_mesh:
-            # Each begins with the next: no worker's link takes in everybody's rows at once.
+            # Each worker starts with the next rank, so that no link receives the rows of all at
+            # once.
             holders = holders[self._rank + 1 :] + holders[: self._rank + 1]
         return self._send(holders, state, body, frames)
 
     def forward(self, state: UnitState, body: Publish, frames: Sequence[Buffer]) -> None:
-        """A result to those who get it through this worker, as it came."""
+        """Forward a result unchanged to its receivers."""
         for holder in self._plan.holders[body.unit]:
             receivers = self.forwarding.receivers(self._rank, holder, state.unit)
             self._send(receivers, state, body, frames)

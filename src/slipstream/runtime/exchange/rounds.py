@@ -1,7 +1,7 @@
 """The worker's half of a round over point-to-point links.
 
-Contributions go in as tensors and layers become ready; a unit leaves when its last tensor is.
-Results are parked by the receiving thread and written by the training thread while it waits, so
+Contributions go in as tensors and layers become ready; a unit is sent when its last tensor is.
+The receiving thread parks results, and the training thread writes them while it waits, so
 that no two threads touch a tensor.
 """
 
@@ -35,7 +35,7 @@ LEAVING_PAUSE_S = 0.0005
 
 
 class RoundChannel:
-    """All units of a plan that travel over links; implements ``Channel``."""
+    """All units of a plan that are sent over links; implements ``Channel``."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class RoundChannel:
         self.step = 0
         self.wait_s = 0.0
         self.settings: Callable[[], Settings | None] = lambda: None
-        self.rate: Callable[[], float] = lambda: 1.0  # the learning rate, as part of the highest
-        self.congested: Callable[[], bool] = lambda: False  # whether links out lack bandwidth
+        self.rate: Callable[[], float] = lambda: 1.0  # relative to the highest so far
+        self.congested: Callable[[], bool] = lambda: False  # whether outgoing links are congested
         self._sender = RoundSender(rank, plan, member, colocated)
         self.sent, self.received = self._sender.sent, self._sender.received
         self._member, self._slots = member, slots
@@ -68,13 +68,13 @@ class RoundChannel:
                 self._awaited_by[tensor].append(self._states[unit.index])
                 if unit.layer is None:
                     self._of_tensor[tensor].append(unit.index)
-        self._arrived: set[int] = set()  # units of which a whole answer is there
+        self._arrived: set[int] = set()  # units with a complete answer
         self._fired: set[int] = set()
         self._skipped: Collection[int] = ()
-        self._layers: Collection[int] | None = None  # units that travel compact; None: all
+        self._layers: Collection[int] | None = None  # units sent in compact form; None: all
         self._unwritten: dict[int, set[int]] = {}  # by tensor: units
-        self._made_round = 0  # this worker's contributions were to the rounds before
-        self._told_round = 0  # results have come of the rounds before
+        self._made_round = 0  # this worker has contributed to all rounds before
+        self._told_round = 0  # results of all rounds before have arrived
         self._buffers = SendBuffers()
         self._forwarding = self._sender.forwarding
         self._aggregator = Aggregator(rank, plan, PublishMean())
@@ -84,14 +84,15 @@ class RoundChannel:
         member.on(Early, self._on_early)
 
     def memories(self, chunk: Chunk) -> Sequence[Any]:
-        """What this worker has not sent of a chunk's segments; None: nothing ever stays."""
+        """What this worker has not sent of a chunk's segments; None if the codec sends
+        everything."""
         state = self._states.get(self.plan.places[chunk.index][0])
         if state is None or state.unit.layer is not None:
             return [None] * len(chunk.segments)
         return kept_values(state.residuals)
 
     def forget_residuals(self) -> None:
-        """Other weights were loaded: what was held back belongs to those before."""
+        """Other weights were loaded: the residuals belong to the weights before."""
         for state in self._states.values():
             for residual in state.residuals:
                 if residual is not None:
@@ -113,7 +114,7 @@ class RoundChannel:
         self._skipped = tensors
 
     def travel_compact(self, units: Collection[int]) -> None:
-        """These layers travel in compact form, from this round on until told otherwise."""
+        """Send these layers in compact form, from this round on until the next call."""
         self._layers = units
 
     def flush(self) -> None:
@@ -141,7 +142,7 @@ class RoundChannel:
                 part = values.part(segment.start, segment.stop)
                 groups.append(state.codec.encode(part, residual, ctx))
         if self.plan.consistency.under_way > 1:
-            # The next step's gradient may come before this one has left.
+            # The next step's gradient may be ready before this one has left.
             groups = [g and [bytes(memoryview(frame)) for frame in g] for g in groups]
         if any(residual is not None for residual in state.residuals):
             state.sent = tuple(groups)
@@ -150,11 +151,11 @@ class RoundChannel:
     # ---- layers in compact form (the training thread)
 
     def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
-        """Memory for one of a layer's matrices, free to be written."""
+        """Memory for one of a layer's matrices, free for writing."""
         return self._buffers.take((unit, place), nbytes)
 
     def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
-        """Send a layer's first matrix in the forward pass; the round that it is for."""
+        """Send a layer's first matrix in the forward pass; returns the round that it is for."""
         state = self._states[unit]
         self._await_turn(state)
         frames = to_frames(matrix)
@@ -165,7 +166,7 @@ class RoundChannel:
         return state.begun
 
     def early_round(self, unit: int) -> int | None:
-        """The open round, if its first matrix has left."""
+        """The open round, if its first matrix was sent."""
         state = self._states[unit]
         return state.begun if state.ahead_for == state.begun else None
 
@@ -174,7 +175,7 @@ class RoundChannel:
     ) -> None:
         """A layer's contribution to this round is final; None: the worker did not use it.
 
-        ``early``: the first matrix is the one that has left, and only the second is given.
+        ``early``: the first matrix was already sent, and only the second is given.
         """
         state = self._states[unit]
         if state.pushed:
@@ -219,7 +220,7 @@ class RoundChannel:
         )
         state.begun += 1
         self._made_round = max(self._made_round, state.begun)
-        # A layer that took another route for a while has had fewer rounds than other units.
+        # A layer that took another route for a while has fewer rounds than other units.
         is_layer = state.unit.layer is not None
         self._member.round = max(self._member.round, state.begun, is_layer * (self.step + 1))
         tickets = self._sender.contribute(state, body, frames)
@@ -243,7 +244,7 @@ class RoundChannel:
         self.wait_s += time.monotonic() - begun
 
     def _awaited(self) -> list[UnitState]:
-        """Units whose result is there and holds up the next round."""
+        """Units whose result has arrived and which block the next round."""
         arrived = [self._states[index] for index in sorted(self._arrived)]
         return [state for state in arrived if not self._may_start(state)]
 
@@ -256,7 +257,7 @@ class RoundChannel:
         return self.plan.consistency.may_start(state.progress)
 
     def drain(self) -> None:
-        """Until all that this worker has contributed is in the results."""
+        """Wait until the results contain all that this worker has contributed."""
         begun = time.monotonic()
         while late := [s for s in self._states.values() if s.begun > s.committed]:
             self._member.wait_until(
@@ -268,7 +269,7 @@ class RoundChannel:
         self.wait_s += time.monotonic() - begun
 
     def refresh(self) -> None:
-        """Between steps: take what has come unasked. Within one, a layer must not change."""
+        """Between steps: apply what has arrived. Within a step, a layer must not change."""
         for index in sorted(self._arrived):
             self._write_newest(self._states[index])
 
@@ -283,7 +284,8 @@ class RoundChannel:
                 self._arrived.discard(state.unit.index)
         self._wait_until_left(state)
         for tensor in self._write(state, answer):
-            # Results that are whole are of different rounds, and none is waited for.
+            # Full weights of a tensor's chunks may be of different rounds, so none waits for
+            # another.
             unwritten = self._unwritten.setdefault(tensor, set(self._of_tensor[tensor]))
             unwritten.discard(state.unit.index)
             if not unwritten or not self.plan.delivers_every_result:
@@ -292,11 +294,11 @@ class RoundChannel:
 
     @property
     def told_round(self) -> int:
-        """The round that is open, as far as this worker has been told."""
+        """The open round, as far as this worker knows."""
         return self._told_round
 
     def open_round(self) -> int:
-        """The round that this worker is to make next; waits for word of it."""
+        """The round that this worker makes next; waits until it is known."""
         begun = time.monotonic()
         self._member.wait_until(
             lambda: self._told_round >= self._made_round,
@@ -307,10 +309,10 @@ class RoundChannel:
         return self._told_round
 
     def _wait_until_left(self, state: UnitState) -> None:
-        """Until this worker's contribution has left: the result overwrites its memory.
+        """Wait until this worker's contribution has left, since the result overwrites its memory.
 
-        A server has all of it when it answers; a mesh peer may still be waiting for its copy. New
-        weights go elsewhere.
+        A server that answers has received all of it; a mesh peer may still be waiting for its copy.
+        New weights are written elsewhere.
         """
         if self.plan.update.holder_applies:
             state.leaving.clear()
@@ -323,9 +325,9 @@ class RoundChannel:
         state.leaving.clear()
 
     def _write(self, state: UnitState, answer: Answer) -> list[int]:
-        """Put a result where it belongs; the tensors of which something came, or nothing did."""
+        """Write a result into place; returns its tensors, also those without a contribution."""
         state.committed = answer.round + 1
-        # Who was late goes on with the round that is open.
+        # A late worker continues with the open round.
         state.begun = max(state.begun, answer.round + 1)
         if answer.dropped(self.rank):
             state.put_back()
@@ -346,7 +348,7 @@ class RoundChannel:
         if self._has(state, body):
             return
         self._admit(message.sender, state, body, message.frames)
-        self._sender.forward(state, body, message.frames)  # before anything else
+        self._sender.forward(state, body, message.frames)  # first, so that receivers do not wait
         if self._is_for_others(state, body):
             return
         state.seen[body.part] = body.round + 1
@@ -359,15 +361,15 @@ class RoundChannel:
                 self._member.changed.notify_all()
 
     def _has(self, state: UnitState, body: Publish) -> bool:
-        """Whether this came before: a holder sends again what somebody may not have got, and what
-        it sends directly may also come through other workers."""
+        """Whether this result is a duplicate: a holder resends results that a worker may lack, and
+        direct results may also arrive through other workers."""
         sent_again = self.plan.consistency.goes_on and self.plan.delivers_every_result
         may_repeat = sent_again or state.route.topology.relays
         return may_repeat and body.round < state.seen.get(body.part, 0)
 
     def _is_for_others(self, state: UnitState, body: Publish) -> bool:
-        """Whether this worker only forwards a result. Where workers forward, all of them make every
-        round, so it has left before a round that it has not begun."""
+        """Whether this worker only forwards a result. Where workers forward, all make every round.
+        So if it has not begun the result's round, it has left training."""
         return state.route.topology.relays and body.round >= state.begun
 
     def _fits(self, state: UnitState, body: Publish) -> bool:
@@ -376,7 +378,7 @@ class RoundChannel:
         )
 
     def lose(self, rank: Rank) -> None:
-        """A worker is lost: whoever got results through it gets them otherwise."""
+        """A worker is lost: its children get results another way."""
         self._forwarding.lose(rank)
         self._park(self._collector.retire(rank))
 
@@ -410,8 +412,9 @@ class RoundChannel:
         self._park(closed)
 
     def _park(self, rounds: Iterable[ClosedRound]) -> None:
-        """What a mesh has collected is combined by the training thread, straight into place. Where
-        this worker holds for others, too, it gets the result as they do, and passes it on."""
+        """The training thread combines what a mesh has collected, directly into place. If this
+        worker also publishes the result to others, it sends the result to itself as well, and
+        forwards it."""
         own = self.plan.cluster.name(self.rank)
         for closed in rounds:
             state = self._states[closed.unit.index]
@@ -426,7 +429,7 @@ class RoundChannel:
                 self._member.changed.notify_all()
 
     def _note_arrived(self, state: UnitState, answer: Answer) -> None:
-        """All of an answer is there; called with the lock held."""
+        """An answer is complete; called with the lock held."""
         self._arrived.add(state.unit.index)
 
 

@@ -1,4 +1,4 @@
-"""Memory for what a worker sends, reused when it has left."""
+"""Memory for messages, reused when they have left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """One buffer. It is free when nobody reads it any more, here or on its way."""
+    """One buffer. It is free when it is no longer read, by this worker or by the transport."""
 
     data: Bytes
     tickets: list[Ticket] = field(default_factory=list)
-    needed: bool = True  # until whoever took it has let go of it
+    needed: bool = True  # until its user has released it
 
     @property
     def free(self) -> bool:
@@ -39,7 +39,7 @@ class SendBuffers:
         self._loans: dict[Hashable, list[Loan]] = {}
 
     def take(self, key: Hashable, nbytes: int) -> Loan:
-        """A buffer of this size that is free; its content is left over."""
+        """A free buffer of this size; its content is undefined."""
         loans = self._loans.setdefault(key, [])
         for loan in [loan for loan in loans if loan.free]:
             if loan.data.nbytes == nbytes:

@@ -1,6 +1,6 @@
-"""One worker's slices to its peers: each leaves when the one before has left.
+"""Sends one worker's partitions to its peers: each is sent when the one before has left.
 
-So a slow link makes slices fuller, and never a queue.
+So on a slow link updates accumulate, and no queue grows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MESSAGE_VALUES = 1 << 18
 
 
 class SliceSender:
-    """What has accumulated for peers and how it leaves; used by the training thread only.
+    """What has accumulated for peers, and how it is sent; used by the training thread only.
 
     Args:
-        rotate: What is sent at a time.
+        rotate: The rule of partial exchange.
         partitions: p, until ``start_rotation`` changes it.
-        peers: To whom updates are sent.
+        peers: The receivers of updates.
         numel: How many weights there are.
     """
 
@@ -49,7 +49,7 @@ class SliceSender:
         self.peers = set(peers)
         self._rank, self._rotate, self._numel, self._links = rank, rotate, numel, links
         self._owed = self._accumulators(partitions)
-        self._left_over: list[Accumulator] = []  # of the rotation before
+        self._left_over: list[Accumulator] = []  # of the old rotation
         self._leaving: defaultdict[Rank, list[Ticket]] = defaultdict(list)
 
     @property
@@ -58,12 +58,12 @@ class SliceSender:
 
     @property
     def accumulators(self) -> list[Accumulator]:
-        """Each takes as much memory as the model."""
+        """Each needs as much memory as the model."""
         return self._left_over + self._owed.accumulators
 
     @property
     def is_turning_over(self) -> bool:
-        """Whether something of the rotation before has not left yet."""
+        """Whether something of the old rotation has not been sent yet."""
         return bool(self._left_over)
 
     def _accumulators(self, partitions: int) -> PeerAccumulators:
@@ -74,15 +74,15 @@ class SliceSender:
         self._owed.add(update)
 
     def start_rotation(self, partitions: int) -> None:
-        """All that has accumulated is to leave; what comes from now on accumulates anew."""
+        """All that has accumulated will be sent; new updates go into new accumulators."""
         self._left_over += self._owed.accumulators
         self._owed = self._accumulators(partitions)
 
     def offer(self, step: int) -> bool:
-        """Send what is due wherever the slice before has left.
+        """Send due partitions where the one before has left.
 
         Returns:
-            Whether all that is due could be sent.
+            Whether everything that is due could be sent.
         """
         for left in [left for left in self._left_over if self._is_free(left.peers)]:
             self._send(left.peers, step, 0, left.residual.values)
@@ -99,7 +99,7 @@ class SliceSender:
         return not any(self._leaving[peer] for peer in peers)
 
     def _send(self, peers: Collection[Rank], step: int, start: int, values: Floats) -> None:
-        # An empty slice (fewer weights than partitions) is sent, too: it carries the step.
+        # An empty partition (fewer weights than partitions) is sent, too: it carries the step.
         for offset in range(0, max(1, len(values)), MESSAGE_VALUES):
             numbers = values[offset : offset + MESSAGE_VALUES]
             is_packed = self._rotate.above is not None and len(numbers) > 0
@@ -112,10 +112,10 @@ class SliceSender:
                 if ticket is not None:
                     self._leaving[peer].append(ticket)
 
-    # ---- who dies and who comes back
+    # ---- peers that die and come back
 
     def owed_to(self, peer: Rank) -> Floats:
-        """A copy of all that a peer has not been sent yet."""
+        """A copy of all that has not been sent to a peer yet."""
         owed = Residual.zeros(self._numel)
         for each in self.accumulators:
             if peer in each.peers:
@@ -123,13 +123,13 @@ class SliceSender:
         return owed.values
 
     def include(self, peer: Rank, values: Floats) -> None:
-        """A peer is back, and is sent these values first."""
+        """A peer is back, and gets these values first."""
         self.peers.add(peer)
         self._left_over.append(Accumulator(0, {peer}, Residual(values)))
         self._owed.include(peer)
 
     def forget(self, peer: Rank) -> None:
-        """A peer has died: what it was not sent is let go."""
+        """A peer has died: drop what has not been sent to it."""
         self.peers.discard(peer)
         self._leaving[peer].clear()
         self._owed.forget(peer)

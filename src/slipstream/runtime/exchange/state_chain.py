@@ -1,6 +1,6 @@
-"""Rank 0's tensors to everybody, piece by piece from rank to rank.
+"""Copies rank 0's tensors to all ranks, piece by piece from rank to rank.
 
-Each rank passes a piece on as it arrives, so the whole takes about as long as one copy over one
+Each rank forwards a piece as it arrives, so the copy takes about as long as one transfer over one
 link, however many ranks there are.
 """
 
@@ -21,7 +21,7 @@ class StateChain:
     """One worker's link of the chain; ``run`` must be called on every rank in the same order."""
 
     def __init__(self, rank: int, world_size: int, member: Member, limit_s: float) -> None:
-        self.open = True  # while a run may begin: else what comes early would fill the memory
+        self.open = True  # whether a run may begin; else early pieces could fill the memory
         self._rank, self._world_size = rank, world_size
         self.among(())
         self._member = member
@@ -33,7 +33,7 @@ class StateChain:
         member.on(Piece, self._on_piece)
 
     def among(self, lost: Collection[int]) -> None:
-        """Who passes pieces on to whom, without the lost ones; everybody must be told the same."""
+        """Set the order of the chain without lost ranks; all ranks must use the same ``lost``."""
         after = [r for r in range(self._rank + 1, self._world_size) if r not in lost]
         before = [r for r in range(self._rank) if r not in lost]
         self._next = f"rank {after[0]}" if after else None
@@ -49,9 +49,10 @@ class StateChain:
             self.open = False
 
     def run(self, tensors: Sequence[Values], finish: Callable[[], None] = lambda: None) -> bool:
-        """Rank 0 sends these; everybody else has them overwritten. Every rank lists the same.
+        """Rank 0 sends these tensors; on the other ranks they are overwritten. All list the same.
 
-        Whether they have come; not if one on the way to here has died, where the rest go on.
+        Returns whether they have arrived; False if a rank before this one has died and the job
+        continues.
         """
         if self._rank == 0:
             if self._next is not None:
@@ -76,7 +77,7 @@ class StateChain:
         return complete
 
     def _take_out_early(self) -> list[Message[Piece]]:
-        """What has arrived for this run; pieces of later ones stay."""
+        """The pieces that have arrived for this run; pieces of later runs stay."""
         of_run: dict[bool, list[Message[Piece]]] = {True: [], False: []}
         for message in self._early:
             of_run[message.body.sync == self.sync].append(message)
@@ -84,7 +85,7 @@ class StateChain:
         return of_run[True]
 
     def send_to(self, peer: str, sync: int, tensors: Sequence[Values]) -> None:
-        """For the peer's run of this number."""
+        """Send to a peer, for its run with this number."""
         for index, values in enumerate(tensors):
             for offset in range(0, values.data.nbytes, PIECE_BYTES):
                 piece = values.data[offset : offset + PIECE_BYTES]
@@ -101,7 +102,7 @@ class StateChain:
                 self._take(message)
 
     def _keep(self, message: Message[Piece]) -> None:
-        """The rank before may be further: what is for a run to come waits for it."""
+        """The rank before may be ahead: keep pieces of later runs."""
         if not self.open or message.body.sync < self.sync:
             raise FrameRefused(f"a piece of copy {message.body.sync}, which nobody waits for")
         self._early.append(message)

@@ -1,4 +1,4 @@
-"""Where one worker stands with one unit: rounds begun, results, residuals, what is on its way."""
+"""One worker's state of one unit: rounds begun, results, residuals, messages in flight."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Parts = dict[int, tuple[Publish, Sequence[Buffer]]]
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """The result of one round of a unit: what a holder published, chunk by chunk, or on a mesh what
-    all workers contributed."""
+    """The result of one round of a unit: what a holder published, chunk by chunk, or on a mesh the
+    contributions of all workers."""
 
     round: int
     parts: Parts = field(default_factory=dict)
@@ -35,11 +35,11 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class UnitState:
-    """Where this worker stands with one unit."""
+    """This worker's state of one unit."""
 
     unit: Unit
     route: Route
-    codec: Codec | None  # of segments on the way up; None for a layer
+    codec: Codec | None  # of contributions, by segment; None for a layer
     residuals: list[Residual | None]  # by segment
     unready: int
     begun: int = 0  # contributions made
@@ -48,9 +48,9 @@ class UnitState:
     answers: dict[int, Answer] = field(default_factory=dict)  # by round
     leaving: list[Ticket] = field(default_factory=list)
     pushed: bool = False  # in this step
-    sent: tuple[Sequence[Buffer] | None, ...] = ()  # the last contribution, while it may return
+    sent: tuple[Sequence[Buffer] | None, ...] = ()  # the last contribution, while it may be dropped
     loans: dict[int, list[Loan]] = field(default_factory=dict)  # by round
-    ahead_for: int = -1  # the round for which a first matrix has left early
+    ahead_for: int = -1  # the round for which a first matrix was sent early
 
     @property
     def progress(self) -> Progress:
@@ -58,7 +58,7 @@ class UnitState:
 
     @property
     def newest(self) -> Answer | None:
-        """The newest answer of which all has come."""
+        """The newest complete answer."""
         complete = [a for a in list(self.answers.values()) if a.complete(self.unit)]
         return max(complete, key=lambda answer: answer.round, default=None)
 
@@ -67,20 +67,20 @@ class UnitState:
         return not self.route.topology.needs_servers
 
     def release(self, upto: int) -> None:
-        """This worker itself needs its matrices of these rounds no more."""
+        """This worker no longer needs its matrices of these rounds."""
         for round_ in [r for r in self.loans if r <= upto]:
             for loan in self.loans.pop(round_):
                 loan.release()
 
     def put_back(self) -> None:
-        """The contribution was dropped: what left the residuals returns to them."""
+        """The contribution was dropped: add its content back to the residuals."""
         for residual, frames in zip(self.residuals, self.sent, strict=False):
             if self.codec is not None and residual is not None and frames is not None:
                 residual.put_back(self.codec, frames)
 
 
 def fresh(unit: Unit, route: Route) -> UnitState:
-    """Before the first round."""
+    """The state before the first round."""
     codec: Codec | None = None if isinstance(route.up, LayerCodec) else route.up
     segments = [(s.numel, chunk.dtype) for chunk in unit.chunks for s in chunk.segments]
     residuals = [codec.init(*segment) for segment in segments] if codec is not None else []

@@ -1,6 +1,6 @@
 """The worker's half where results are increments and it may run ahead of them.
 
-Every worker applies the same updates in the same order: each when all of it is there, whole, and
+Every worker applies the same updates in the same order: each when it is complete, and
 never within a step.
 """
 
@@ -20,21 +20,20 @@ Apply = Callable[[int, Collection[int]], None]  # the clock, and the tensors tha
 
 
 class UpdateStream(RoundChannel):
-    """``apply`` is called with each update in the sinks of its tensors."""
+    """Calls ``apply`` with each update, which is then in the sinks of its tensors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.apply: Apply = lambda clock, tensors: None
         self.applied = 0
-        self._whole: Counter[int] = Counter()  # by clock: units of which all is there
+        self._whole: Counter[int] = Counter()  # by clock: complete units
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        """Apply what is complete, until the next clock may begin."""
+        """Apply complete updates, until the next clock may begin."""
         self._apply_until(lambda: all(self._may_start(state) for state in self._states.values()))
 
     def drain(self, clocks: int | None = None) -> None:
-        """Until so many are applied, and no more; by default all that this worker has contributed
-        to."""
+        """Apply exactly so many updates; by default all that this worker has contributed to."""
         begun = max((state.begun for state in self._states.values()), default=0)
         wanted = begun if clocks is None else clocks
         self._apply_until(lambda: self.applied >= wanted, most=wanted)
@@ -63,15 +62,15 @@ class UpdateStream(RoundChannel):
                 clock = self.applied
                 taken = [(s, s.answers.pop(clock)) for _, s in sorted(self._states.items())]
                 del self._whole[clock]
-                self.applied += 1  # at once: from here on, what comes of it again is dropped
+                self.applied += 1  # now: from here on, duplicates of it are dropped
             self.apply(clock, self._write_update(taken))
 
     def _write_update(self, taken: list[tuple[UnitState, Answer]]) -> Collection[int]:
-        """Every tensor of which anything came; the rest of it is zero."""
+        """Write an update; returns its tensors. Segments without a contribution are zero."""
         touched: set[int] = set()
         for state, answer in taken:
             if state.route.topology.needs_servers:
-                state.leaving.clear()  # the server has had what it made this of
+                state.leaving.clear()  # the server has received the contribution
             self._wait_until_left(state)
             self._write(state, answer)
             if (
@@ -94,5 +93,5 @@ class UpdateStream(RoundChannel):
         return body.round < self.applied or (answer is not None and body.part in answer.parts)
 
     def _fits(self, state: UnitState, body: Publish) -> bool:
-        """In any order: results that come over different ways overtake each other."""
+        """Accept results in any order: those that come on different paths overtake each other."""
         return body.round < state.begun

@@ -3,9 +3,9 @@
 A job that trains several pairs of a model and an optimizer has a section for each, whose tensors
 have names that begin with ``pair0/``, ``pair1/`` and so on. With one pair there are no such heads.
 
-A file may be cut off, damaged, or made by another program. What ``read`` returns is complete and
-matches its checksum, and its facts have the types of ``Facts``. Whether it fits a job is checked by
-the job.
+A file may be truncated, damaged, or written by another program. What ``read`` returns is complete
+and matches its checksum, and its facts have the types of ``Facts``. The job checks whether it is
+for this model and optimizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Piece:
     data: bytes | bytearray | memoryview
 
 
-# What safetensors calls them in a file.
+# The names of dtypes in a safetensors file.
 SHORT = {
     "float64": "F64",
     "float32": "F32",
@@ -56,7 +56,7 @@ SHORT = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# With those that only torch writes.
+# Including those that only torch writes.
 FULL = {short: full for full, short in SHORT.items()} | {
     "C64": "complex64",
     "U64": "uint64",
@@ -76,7 +76,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a checkpoint holds beside its tensors."""
+    """What a checkpoint holds besides its tensors."""
 
     format: int
     step: Count
@@ -86,7 +86,7 @@ class Facts(msgspec.Struct, frozen=True):
     optimizer: dict[str, Any]
     taken: list[Count] = []
     job: str = ""
-    steps: list[Count] = []  # by pair; empty where there is one
+    steps: list[Count] = []  # by pair; empty with one pair
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The size that follows from shape and dtype."""
+        """The size computed from shape and dtype."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
 
 
@@ -119,7 +119,7 @@ def read(path: Path) -> Content:
     """Read and check a file.
 
     Raises:
-        DamagedCheckpoint: It is not what was written, or never was a checkpoint.
+        DamagedCheckpoint: The file was damaged after it was written, or never was a checkpoint.
         CheckpointError: It cannot be read, or has another format.
     """
     try:
@@ -165,7 +165,7 @@ def read_content(file: BinaryIO) -> Content:
 
 
 def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Entries by name, and the metadata beside them."""
+    """Entries by name, and the metadata."""
     check_nesting(text)
     raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     about = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -182,7 +182,7 @@ def parse_facts(text: str) -> dict[str, Any]:
     facts = json.loads(text)
     if not isinstance(facts, dict) or "format" not in facts:
         raise ValueError("it names no format")
-    msgspec.msgpack.encode(facts)  # as it travels to other ranks: no larger numbers, valid text
+    msgspec.msgpack.encode(facts)  # as it is sent to other ranks: no larger numbers, valid text
     return facts
 
 
@@ -202,7 +202,7 @@ TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{]|[\]}]', re.DOTALL)
 
 
 def check_nesting(text: bytes) -> None:
-    """Before it is parsed: parsers call themselves for every level."""
+    """Call it before parsing: parsers recurse for every level."""
     depth = 0
     for found in TOKEN.finditer(text):
         first = found[0][:1]
@@ -212,7 +212,7 @@ def check_nesting(text: bytes) -> None:
 
 
 def check_places(entries: Mapping[str, Entry], room: int) -> None:
-    """Tensors lie one after the other, and fill the file."""
+    """Check that tensors lie one after the other, and fill the file."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
@@ -228,7 +228,7 @@ def check_places(entries: Mapping[str, Entry], room: int) -> None:
 
 
 def read_piece(file: BinaryIO, at: int, entry: Entry) -> Piece:
-    """Each in memory of its own, so that keeping one does not keep all."""
+    """Read a tensor into its own memory, so that keeping one does not keep all."""
     data = np.empty(entry.nbytes, np.uint8)
     file.seek(at + entry.data_offsets[0])
     if file.readinto(memoryview(data)) != entry.nbytes:  # type: ignore[attr-defined]
@@ -239,7 +239,7 @@ def read_piece(file: BinaryIO, at: int, entry: Entry) -> Piece:
 
 
 def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
-    """Over everything: a disk may lose a bit without an error."""
+    """A checksum over everything: a disk may lose a bit without an error."""
     total = crc32c(facts.encode())
     for name in sorted(pieces):
         piece = pieces[name]
@@ -249,7 +249,7 @@ def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
 
 
 def misfit(path: Path, error: Exception) -> CheckpointError:
-    """The error of a checkpoint that is whole but of another model."""
+    """The error of a valid checkpoint of another model."""
     return CheckpointError(
         f"{path} does not fit this job: {error}; load a checkpoint of the same model and optimizer"
     )
@@ -262,12 +262,12 @@ SECTION = re.compile(r"^pair[0-9]+/")
 
 
 def section_name(pair: int, pairs: int) -> str:
-    """What the names of a pair's tensors begin with."""
+    """The prefix of the names of a pair's tensors."""
     return f"pair{pair}/" if pairs > 1 else ""
 
 
 def is_model(name: str) -> bool:
-    """Whether a tensor is one of a model, of whichever pair."""
+    """Whether a tensor belongs to a model, of any pair."""
     return SECTION.sub("", name, count=1).startswith("model/")
 
 
@@ -279,7 +279,7 @@ def pairs_in(facts: Mapping[str, Any]) -> int:
 def sections_in(
     facts: Mapping[str, Any], tensors: Mapping[str, T]
 ) -> list[tuple[dict[str, Any], dict[str, T]]]:
-    """By pair: facts and tensors as a file of this pair alone would have them.
+    """By pair: facts and tensors as in a file of this pair alone.
 
     Raises:
         ValueError: A tensor belongs to no pair, or there is not one optimizer for each.
@@ -327,7 +327,7 @@ def optimizer_in(facts: Mapping[str, Any], tensors: Mapping[str, T]) -> Optimize
 
 
 def unpack(value: Any, tensors: dict[str, T]) -> Any:
-    """What ``pack`` made JSON of. Tensors are taken out of ``tensors``, so each has one place."""
+    """Reverse ``pack``. Tensors are removed from ``tensors``, so each is used once."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     kind, content = next(iter(value.items())) if is_single(value) else ("", None)
@@ -346,17 +346,17 @@ def unpack(value: Any, tensors: dict[str, T]) -> Any:
 
 
 def is_single(value: Any) -> bool:
-    """Whether this is a dict of one item."""
+    """Whether this is a dict with one item."""
     return isinstance(value, dict) and len(value) == 1
 
 
 def is_item(value: Any) -> bool:
-    """A key and what it stands for."""
+    """Whether this is a key and its value."""
     return isinstance(value, list) and len(value) == 2 and not isinstance(value[0], dict | list)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for names of tensors that no checkpoint of one pair has."""
+    """Raise ValueError for names of tensors that a checkpoint of one pair cannot have."""
     for name in names:
         if SECTION.match(name):
             raise ValueError("it holds several models or optimizers; this job trains one")

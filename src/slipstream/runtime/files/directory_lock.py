@@ -1,8 +1,8 @@
 """Only one job at a time writes into a directory of checkpoints.
 
 The lock is the kernel's (``flock``), on a file in the directory, and belongs to the process that
-took it: however that process ends, the lock ends with it. The file stays; its content is for
-messages only.
+took it: however that process ends, the lock ends with it. The file stays; its content is used only
+in error messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 1024
 
 
 class NotALock(LaunchError):
-    """What has the lock's name is no file, or has other names too: writing might harm others."""
+    """The lock's path is not a file, or has other hard links: writing might damage other data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is a link or not a file; remove it, and start the job again")
@@ -58,7 +58,7 @@ class DirectoryLocks:
         self._held.clear()
 
     def take(self, directory: Path) -> None:
-        """Lock a directory, which is made if need be; again if it is locked here already."""
+        """Lock a directory, which is created if necessary; it may already be locked here."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = _open(directory / NAME)
@@ -88,15 +88,15 @@ class DirectoryLocks:
                 "has ended, stop it, or give this job another directory (checkpoints=…)"
             ) from None
         except OSError as error:
-            # Some network file systems have no locks.
+            # Some network file systems do not support locks.
             self._warn(
                 f"{directory} cannot be locked ({error.strerror}); two jobs that keep checkpoints "
                 "there would delete each other's"
             )
             return
-        with contextlib.suppress(OSError):  # a disk that is full, a file of another user
+        with contextlib.suppress(OSError):  # a full disk, or another user's file
             if os.fstat(file).st_nlink > 1:
-                return  # it is another file as well, whose content is not ours to change
+                return  # it has another hard link: do not change its content
             os.ftruncate(file, 0)
             os.pwrite(file, msgspec.json.encode(Owner(os.getpid(), socket.gethostname())), 0)
 
@@ -107,7 +107,7 @@ def _open(path: Path) -> int:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
         except PermissionError:
-            file = os.open(path, os.O_RDONLY | flags)  # another user's, which can be locked too
+            file = os.open(path, os.O_RDONLY | flags)  # another user's file can be locked, too
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise NotALock(path) from error

@@ -11,17 +11,17 @@ from typing import Any
 
 
 class RecordFile:
-    """Appends records whole or not at all: what a full disk took of one is cut off again, so that
-    later records can be read once there is room."""
+    """Appends each record completely or not at all: if the disk is full, a partial record is cut
+    off, so that later records can be read once there is space."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: one would keep what a full disk refused, and fail again when closed.
+        # Unbuffered: a buffer would keep what a full disk refused, and fail again when closed.
         self._file = path.open("ab" if append else "wb", buffering=0)
         self._nbytes = os.fstat(self._file.fileno()).st_size
 
     def write(self, record: bytes) -> None:
-        """Append a record whole, or raise OSError."""
+        """Append a whole record, or raise OSError."""
         written = 0
         try:
             while written < len(record):
@@ -33,8 +33,8 @@ class RecordFile:
 
     def _cut_off(self, nbytes: int) -> None:
         descriptor = self._file.fileno()
-        with contextlib.suppress(OSError):  # a pipe or a device has nothing to cut
-            # Others may write here too, if this is the program's own output.
+        with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
+            # If this is the program's own output, others may write to it too.
             if nbytes and os.fstat(descriptor).st_size == self._nbytes + nbytes:
                 os.ftruncate(descriptor, self._nbytes)
                 os.lseek(descriptor, self._nbytes, os.SEEK_SET)
@@ -45,6 +45,6 @@ class RecordFile:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Raises OSError, and leaves no half of it."""
+    """Write JSON; on an OSError no partial content remains."""
     with contextlib.closing(RecordFile(path)) as file:
         file.write((json.dumps(content, indent=indent) + "\n").encode())

@@ -1,10 +1,10 @@
 """Files that other users of a machine cannot redirect or block.
 
-A file is written as a draft beside its target and renamed into place, so a reader sees the old file
-or the new one. In a directory that others may write to, a draft with a predictable name could be
-planted in advance as a symlink. Drafts therefore have random names and are created exclusively.
+A file is written as a draft in the same directory and then renamed, so a reader sees the old file
+or the new one. In a directory that others may write to, an attacker could plant a symlink under a
+predictable draft name. Drafts therefore have random names and are created exclusively.
 
-A writer holds a lock on its draft. A draft that nobody has locked was left by a writer that died,
+A writer holds a lock on its draft. A draft without a lock was left by a writer that died,
 and is removed by the next one.
 """
 
@@ -27,7 +27,7 @@ from typing import BinaryIO
 from slipstream.errors import CheckpointError
 
 Parts = Iterable[bytes | bytearray | memoryview]
-# Locks of another host may not be seen here, so that each host sweeps its own drafts only.
+# Locks of another host may not be visible here, so each host removes its own drafts only.
 HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 DRAFT = re.compile(rf"\.slipstream-{HOST}-[0-9a-f]{{16}}\.draft")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -46,7 +46,7 @@ KINDS = {
 
 
 class NotRegular(OSError):
-    """There is something else than a regular file."""
+    """The path is not a regular file."""
 
     def __init__(self, mode: int) -> None:
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
@@ -65,10 +65,10 @@ def write_whole(path: Path, parts: Parts) -> None:
 
 
 def replace_file(path: Path, parts: Parts) -> None:
-    """Put a new file in the place of ``path``, whole and on the disk, or raise OSError."""
+    """Replace ``path`` by a new file, complete and on disk, or raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
-        refuse_irregular(os.stat(path).st_mode)  # a rename would put a file in a device's place
+        refuse_irregular(os.stat(path).st_mode)  # a rename would replace a device by a file
     sweep_drafts(path.parent)
     draft, file = create_draft(path.parent)
     try:
@@ -86,21 +86,21 @@ def replace_file(path: Path, parts: Parts) -> None:
 
 
 def create_draft(directory: Path) -> tuple[Path, BinaryIO]:
-    """A new file of a name that nobody can foresee, locked by this process."""
+    """A new file with an unpredictable name, locked by this process."""
     for _ in range(TRIES):
         draft = directory / f".slipstream-{HOST}-{secrets.token_hex(8)}.draft"
         with contextlib.suppress(FileExistsError):
             file = os.fdopen(os.open(draft, CREATE, PLAIN_MODE), "wb")
             if lock(file) and os.path.lexists(draft):
                 return draft, file
-            # Somebody who sweeps this directory had the lock first.
+            # A process that removes old drafts took the lock first.
             file.close()
             draft.unlink(missing_ok=True)
     raise OSError(errno.EBUSY, "another process takes every draft for an abandoned one")
 
 
 def lock(file: BinaryIO) -> bool:
-    """False if another process holds the lock; file systems without locks give it to everybody."""
+    """False if another process holds the lock; True on file systems without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,7 +137,7 @@ def is_own_file(found: os.stat_result) -> bool:
 
 
 def sync_directory(directory: Path) -> None:
-    """Where that can be done: the file is in its place either way."""
+    """Sync the directory where that is possible: the file is in place either way."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -154,7 +154,7 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A file to read. A symlink is followed; what is no regular file is refused, not waited for."""
+    """Open a file for reading. A symlink is followed; a file that is not regular is refused."""
     refuse_irregular(os.stat(path).st_mode)  # opening a device may already have an effect
     with os.fdopen(os.open(path, READ), "rb") as file:
         refuse_irregular(os.fstat(file.fileno()).st_mode)
@@ -162,7 +162,8 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_own(path: Path, limit_nbytes: int) -> bytes:
-    """A small file of this user or of root; OSError if it is another's, too large or irregular."""
+    """A small file of this user or of root; OSError if it is another user's, too large or
+    irregular."""
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
         if found.st_uid not in (os.geteuid(), 0):

@@ -1,9 +1,9 @@
-"""A small process that outlives the launcher, to clear away what it started.
+"""A small process that outlives the launcher, to clean up what the launcher started.
 
 The kernel kills a worker whose launcher dies, but not the worker's own children. The launcher sends
-this script every process group, and directories, through the socket that is its stdin. When that
-ends without ``done``, the launcher has been killed, and the script removes them. It runs by its
-path, standard library only, so that it costs next to nothing.
+this script every process group, and directories, through the socket that is its stdin. If that
+closes without ``done``, the launcher was killed, and the script kills and removes them. It runs by
+its path, standard library only, so that it costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, since Linux 6.9
 
 
 class ChildGroup:
-    """A process group that was started here, and that a pidfd of its leader identifies.
+    """A process group that was started here, identified by a pidfd of its leader.
 
-    The kernel gives the number of a process to another one once it is reaped and its group is
-    empty. A signal sent by number would then reach a process that is not ours. Without pidfds
-    (Linux before 5.3, other systems) the number is all there is.
+    The kernel reuses the number of a process once it is reaped and its group is
+    empty. A signal sent by number could then reach an unrelated process. Without pidfds
+    (Linux before 5.3, other systems) only the number is available.
     """
 
     def __init__(self, leader: int, pidfd: int | None) -> None:
@@ -34,7 +34,7 @@ class ChildGroup:
 
     @classmethod
     def led_by(cls, leader: int) -> ChildGroup:
-        """The group of a child that nobody has waited for yet: until then its number is its own."""
+        """The group of a child that is not reaped yet: until then its number is not reused."""
         try:
             return cls(leader, os.pidfd_open(leader))
         except (AttributeError, OSError):
@@ -63,7 +63,8 @@ class ChildGroup:
         os.killpg(self.leader, signum)
 
     def _number_given_away(self) -> bool:
-        """Whether another process has the leader's number, as happens only to an empty group."""
+        """Whether another process has the leader's number; this happens only if the group is
+        empty."""
         assert self.pidfd is not None
         try:
             signal.pidfd_send_signal(self.pidfd, 0)
@@ -82,17 +83,17 @@ class ChildGroup:
             pass
 
     def close(self) -> None:
-        """Close the pidfd; signals go nowhere from then on."""
+        """Close the pidfd; signals then have no effect."""
         if self.pidfd is not None and not self._closed:
             os.close(self.pidfd)
         self._closed = True
 
 
 def sweep(groups: Iterable[ChildGroup], linger_s: float = LINGER_S) -> None:
-    """Kills what is left of process groups whose leader has ended.
+    """Kill what is left of process groups whose leader has ended.
 
-    They get a moment first: multiprocessing's resource tracker, for one, ends by itself once its
-    parent has, and it is the one that removes forgotten shared memory.
+    They get a moment first: for example, multiprocessing's resource tracker ends by itself after
+    its parent, and removes leaked shared memory.
     """
     left = list(groups)
     deadline = time.monotonic() + linger_s
@@ -104,7 +105,7 @@ def sweep(groups: Iterable[ChildGroup], linger_s: float = LINGER_S) -> None:
         group.send(signal.SIGKILL)
 
 
-# ---- from the launcher to the guardian: a line each, and the pidfd of a group with it
+# ---- from the launcher to the guardian: one line each, with the pidfd of a group
 
 
 def announce_group(guardian: socket.socket, group: ChildGroup) -> None:
@@ -121,12 +122,12 @@ def announce_directory(guardian: socket.socket, directory: str | os.PathLike[str
 
 
 def announce_end(guardian: socket.socket) -> None:
-    """The launcher clears away by itself."""
+    """The launcher cleans up by itself."""
     guardian.sendall(b"done\n")
 
 
 def announced(launcher: socket.socket) -> Iterator[tuple[str, bytes, int | None]]:
-    """Every line until the launcher closes or dies, with the descriptor that came for it."""
+    """Every line until the launcher closes or dies, with the descriptor that came with it."""
     text, descriptors = b"", list[int]()
     while True:
         more, new, _, _ = socket.recv_fds(launcher, 1 << 16, 64)

@@ -1,4 +1,4 @@
-"""Starting the workers of a job on this machine, and seeing all of them to their end."""
+"""Starts the workers of a job on this machine, and waits for their end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from slipstream.transports.credentials import Credentials, stretch
 class Settings:
     """Settings of a job that all of its workers get.
 
-    With an ``address`` other than the loopback, rank 0 is somewhere else (a namespace), and so is
-    every other worker, each on a host of its own: rank 0 then listens at ``port`` itself, and the
-    port must be given.
+    With an ``address`` other than loopback, all workers run elsewhere (in namespaces), each on its
+    own
+    host: rank 0 then listens at ``port`` itself, and the port must be given.
     """
 
     strategy: str | None = None
     secret: str | None = None
-    encrypt: bool | None = None  # None: between hosts
+    encrypt: bool | None = None  # None: encrypt between hosts
     address: str = LOOPBACK
     port: int = 0
     interface: str | None = None
@@ -62,20 +62,20 @@ def launch(
     learners: SharedMemory | None = None,
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
-    """Runs ``command`` once a placement; returns the exit code of the job.
+    """Run ``command`` once per placement; returns the exit code of the job.
 
-    Rank 0 has this process's terminal, the others' lines come under their name. When one fails,
-    the rest are stopped, one line says which, and its code is returned (128 + n for signal n);
-    of workers after rank 0, ``may_lose`` may fail while the rest go on, and ``restarts`` (0) are
-    started again, to come back into the job.
+    Rank 0 uses this process's terminal; lines of other workers are prefixed with their name. If a
+    worker fails, the rest are stopped, one line names it, and its code is returned (128 + n for
+    signal n). Of the workers after rank 0, ``may_lose`` may fail while the rest continue, and
+    ``restarts`` (0) are started again and rejoin the job.
 
     A script may make its workers learners that share memory, if all of them run on this machine.
-    Then rank 0 is one of them, and ``restarts`` is 10 unless it is given. If the command line says
-    so, ``learners`` is what it says of them, and their directory of checkpoints is locked before
+    Then rank 0 is one of them, and ``restarts`` is 10 unless it is given. If the command line names
+    learners, ``learners`` are their settings, and their directory of checkpoints is locked before
     anything starts.
 
-    Nothing it started is left when it returns, nor when this process is killed. Call it from the
-    main thread: it takes over SIGINT, SIGTERM and SIGHUP for as long as it runs.
+    All processes that it started have ended when it returns, and also if this process is killed.
+    Call it from the main thread: it handles SIGINT, SIGTERM and SIGHUP while it runs.
     """
     settings = settings or Settings()
     secret = settings.secret or secrets.token_hex(32)
@@ -149,15 +149,15 @@ def _add_workers(
     listener: socket.socket | None,
     supervisor: LearnerSupervisor,
 ) -> None:
-    """Start the workers, each on a host of its own unless there is a ``listener``.
+    """Start the workers, each on its own host unless there is a ``listener``.
 
     On this machine rank 0 gets the listener, and each worker a socket to this process; a ``Hello``
-    on it makes the worker a learner.
+    on this socket makes the worker a learner.
     """
     for rank, placement in enumerate(placements):
         own, fds = {"RANK": str(rank), "LOCAL_RANK": "0"}, list[int]()
         if rank > 0:
-            own["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")  # into a pipe: no late lines
+            own["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")  # no delayed lines
         with ExitStack() as passed:
             if listener is not None:
                 control = passed.enter_context(supervisor.connect(f"rank {rank}"))
@@ -179,7 +179,7 @@ def _job_environment(
     job: str,
     shards: Sequence[ServerProcess],
 ) -> dict[str, str]:
-    """What every worker of a job finds in its environment."""
+    """The environment variables of all workers of a job."""
     variables = {
         "WORLD_SIZE": workers,
         "LOCAL_WORLD_SIZE": workers if settings.address == LOOPBACK else 1,
@@ -219,8 +219,8 @@ def _holds_port(settings: Settings) -> bool:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The job's meeting point, listening before anyone starts: rank 0 inherits it, so that no
-    other program can take the port in between."""
+    """The job's rendezvous socket. It listens before any worker starts, and rank 0 inherits it, so
+    that no other program can take the port in between."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -237,11 +237,11 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 def report(verdict: Verdict) -> None:
-    """One line, unless all went well."""
+    """Print one line, unless the job succeeded."""
     if not verdict.line:
         return
     with contextlib.suppress(OSError):
         if sys.stderr.isatty():
-            # A progress bar that was cut off leaves the cursor hidden, in the middle of a line.
+            # A progress bar that was interrupted leaves the cursor hidden, in the middle of a line.
             sys.stderr.write("\x1b[?25h\n")
     log_line(verdict.line)

@@ -1,7 +1,7 @@
-"""A worker signals its launcher, through a pipe, that it has joined the job and that it has left.
+"""A worker signals its launcher through a pipe that it has joined or left the job.
 
-A worker may end with code 0 in the middle of a job (``os._exit(0)``); only this tells it from a
-worker that has done its part.
+A worker may end with code 0 in the middle of a job (``os._exit(0)``); only these signals
+distinguish it from a worker that has finished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_SIGNS = 65536  # what a pipe holds
 
 
 class Presence:
-    """The worker's end; silent where no launcher listens."""
+    """The worker's end; does nothing without a launcher."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor if is_pipe(descriptor) else None
@@ -29,7 +29,7 @@ class Presence:
         self._write(JOINED)
 
     def leave(self) -> None:
-        """The worker has left in order."""
+        """The worker has left normally."""
         self._write(LEFT)
 
     def _write(self, sign: bytes) -> None:
@@ -39,7 +39,7 @@ class Presence:
 
 
 def is_pipe(descriptor: int | None) -> bool:
-    """A process that a worker started finds its variables, but not its descriptors."""
+    """False in a child of a worker: it inherits the variables, but not the descriptors."""
     if descriptor is None:
         return False
     try:
@@ -49,7 +49,7 @@ def is_pipe(descriptor: int | None) -> bool:
 
 
 def place_of(reader: int) -> Place:
-    """Where a worker was when it ended. Its children may have the other end, so nobody waits."""
+    """Where a worker was when it ended. Its children may hold the other end, so do not wait."""
     os.set_blocking(reader, False)
     try:
         signs = os.read(reader, MOST_SIGNS)
@@ -57,4 +57,4 @@ def place_of(reader: int) -> Place:
         signs = b""
     if not signs:
         return "outside"
-    return "left" if signs.endswith(LEFT) else "inside"  # there may be several jobs in a process
+    return "left" if signs.endswith(LEFT) else "inside"  # a process may run several jobs

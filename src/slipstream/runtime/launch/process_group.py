@@ -1,4 +1,4 @@
-"""The processes of one job on this machine: started, watched, stopped, removed."""
+"""The processes of one job on this machine: starts, watches, stops and removes them."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from slipstream.runtime.launch.supervision import (
     Verdict,
 )
 
-# Numbers of files that only the process they were given to has.
+# Variables with numbers of descriptors, which are valid only in the process that got them.
 DESCRIPTORS = frozenset({"SLIPSTREAM_STORE_FD", "SLIPSTREAM_CONTROL_FD"})
-# For the last lines of members that have ended; a stray process may hold their pipes open.
+# For the last lines of ended processes; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
 
 
 class Supervisor(Protocol):
-    """A job in which the launcher itself has something to do."""
+    """Handles events of a job in which the launcher takes part."""
 
     tick_s: float
 
     def take(self, event: object) -> bool:
-        """Whether an event was its own business."""
+        """Handle an event if it is the supervisor's; returns whether it was."""
 
     def tick(self) -> None:
         """Called every ``tick_s`` seconds, and after every event."""
@@ -60,7 +60,7 @@ class Supervisor(Protocol):
 
 
 class ProcessGroup:
-    """Members are added one by one; leaving the ``with`` block leaves none of them behind."""
+    """Members are added one by one; at the end of the ``with`` block all have ended."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ProcessGroup:
         has_terminal: bool,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts a worker, on our own stdin, stdout and stderr or with its lines under its name."""
+        """Start a worker, with this process's stdin, stdout and stderr or with prefixed lines."""
         piped = subprocess.PIPE
         presence, theirs = os.pipe()
         try:
@@ -139,7 +139,7 @@ class ProcessGroup:
     def add_helper(
         self, name: str, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        """Starts a process that is no worker: its end is an event for the supervisor."""
+        """Start a process that is not a worker: its end is an event for the supervisor."""
         process = start_process(
             command,
             env,
@@ -157,7 +157,7 @@ class ProcessGroup:
         return process
 
     def add_directory(self, directory: Path) -> None:
-        """Goes with this process, should it be killed."""
+        """Remove a directory if this process is killed."""
         with contextlib.suppress(OSError):
             guardian.announce_directory(self._guardian_socket, directory)
 
@@ -171,26 +171,26 @@ class ProcessGroup:
 
     def set_rules(self, *, leader: str | None, restarts: int, grace_s: float) -> None:
         """Change what happens when workers end. A smaller ``grace_s`` that the caller of ``launch``
-        asked for is kept."""
+        requested is kept."""
         limits = self._watch.limits
         self._watch.limits = replace(limits, grace_s=min(limits.grace_s, grace_s))
         self._watch.leader, self._watch.restarts = leader, restarts
 
     def shorten_grace(self, grace_s: float) -> None:
-        """Give the other workers of a job that ends no longer than this."""
+        """Give the other workers of an ending job at most this time."""
         self._watch.deadline = min(self._watch.deadline, time.monotonic() + grace_s)
 
     def stop_restarts(self) -> None:
-        """All are about to end: a worker that dies now is not started again."""
+        """All are about to end: do not restart a worker that dies now."""
         self._watch.over = True
 
     @property
     def ending(self) -> bool:
-        """Whether something has failed, or a signal has asked for the end."""
+        """Whether something has failed, or a signal has requested the end."""
         return self._watch.ending
 
     def servers_announced(self) -> bool:
-        """Waits until every server has its address; False if the job is over before that."""
+        """Wait until every server has its address; False if the job is over before that."""
         limit_s = self._limits.server_start_s
         deadline = time.monotonic() + limit_s
         while missing := [s.name for s in self._servers if not s.announced(timeout_s=0.05)]:
@@ -202,7 +202,7 @@ class ProcessGroup:
         return True
 
     def wait(self) -> Verdict:
-        """Returns when all workers have ended, by themselves or because they had to."""
+        """Wait until all workers have ended, by themselves or because they were stopped."""
         while self._watch.running:
             until = self._watch.deadline
             if self.supervisor is not None:
@@ -256,7 +256,7 @@ class ProcessGroup:
             self._start_again(ended.member)
 
     def _start_again(self, name: str) -> None:
-        guardian.sweep([self._groups[name]])  # what the old one has left behind
+        guardian.sweep([self._groups[name]])  # children of the old one
         incarnation = sum(ended.member == name for ended in self._watch.replaced)
         if self.supervisor is not None:
             self.supervisor.start_again(name, incarnation)
@@ -264,8 +264,8 @@ class ProcessGroup:
             self.add_returning(name, incarnation)
 
     def add_returning(self, name: str, incarnation: int, control: int | None = None) -> None:
-        """Starts a worker as it was started before, with a new socket to the launcher if it has
-        one; an event follows when it has come back."""
+        """Start a worker again with its old settings, and with a new socket to the launcher if it
+        had one; an event follows when it has rejoined."""
         command, env, placement = self._starts[name]
         reader, writer = os.pipe()
         descriptors = {"SLIPSTREAM_BACK_FD": writer}
@@ -282,7 +282,7 @@ class ProcessGroup:
         threading.Thread(target=self._await_return, args=(name, reader), daemon=True).start()
 
     def _await_return(self, name: str, reader: int) -> None:
-        """A worker that is back writes a byte; one that never comes back ends without."""
+        """A worker that has rejoined writes a byte; one that never rejoins ends without."""
         with os.fdopen(reader, "rb") as pipe:
             if pipe.read(1):
                 self.events.put(CameBack(name))
@@ -312,8 +312,8 @@ class ProcessGroup:
 
 
 def log_line(line: str) -> None:
-    """Print a line of the launcher's own, beside what the workers print."""
-    with contextlib.suppress(OSError):  # the terminal has gone, which is often why we are here
+    """Print a line of the launcher itself, between the workers' lines."""
+    with contextlib.suppress(OSError):  # the terminal is closed, often the reason for the end
         sys.stderr.write(printable_lines(f"slipstream: {line}\n"))
         sys.stderr.flush()
 

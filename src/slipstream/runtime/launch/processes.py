@@ -21,12 +21,12 @@ from slipstream.runtime.launch.relay import relay, start_relay
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.descriptors import ERRORS, out_of_descriptors
 
-# -P: the directory a user trains in must not lend the server its modules.
+# -P: the server must not import modules from the user's working directory.
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.servers.server")
 SERVER_START_S = 60.0
 SERVER_STOP_S = 3.0
 
-# What belongs to one worker; a process started beside it, or a job started within it, has its own.
+# Variables of one worker; a process that it starts, or a job within it, must not inherit them.
 WORKER_VARIABLES = frozenset(
     {
         "RANK",
@@ -53,10 +53,10 @@ SECRET_VARIABLES = frozenset({"SLIPSTREAM_SECRET", "SLIPSTREAM_SECRET_FILE"})
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a process runs: a command before its own, and environment on top of the job's.
+    """Where a process runs: a command prefix, and environment on top of the job's.
 
-    ``Placement(("ip", "netns", "exec", "host0"))`` puts it into a network namespace. The prefix
-    has to become the process (exec), not stay its parent. ``address`` is where others reach it, if
+    ``Placement(("ip", "netns", "exec", "host0"))`` runs it in a network namespace. The prefix
+    has to become the process (exec), not stay its parent. ``address`` is its address for others, if
     it is not on the launcher's own host.
     """
 
@@ -66,7 +66,7 @@ class Placement:
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's environment without what only it was meant to have."""
+    """This process's environment without the variables that are only for itself."""
     return {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
 
 
@@ -80,9 +80,9 @@ def start_process(
     stderr: int | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Starts ``command`` in a session of its own; on Linux it is killed when its parent dies.
+    """Start ``command`` in its own session; on Linux it is killed when its parent dies.
 
-    The kernel takes the calling *thread* for the parent: call this from one that stays.
+    The kernel treats the calling *thread* as the parent: call this from a thread that stays.
     """
     full = [*placement.prefix, *command]
     try:
@@ -146,7 +146,7 @@ class ServerProcess:
         relay(stdout, f"[{self.name}] ", 2)
 
     def announced(self, timeout_s: float) -> bool:
-        """Waits for the address; True once it is known."""
+        """Wait for the address; True once it is known."""
         if self.address:
             return True
         try:
@@ -164,12 +164,12 @@ class ServerProcess:
         return True
 
     def dismiss(self) -> None:
-        """Tells the server to end, without waiting for it."""
+        """Ask the server to end, without waiting."""
         with contextlib.suppress(OSError):
             self._stdin.close()
 
     def close(self, timeout_s: float = SERVER_STOP_S) -> None:
-        """Tells the server to end, waits, and kills it if it does not."""
+        """Ask the server to end, wait, and kill it if it does not."""
         self.dismiss()
         try:
             self.process.wait(timeout_s)
@@ -190,10 +190,10 @@ def start_server(
     timeout_s: float | None = SERVER_START_S,
     command: Sequence[str] = SERVER_COMMAND,
 ) -> ServerProcess:
-    """Starts a server.
+    """Start a server.
 
-    It has a session of its own, so the terminal's Ctrl-C passes it by, and dies with the thread
-    that called this (Linux) or when its stdin ends (everywhere).
+    It has its own session, so the terminal's Ctrl-C does not reach it, and ends with the thread
+    that called this (Linux) or when its stdin closes (everywhere).
 
     Args:
         bind: the address to listen on.
@@ -201,9 +201,9 @@ def start_server(
 
     Raises:
         LaunchError: it cannot be started, or has ended.
-        WaitLimit: its address has not come in time.
+        WaitLimit: its address has not arrived in time.
     """
-    # The key of one run; the job's secret, from which every run's key follows, is left out.
+    # Only the key of this run; not the job's secret, from which the keys of all runs are derived.
     env = {k: v for k, v in inherited_environment().items() if k not in SECRET_VARIABLES} | {
         "SLIPSTREAM_SERVER_INDEX": str(index),
         "SLIPSTREAM_RUN_KEY": credentials.key.hex(),

@@ -1,4 +1,4 @@
-"""Passing a child's output on, line by line, under its name."""
+"""Copies a child's output line by line, prefixed with its name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import IO
 
 
 def relay(stream: IO[bytes], prefix: str, fd: int) -> None:
-    """Copies ``stream`` to ``fd`` until it ends, ``prefix`` before every line, and closes it."""
+    """Copy ``stream`` to ``fd`` until it ends, with ``prefix`` before every line, and close it."""
     with stream:
         for line in stream:
             end = b"" if line.endswith(b"\n") else b"\n"
@@ -16,7 +16,7 @@ def relay(stream: IO[bytes], prefix: str, fd: int) -> None:
 
 
 def start_relay(stream: IO[bytes], prefix: str, fd: int) -> threading.Thread:
-    """``relay`` on a thread of its own."""
+    """``relay`` on a separate thread."""
     thread = threading.Thread(
         target=relay, args=(stream, prefix, fd), name=f"relay {prefix.strip()}", daemon=True
     )
@@ -25,8 +25,8 @@ def start_relay(stream: IO[bytes], prefix: str, fd: int) -> threading.Thread:
 
 
 def _write(fd: int, data: bytes) -> None:
-    # One write a line, so that lines of several processes do not run into each other. A reader
-    # that has gone away (``| head``) must not stop the child: its pipe is emptied all the same.
+    # One write per line, so that lines of several processes do not mix. A reader that has gone away
+    # (``| head``) must not stop the child: its pipe is still read.
     try:
         while data:
             data = data[os.write(fd, data) :]

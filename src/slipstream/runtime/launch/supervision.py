@@ -1,4 +1,4 @@
-"""What to do when members of a job end: pure, so that every order of events can be tried."""
+"""What to do when members of a job end: pure, so that tests can try every order of events."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-# A worker that ends only because another one failed exits with this (EX_UNAVAILABLE), so that
-# the launcher names the one that failed even if that one takes longer to go.
+# Exit code of a worker that ends only because another one failed (EX_UNAVAILABLE), so that
+# the launcher names the one that failed, even if that one takes longer to end.
 EXIT_PEER_FAILED = 69
 Place = Literal["outside", "inside", "left"]  # of the job: a worker joins it, and leaves it
-JOB = "the job"  # what ends when the launcher itself gives up, after it has logged why
+JOB = "the job"  # the name of the failed member if the launcher itself ends the job
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long members may take: to end by themselves after a failure, after SIGTERM, to start."""
+    """Time limits of members: to end by themselves after a failure, after SIGTERM, to start."""
 
     grace_s: float = 8.0
     term_s: float = 3.0
@@ -34,7 +34,7 @@ def is_worker(member: str) -> bool:
 class Ended:
     """A member ended; a negative code is the signal that killed it.
 
-    ``place`` is where a worker was then.
+    ``place`` is where a worker was at that time.
     """
 
     member: str
@@ -48,21 +48,21 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 + n for signal n."""
+        """As in a shell: 128 + n for signal n."""
         if self.code < 0:
             return 128 - self.code
         return self.code or int(self.failed)
 
     @property
     def remoteness(self) -> int:
-        """How far from the cause this end may be; members follow one another out of a job."""
+        """How far from the cause this end may be: one end causes others."""
         if (
             self.member == JOB
             or self.code < 0
             or (self.is_worker and self.code != EXIT_PEER_FAILED)
         ):
             return 0
-        return 2 if self.is_worker else 1  # servers stay longest: they see every end
+        return 2 if self.is_worker else 1  # servers end last, after they have seen every end
 
     @property
     def is_worker(self) -> bool:
@@ -82,20 +82,20 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class CameBack:
-    """A worker that was started again trains with the others."""
+    """A restarted worker trains with the others again."""
 
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """The launcher itself was asked to stop."""
+    """The launcher itself got a signal to stop."""
 
     signum: int
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it: 128 + n for signal n."""
+        """As in a shell: 128 + n for signal n."""
         return 128 + self.signum
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ Event = Ended | CameBack | Signalled
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job ended: the launcher's exit code and, unless all went well, the line to print."""
+    """How the job ended: the launcher's exit code and, unless it succeeded, the line to print."""
 
     code: int
     line: str = ""
@@ -116,22 +116,22 @@ class Verdict:
 
 @dataclass(slots=True)
 class Supervision:
-    """Decides, from events, which signal to send to the workers still there, and when.
+    """Decides from events which signal to send to the remaining workers, and when.
 
-    A failure gives the other workers ``grace_s`` to end by themselves; then SIGTERM follows, then
-    SIGKILL. A signal to the launcher begins with SIGTERM, a second one goes on to SIGKILL.
+    After a failure the other workers have ``grace_s`` to end by themselves; then SIGTERM follows,
+    then SIGKILL. A signal to the launcher starts with SIGTERM, a second one with SIGKILL.
 
     Args:
-        may_lose: workers that may be killed while the rest go on.
-        restarts: workers that are started again if they are killed.
-        leader: the worker without which there is no job; None: there is none.
+        may_lose: how many workers may be killed while the rest continue.
+        restarts: how many killed workers are started again.
+        leader: the worker without which the job ends; None: there is none.
 
     Attributes:
         running: workers that have not ended.
         deadline: when to ``escalate``.
-        lost: ends of workers that the rest go on without.
+        lost: ends of workers without which the rest continue.
         replaced: ends of workers to be started again.
-        over: the leader has ended, so nobody comes back.
+        over: the leader has ended, so no worker can rejoin.
     """
 
     limits: Limits
@@ -144,7 +144,7 @@ class Supervision:
     lost: list[Ended] = field(default_factory=list)
     replaced: list[Ended] = field(default_factory=list)
     over: bool = False
-    _back: set[str] = field(default_factory=set)  # started again, and one of the others since
+    _back: set[str] = field(default_factory=set)  # started again, and rejoined
     _late_returns: set[str] = field(default_factory=set)  # not back when the leader ended
     _failures: list[Ended] = field(default_factory=list)
     _asked: Signalled | None = None
@@ -153,12 +153,12 @@ class Supervision:
 
     @property
     def ending(self) -> bool:
-        """Whether the job ends: something has failed, or a signal has come."""
+        """Whether the job ends: something has failed, or a signal has arrived."""
         return self._asked is not None or bool(self._failures)
 
     @property
     def to_signal(self) -> set[str]:
-        """The workers that a signal is for."""
+        """The workers to which a signal is sent."""
         return self.running if self.ending else self._late_returns
 
     def started(self, worker: str) -> None:
@@ -186,19 +186,19 @@ class Supervision:
             (self.replaced if again else self.lost).append(event)
             return None
         if event.member == self.leader and not self.ending:
-            # The job is over; one that was started again may be looking for it for long.
+            # The job is over; a restarted worker might search for it for long.
             self.over = True
             self._late_returns = {e.member for e in self.replaced} & self.running - self._back
             if self._late_returns:
                 self.deadline = self.clock() + self.limits.grace_s
-        # A server may well be gone before the workers are: rank 0 dismisses it at the end.
+        # A server may end before the workers: rank 0 dismisses it at the end.
         if event.failed and not self._sent:
             self._failures.append(event)
             self.deadline = min(self.deadline, self.clock() + self.limits.grace_s)
         return None
 
     def _tolerated(self, event: Ended) -> bool:
-        """Whether the job goes on: the worker was killed, or left behind by the others."""
+        """Whether the job continues: the worker was killed, or the others continued without it."""
         return (
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
@@ -208,7 +208,7 @@ class Supervision:
         )
 
     def _can_lose_one(self) -> bool:
-        """Whether the job goes on without one more: a worker must be left to finish it."""
+        """Whether the job can continue without one more: at least one worker must remain."""
         left = self.leader is not None or any(is_worker(name) for name in self.running)
         return left and len(self.lost) < self.may_lose
 
@@ -223,7 +223,7 @@ class Supervision:
         """The deadline has passed, or a second signal has come: the next harder signal."""
         steps = ((signal.SIGTERM, self.limits.term_s), (signal.SIGKILL, self.limits.kill_s))
         if len(self._sent) == len(steps):
-            self.running -= set(self.to_signal)  # stuck in the kernel: nothing can be done about it
+            self.running -= set(self.to_signal)  # stuck in the kernel: cannot be killed
             return None
         if not self._sent:
             self._stuck = tuple(sorted(self.running))
@@ -233,7 +233,7 @@ class Supervision:
         return signum
 
     def verdict(self) -> Verdict:
-        """How the job ended, once nobody runs any more."""
+        """How the job ended, once no worker runs any more."""
         if not self._failures:
             return Verdict(self._asked.exit_code, str(self._asked)) if self._asked else Verdict(0)
         cause = min(self._failures, key=lambda failure: failure.remoteness)

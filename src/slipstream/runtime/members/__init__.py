@@ -1,1 +1,1 @@
-"""A member of a job: its messages, who is there, how ranks meet and part."""
+"""A member of a job: its messages, the other members, joining and leaving."""

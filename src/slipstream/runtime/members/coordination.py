@@ -1,4 +1,4 @@
-"""Who has failed, who is lost and who comes back; rank 0 decides and informs the others."""
+"""Which members failed, are lost or come back; rank 0 decides and informs the others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class Coordination:
-    """One member's part in it.
+    """One member's part of the coordination.
 
     Attributes:
-        lost: workers that the others go on without.
-        on_lost: rank 0 only: called with each worker that is lost; None: losing one ends the job.
-        on_return: called with a worker that was lost and is heard from again; its message is
+        lost: workers without which the job continues.
+        on_lost: rank 0 only: called with each lost worker; None: losing one ends the job.
+        on_return: called with a lost worker that sends a message again; the message is
             dropped. None: it is a member again, as before.
         processes: by name of a member: the process that the name belongs to.
     """
@@ -35,8 +35,8 @@ class Coordination:
         self.on_lost: Callable[[str], None] | None = None
         self.on_return: Callable[[str], None] | None = None
         self.processes: dict[str, int] = {}
-        self._incarnations: dict[str, int] = {}  # by name of a worker that was started again
-        self._rejoining: set[str] = set()  # of these, those that are not admitted yet
+        self._incarnations: dict[str, int] = {}  # by name of a restarted worker
+        self._rejoining: set[str] = set()  # restarted workers that are not admitted yet
         pump.admit = self._admit
         pump.on_refused = self._on_refused
         pump.on(Fault, self._on_fault)
@@ -46,11 +46,11 @@ class Coordination:
         """Whether this member is rank 0."""
         return self._pump.name == HUB
 
-    # ---- messages of others
+    # ---- messages of other members
 
     def _admit(self, message: Message[Any]) -> bool:
-        """Whether to handle a message: its sender is the process that has the name, and is no
-        lost worker that may not come back like that."""
+        """Whether to handle a message: its sender must be the process of that name, and must not be
+        a lost worker that has to rejoin first."""
         self._require_bound(message)
         if message.sender in self.lost and not self._asks_to_return(message):
             if self.on_return is not None:
@@ -61,7 +61,7 @@ class Coordination:
         return True
 
     def _require_bound(self, message: Message[Any]) -> None:
-        """A worker that was started again is another process; it sends a Rejoin first."""
+        """A restarted worker is another process; it sends a Rejoin first."""
         known = self.processes.get(message.sender)
         if known not in (None, message.process) and not isinstance(message.body, Rejoin):
             raise FrameRefused(f"{message.sender} is another process")
@@ -70,15 +70,15 @@ class Coordination:
         return isinstance(message.body, Return | Rejoin) or message.sender in self._rejoining
 
     def _on_refused(self, message: Message[Any], error: FrameRefused) -> None:
-        """A round cannot close without a worker's gradient: if it does not fit, the job ends."""
+        """A round cannot close without a worker's gradient: if it is invalid, the job ends."""
         if isinstance(error, ContributionRefused) and message.sender in self.processes:
             reason = f"its gradient was refused by {self._pump.name}: {error}"
             self.report(message.sender, reason)
 
-    # ---- workers that are lost, and that come back
+    # ---- lost and returning workers
 
     def lose(self, name: str, silent_s: float) -> None:
-        """A member is silent: the others go on without it, or the job has failed."""
+        """A member is silent: the job continues without it, or fails."""
         if self.on_lost is None or not self.is_hub or not is_worker(name):
             self.announce(Fault(name, None, silent_s))
             return
@@ -89,23 +89,24 @@ class Coordination:
         self.on_lost(name)
 
     def go_on_without(self, name: str) -> None:
-        """Workers other than rank 0: rank 0 has announced that a worker is lost."""
+        """On workers other than rank 0: rank 0 has announced that a worker is lost."""
         with self._waiter.updating():
             self.lost.append(name)
         log_event(logger, "member_lost", at=self._pump.name, member=name)
 
     def give_up(self, name: str) -> None:
-        """Rank 0: a worker is known to have died, before its silence shows it."""
+        """On rank 0: a worker is known to be dead, before its silence shows it."""
         if name in self._roster.heard:
             self.lose(name, 0.0)
 
     def await_return(self, name: str, body: Rejoin, process: int) -> None:
-        """Rank 0: a worker was started again.
+        """On rank 0: a worker was started again.
 
-        It may read what the others have gathered and ask to be admitted; until then it stays lost.
+        It may read the values that the others have gathered, and ask to be admitted; until then it
+        stays lost.
 
         Raises:
-            FrameRefused: this is no later incarnation of a worker that is known.
+            FrameRefused: this is not a later incarnation of a known worker.
         """
         known = self._incarnations.get(name, 0)
         if name == HUB or name not in self.processes or body.incarnation <= known:
@@ -120,7 +121,7 @@ class Coordination:
             self._pump.transport.connect(name, body.address)
 
     def readmit(self, name: str, address: str, process: int) -> None:
-        """A worker that was lost is a member again, as another process at another address."""
+        """A lost worker is a member again, as another process at another address."""
         self._pump.transport.connect(name, address)
         self._rejoining.discard(name)
         self.processes[name] = process
@@ -146,7 +147,7 @@ class Coordination:
                 failed.
         """
         if self.is_hub:
-            # Those that have finished wait to be dismissed, so they get it as well.
+            # Members that have finished wait to be dismissed, so they get it as well.
             for name in {*self._roster.heard, *self._roster.finished} - {by or fault.peer}:
                 self._pump.transport.send(name, fault, priority=CONTROL)
         self._roster.leave(fault.peer)
@@ -166,7 +167,7 @@ class Coordination:
             log_event(logger, "member_failed", at=at, member=member, reason=fault.reason)
 
     def report(self, peer: str, reason: str) -> None:
-        """This member has seen that another one failed; call it on the pump's thread."""
+        """This member has detected that another one failed; call it on the pump's thread."""
         if self._waiter.fault is not None:
             return
         if self.is_hub:

@@ -1,8 +1,8 @@
-"""A member as one pair of a model and an optimizer uses it: messages, rounds and waits.
+"""One pair's view of a member: messages, rounds and waits of a model and its optimizer.
 
-A job may train several pairs. Each makes rounds of its own, and its messages carry its number; all
-share the member's thread, its lock, and what it knows of the others. Every wait has a limit; one
-that runs into it names who is missing.
+A job may train several pairs. Each has its own rounds, and its messages carry its number; all
+share the member's thread, its lock, and what it knows of other members. Every wait has a limit; the
+error of a wait that reaches it names the missing members.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ B = TypeVar("B")
 
 
 class Endpoint:
-    """One pair's side of a member.
+    """One pair's view of a member.
 
     Args:
         pair: the number that the pair's messages carry.
 
     Attributes:
         pump: receives messages and calls their handlers.
-        roster: when each member was last heard from, and how far each is.
+        roster: when each member last sent something, and its progress.
         waiter: the lock over what the pump's thread and the training thread share, and the job's
-            fault. ``lock``, ``changed``, ``updating``, ``fail``, ``check`` and ``pause`` are its.
-        coordination: who has failed, who is lost, who comes back. ``lost`` and ``report`` are its.
+            fault. Provides ``lock``, ``changed``, ``updating``, ``fail``, ``check``, ``pause``.
+        coordination: failed, lost and returning members. Provides ``lost`` and ``report``.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Endpoint:
         """Rounds that this member has begun for this pair.
 
         The roster has the sum over pairs. All workers make the rounds of all pairs in the same
-        order, so their sums compare.
+        order, so their sums can be compared.
         """
         return self._round
 
@@ -85,7 +85,7 @@ class Endpoint:
     # ---- messages
 
     def on(self, kind: type[B], handler: Callable[[Message[B]], None]) -> None:
-        """Set the handler of this pair's messages of a kind; it runs on the pump's thread."""
+        """Set the handler of this pair's messages of one type; it runs on the pump's thread."""
         self.pump.on(kind, handler, pair=self.pair)
 
     def send(
@@ -96,12 +96,12 @@ class Endpoint:
 
     @property
     def refused(self) -> int:
-        """How many messages the member refused, of whichever pair."""
+        """How many messages the member refused, of all pairs."""
         return self.pump.refused
 
     @property
     def last_refusal(self) -> str:
-        """The sender of the last message that was refused, and why."""
+        """The sender of the last refused message, and the reason."""
         return self.pump.last_refusal
 
     # ---- waits of the training thread
@@ -112,8 +112,8 @@ class Endpoint:
         """Wait until ``holds()``.
 
         Args:
-            what: what the wait is for, to people.
-            missing: who has not come; by default, workers that have not begun this round.
+            what: what the wait is for, in error messages.
+            missing: the missing members; by default, workers that have not begun this round.
 
         Raises:
             RuntimeFault: the job's fault.
@@ -126,8 +126,8 @@ class Endpoint:
         raise WaitLimit(what, limit_s, names, self.last_refusal)
 
     def wait_for_end(self, holds: Holds, *, what: str, limit_s: float, missing: Missing) -> None:
-        """The same for the end of training: out of lockstep, each round that a worker begins
-        resets the limit."""
+        """The same at the end of training: where workers are not in lockstep, each round that a
+        worker begins resets the limit."""
         while True:
             before = dict(self.roster.rounds)
             try:

@@ -1,4 +1,4 @@
-"""Leaving a job: all workers report to rank 0, which dismisses everybody when all have finished."""
+"""Leaving a job: all workers report to rank 0, which dismisses all when all have finished."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from slipstream.transports.wire import Final, Leave, Message, WorkerLeft
 
 
 class ExitBarrier:
-    """One member's way out.
+    """One member's side of leaving the job.
 
     Attributes:
         dismissed: rank 0 has ended the job.
-        summaries: rank 0 only: by name, the figures of workers that have left.
+        summaries: rank 0 only: by name, the metrics of workers that have left.
     """
 
     def __init__(self, member: Endpoint, heartbeat: Heartbeat) -> None:
         self._member, self._roster, self._heartbeat = member, member.roster, heartbeat
         self.dismissed = False
         self.summaries: dict[str, bytes] = {}
-        self._retired: set[str] = set()  # rank 0 only: workers that have made their last round
-        self._everybody_here: bool | None = None  # rank 0's Final: nobody trains any more
+        self._retired: set[str] = set()  # rank 0 only: those that have made their last round
+        self._everybody_here: bool | None = None  # rank 0's Final: no worker trains any more
         member.on(Leave, self._on_leave)
         member.on(WorkerLeft, self._on_worker_left)
         member.on(Final, self._on_final)
 
     def finish_training(self, rank: int, world_size: int, limit_s: float) -> bool:
-        """Wait until nobody trains any more.
+        """Wait until no worker trains any more.
 
         Returns:
             Whether no worker was lost, so that all can take the last weights together.
@@ -62,16 +62,16 @@ class ExitBarrier:
     def leave(
         self, summary: bytes, world_size: int, limit_s: float, before_dismissal: Callable[[], None]
     ) -> list[bytes]:
-        """Leave in order, with this worker's figures, and wait until everybody does.
+        """Leave after a normal end, with this worker's metrics, and wait until all workers do.
 
         Args:
-            before_dismissal: rank 0 calls it before anybody can begin another job.
+            before_dismissal: rank 0 calls it before any worker can begin another job.
 
         Returns:
-            On rank 0, the figures of ranks 1 to n-1; nothing elsewhere.
+            On rank 0, the metrics of ranks 1 to n-1; nothing elsewhere.
 
         Raises:
-            RuntimeFault: in lockstep, some worker trains on while rank 0 has finished.
+            RuntimeFault: in lockstep, some worker still trains while rank 0 has finished.
         """
         if not self._member.is_hub:
             self._member.send(HUB, Leave(round=self._roster.round), [summary])
@@ -114,13 +114,13 @@ class ExitBarrier:
         return [name for name in others if name not in arrived and name not in lost]
 
     def abandon(self, reason: str, *, reported: bool = False) -> None:
-        """Tell the others that this member ends with an error; only ``stop`` comes after this.
+        """Report that this member ends with an error; only ``stop`` may follow.
 
         Args:
             reported: whether this process has shown the error itself.
         """
         if isinstance(self._member.fault, PeerLost | PeerFailed):
-            return  # rank 0 knows, or has announced it
+            return  # rank 0 already knows, or has announced it
         if self._member.is_hub:
             for name in {*self._roster.heard, *self._roster.finished}:
                 self._member.transport.send(name, Leave(reason, reported))

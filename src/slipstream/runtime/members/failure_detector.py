@@ -1,4 +1,4 @@
-"""Who is in the job, when each member was last heard from, and who must be taken for lost.
+"""The members of a job: when each last sent something, and which count as lost.
 
 Pure: the time and the state of links are passed in.
 """
@@ -17,16 +17,16 @@ def is_worker(name: str) -> bool:
 
 
 class Roster:
-    """The members that this one watches, and how far each worker is.
+    """The members that this one watches, and the progress of each worker.
 
     Attributes:
         silence_s: how long a member may be silent before it counts as lost.
-        worker_silence_s: the same for workers, where nobody waits for a particular one; None: as
-            for all.
-        heard: by member that is watched: when it was last heard from.
+        worker_silence_s: the same for workers, where no member waits for a particular one; None:
+            as for all.
+        heard: by watched member: when its last message arrived.
         rounds: by worker: rounds begun.
-        left: members that left in order, failed or were lost.
-        finished: by worker that left in order: rounds begun.
+        left: members that left normally, failed or were lost.
+        finished: by worker that left normally: rounds begun.
         round: rounds that this member itself has begun, of all pairs together.
         lockstep: whether every worker makes every round, so that all must end together.
     """
@@ -47,7 +47,7 @@ class Roster:
             self.heard.setdefault(name, now)
 
     def heard_from(self, name: str, now: float) -> None:
-        """A message of a member has come."""
+        """A message of a member has arrived."""
         if name in self.heard:
             self.heard[name] = now
 
@@ -62,14 +62,14 @@ class Roster:
         self.left.discard(name)
 
     def silent(self, now: float) -> list[tuple[str, float]]:
-        """Members not heard from for longer than allowed, and for how long."""
+        """Members that were silent for longer than allowed, and for how long."""
         ages = ((name, now - at) for name, at in list(self.heard.items()))
         return [(name, age) for name, age in ages if age > self._allowed_s(name)]
 
     def lost(self, now: float, link_alive: Callable[[str], bool]) -> list[tuple[str, float]]:
-        """Of the silent ones, those whose link does not answer either, or not for very long.
+        """The silent members whose link does not answer either, or which were silent for very long.
 
-        A link that answers for a silent member shows that its process lives: Python may be busy
+        If the link of a silent member answers, its process is alive: Python may be busy
         with one long call.
         """
         longest_s = SILENCE_FACTOR_IF_LINK_ALIVE * self.silence_s
@@ -96,12 +96,12 @@ class Roster:
         return sorted(name for name, at in self.rounds.items() if at > round_)
 
     def behind(self, round_: int) -> list[str]:
-        """Workers that have not begun a round; servers begin none of their own."""
+        """Workers that have not begun a round; servers begin no rounds themselves."""
         late = (name for name, at in self.rounds.items() if at < round_)
         return sorted(name for name in late if is_worker(name))
 
     def finished_early(self) -> list[str]:
-        """Where workers are in lockstep, those that left while this member trains on."""
+        """Where workers are in lockstep, those that left while this member still trains."""
         if not self.lockstep:
             return []
         return [name for name, at in self.finished.items() if at < self.round]

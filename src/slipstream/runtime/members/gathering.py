@@ -1,8 +1,8 @@
-"""Values that every rank gives and every rank gets, over the job's own links.
+"""Gather values of all ranks on all ranks, over the job's own links.
 
-Rank 0 collects them. It answers a rank when all values that the rank asked for are there; workers
-that the others go on without are not waited for. Answered values are kept for a while, because a
-worker that was started again asks for what the others gathered before it came back.
+Rank 0 collects them. It answers a rank when all requested values have arrived; it does not wait for
+workers without which the job continues. It keeps answered values for a while, because a
+restarted worker asks for the values that the others gathered before it came back.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from slipstream.transports.wire import Contribute, Gathered, Message, Rejoin
 from slipstream.types import Rank
 
 LARGEST_VALUE_BYTES = 16 << 20
-MOST_OPEN = 4096  # gatherings that have begun and not ended
-SHOWN_OPEN = 8  # of these, how many a heartbeat has
-KEPT, KEPT_BYTES = 1024, 64 << 20  # of the first gatherings, and again of the last ones
-# Before all gradients; not in the control lane, which is cut while a peer is stopped.
+MOST_OPEN = 4096  # open gatherings
+SHOWN_OPEN = 8  # how many of these a heartbeat lists
+KEPT, KEPT_BYTES = 1024, 64 << 20  # limits for the first gatherings, and again for the last
+# Before all gradients; not with control priority, which is blocked while a peer is stopped.
 URGENT = -1000
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 Source = Literal["all", "any"] | Rank
 Values = Mapping[Rank, bytes]
 T = TypeVar("T")
-# By the first part of a key: the call in which all ranks meet.
+# By the first part of a key: the collective call that it belongs to.
 CALLS = {
     "share": "job.share",
     "flushed": "job.flush",
@@ -45,14 +45,14 @@ CALLS = {
 
 @dataclass(slots=True)
 class Record:
-    """One gathering: where its values come from, what has come, who still waits for an answer."""
+    """One gathering: the expected ranks, the values that have arrived, and the waiting ranks."""
 
     source: Source
     values: dict[Rank, bytes] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
 
     def missing(self, here: Collection[Rank]) -> list[Rank]:
-        """The ranks, of those that are here, whose values have not come."""
+        """The live ranks whose values have not arrived."""
         if self.source == "any":
             return [] if self.values else sorted(here)
         givers = here if self.source == "all" else {self.source}
@@ -65,7 +65,7 @@ class Record:
 
 
 class Kept:
-    """Keys of ended gatherings that may still be asked for: the first ones and the last ones."""
+    """Keys of ended gatherings that may still be requested: the first ones and the last ones."""
 
     def __init__(self) -> None:
         self._first, self._first_bytes = 0, 0
@@ -73,7 +73,7 @@ class Kept:
         self._last_bytes = 0
 
     def add(self, key: str, nbytes: int) -> list[str]:
-        """Keep one more; the keys that are no longer kept."""
+        """Keep one more key; returns the keys that are no longer kept."""
         if self._first < KEPT and self._first_bytes + nbytes <= KEPT_BYTES:
             self._first += 1
             self._first_bytes += nbytes
@@ -100,7 +100,7 @@ class Collector:
     def contribute(
         self, key: str, source: Source, rank: Rank, value: bytes | None, *, asks: bool = True
     ) -> None:
-        """Take a contribution; raises FrameRefused if it does not fit."""
+        """Take a contribution; raises FrameRefused if it is invalid."""
         record = self._records.get(key)
         if record is None:
             if len(self._open) >= MOST_OPEN:
@@ -109,14 +109,14 @@ class Collector:
             self._open[key] = None
         if record.source != source:
             raise FrameRefused(f"rank {rank} gathers {key!r} from {source}, not {record.source}")
-        # What has ended stays as it is: a worker that was started again repeats what it gave.
+        # An ended gathering does not change: a restarted worker repeats its contributions.
         if value is not None and key in self._open:
             record.values.setdefault(rank, value)
         if asks:
             record.waiting.add(rank)
 
     def due(self, lost: Collection[Rank]) -> Iterator[tuple[str, list[Rank], Values]]:
-        """Keys whose values are all there, the ranks that wait for them, and the values."""
+        """Keys whose values have all arrived, the ranks that wait for them, and the values."""
         here = set(range(self._workers)) - set(lost)
         for key in list(self._open):
             if not self._records[key].missing(here):
@@ -126,14 +126,14 @@ class Collector:
                     self._records.pop(old, None)
 
     def answer(self, key: str) -> Iterator[tuple[str, list[Rank], Values]]:
-        """The same for one key that has ended."""
+        """The same for one key whose gathering has ended."""
         record = self._records.get(key)
         if record is not None and key not in self._open and record.waiting:
             waiting, record.waiting = sorted(record.waiting), set()
             yield key, waiting, dict(sorted(record.values.items()))
 
     def awaited(self, lost: Collection[Rank]) -> dict[str, list[str]]:
-        """By key, of the oldest gatherings: whose values have not come."""
+        """By key, of the oldest gatherings: the ranks whose values have not arrived."""
         here = set(range(self._workers)) - set(lost)
         return {
             key: [f"rank {rank}" for rank in self._records[key].missing(here)]
@@ -178,16 +178,16 @@ class Gathering:
         return [decoded(content, kind) for content in self._result(key).values()]
 
     def post(self, key: str, value: object) -> None:
-        """Give every rank that reads the key a value of this rank's."""
+        """Send this rank's value to every rank that reads the key."""
         self._send(Contribute(key, self._rank, asks=False), encoded(value))
 
     def read(self, key: str, rank: Rank, kind: type[T]) -> T:
-        """What a rank has posted under a key."""
+        """The value that a rank has posted under a key."""
         self._send(Contribute(key, rank, asks=True))
         return decoded(self._result(key)[rank], kind)
 
     def put(self, key: str, content: bytes) -> None:
-        """Give a value under a key that one rank, whichever, gives a value."""
+        """Set the value of a key that any one rank sets."""
         self._send(Contribute(key, "any", asks=False), content)
 
     def get(self, key: str) -> bytes:
@@ -196,7 +196,7 @@ class Gathering:
         return next(iter(self._result(key).values()))
 
     def is_first(self, key: str) -> bool:
-        """Whether this rank is the first to ask; each asks once."""
+        """Whether this rank is the first to call it; each rank calls it once."""
         self._send(Contribute(key, "any", asks=True), b"")
         return self._rank in self._result(key)
 
@@ -223,7 +223,7 @@ class Gathering:
             try:
                 self._watch(missing)
             except RuntimeFault:
-                if key not in self._results:  # else it came meanwhile, and the others go on
+                if key not in self._results:  # else the values arrived meanwhile
                     raise
             if time.monotonic() > deadline:
                 raise WaitLimit(waiting_for(key), self.limit_s, missing or [HUB])
@@ -267,7 +267,7 @@ class Gathering:
 
 
 def encoded(value: object) -> bytes:
-    """A value as bytes; raises ConfigError if it is no plain data."""
+    """A value as bytes; raises ConfigError if it is not plain data."""
     try:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -286,7 +286,7 @@ def decoded(content: bytes, kind: type[T]) -> T:
 
 
 def waiting_for(key: str) -> str:
-    """What a wait for a key is a wait for, to people."""
+    """What a wait for a key is for, in error messages."""
     first = key.partition("/")[0]
     if first == "joined":
         return "all ranks to join"

@@ -1,6 +1,6 @@
-"""Heartbeats: every member sends them to rank 0, which sends everybody's progress to all.
+"""Heartbeats: every member sends them to rank 0, which sends the progress of all members to all.
 
-Each heartbeat is also the moment to see who has been silent for too long.
+With each heartbeat, a member also checks which members have been silent for too long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Heartbeat:
     """One member's heartbeats, and the content of rank 0's last one.
 
     Attributes:
-        finished: rank 0 only: it has finished, and waits for the others.
+        finished: rank 0 only: it has finished, and waits for the other ranks.
         awaited: rank 0 only: by key of a gathering, the ranks that have not contributed yet.
         last_done: members that have finished, as of rank 0's last heartbeat.
         last_awaited: what ``awaited()`` was at rank 0's last heartbeat.
@@ -46,11 +46,11 @@ class Heartbeat:
             transport.send(HUB, beat, priority=CONTROL)
         coordination = self._member.coordination
         if coordination.on_lost is not None and self._member.is_hub:
-            # The others go on without a dead worker: no need to wait until its silence is long.
+            # The job continues without a dead worker: no need to wait for a long silence.
             for name, age_s in self._roster.dead_workers(now, transport.link_refused):
                 coordination.lose(name, age_s)
         if late_s > BEAT_S:
-            return  # this member did not run itself: what the others sent meanwhile is unread
+            return  # this member itself was stopped: messages sent meanwhile are unread
         for name, age_s in self._roster.lost(now, transport.link_alive):
             coordination.lose(name, age_s)
 
@@ -59,7 +59,7 @@ class Heartbeat:
         done = [*self._roster.finished, *([HUB] if self.finished else [])]
         self.last_awaited = awaited = self.awaited()
         beat = Beat(self._roster.rounds, done, awaited)
-        # Those that have finished wait to be dismissed, and expect heartbeats.
+        # Members that have finished wait to be dismissed, and expect heartbeats.
         for name in {*self._roster.heard, *self._roster.finished}:
             self._member.transport.send(name, beat, priority=CONTROL)
 
@@ -84,19 +84,19 @@ class Heartbeat:
 
     def _on_beat_at_hub(self, sender: str, beat: Beat) -> None:
         if sender in self._roster.left:
-            return  # it beats until it is dismissed
+            return  # it sends heartbeats until it is dismissed
         if sender not in self._roster.heard:
             if sender in self._member.coordination.processes:
-                return  # heartbeats have a lane of their own, and may overtake a server's Ready
+                return  # heartbeats have their own priority, and may overtake a server's Ready
             raise FrameRefused(f"{sender} is no member")
         with self._member.updating():
             self._roster.rounds[sender] = beat.rounds.get(sender, 0)
 
     def check_collective(self, what: str) -> Callable[[Sequence[str]], None]:
-        """A check to call while waiting for every rank in ``what``, with the ranks missing there.
+        """A check to call while waiting for every rank in ``what``, with the missing ranks.
 
         It raises RuntimeFault if one of them has finished or has begun a later round, and so will
-        never come.
+        never make this call.
         """
 
         def check(missing: Sequence[str]) -> None:

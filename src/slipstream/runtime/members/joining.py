@@ -1,4 +1,4 @@
-"""Joining a job: from an environment to a running heartbeat and everybody's address."""
+"""Joining a job: from an environment to a running heartbeat and the addresses of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.transports.zmq import ZmqTransport
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long anything may take; every wait has one of these."""
+    """Time limits; every wait has one of these."""
 
     start_s: float
     wait_s: float
@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a worker has once it is part of a job of several."""
+    """A worker's connection to a job of several processes."""
 
     env: Environment
     limits: Limits
@@ -39,18 +39,18 @@ class Membership:
     addresses: tuple[str, ...]  # by rank
 
     def close_store(self) -> None:
-        """Close the rendezvous store; from then on another job may use its port."""
+        """Close the rendezvous store; another job may then use its port."""
         self.transport.guard.store_port = None
         self.rendezvous.close()
 
     def finish_training(self) -> bool:
-        """Wait until nobody trains any more. Returns whether no worker was lost."""
+        """Wait until no worker trains any more. Returns whether no worker was lost."""
         return self.member.exit_barrier.finish_training(
             self.env.rank, self.env.world_size, self.limits.wait_s
         )
 
     def leave(self, summary: bytes) -> list[bytes]:
-        """Leave in order; returns, on rank 0, the figures of ranks 1 to n-1."""
+        """Leave after a normal end; returns, on rank 0, the metrics of ranks 1 to n-1."""
         return self.member.exit_barrier.leave(
             summary, self.env.world_size, self.limits.wait_s, before_dismissal=self.close_store
         )
@@ -65,7 +65,7 @@ class Membership:
 
 
 def join(env: Environment, limits: Limits) -> Membership:
-    """Find the others, link to them, and start the heartbeat."""
+    """Find the other ranks, connect to them, and start the heartbeat."""
     env.require_secret()
     host = env.listen_host()
     try:
@@ -90,7 +90,7 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
             member.on_tick(lambda: end_with(env.launcher))
         member.on_tick(transport.guard.tick)
         member.start()
-        # Nobody goes on before everybody listens: a message to come must find its reader.
+        # No rank continues before all ranks listen: otherwise a message could be lost.
         gathering.gather("joined", True, bool)
         if env.rank == 0 and not env.agent_store:
             transport.guard.store_port = env.master_port
@@ -104,7 +104,7 @@ def _join(env: Environment, limits: Limits, host: str) -> Membership:
 def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) -> None:
     """Connect to every rank, bind its name to its process, and expect heartbeats."""
     everybody = [f"rank {rank}" for rank in range(env.world_size)]
-    # A worker that was started again does not know which others were too; rank 0 never is.
+    # A restarted worker does not know which other workers were restarted; rank 0 never is.
     known = everybody[:1] if env.incarnation else everybody
     member.bind(dict(zip(known, run.processes, strict=False)))
     member.bind({member.name: member.transport.process})
@@ -119,6 +119,7 @@ def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) 
 
 
 def end_with(launcher: int | None) -> None:
-    """End this process when its launcher is gone; Linux does it by itself, others do not."""
+    """End this process when its launcher has ended; Linux does this itself, other systems do
+    not."""
     if os.getppid() == 1 and launcher != 1:
         os._exit(1)

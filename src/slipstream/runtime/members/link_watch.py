@@ -1,4 +1,4 @@
-"""Whether a member's links lack bandwidth, from what its own transfers show."""
+"""Whether a member's links are congested, measured from its own transfers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from slipstream.planning.bandwidth import Passive
 from slipstream.transports.protocol import Transport
 
-HOLDS_S = 5.0  # an estimate; the less that is sent, the less there is to learn from
+HOLDS_S = 5.0  # how long an estimate is valid: with less traffic there is less to measure
 
 
 @dataclass(slots=True)
 class Watched:
-    """One link: its measured rate; if it was found congested, until when that holds."""
+    """One link: its measured rate; if it was congested, until when this is assumed."""
 
     passive: Passive = field(default_factory=Passive)
     nbytes: int = 0
@@ -22,10 +22,10 @@ class Watched:
 
 
 class LinkWatch:
-    """A link is congested if it brought less than ``enough`` bytes/s to a peer while it was busy.
+    """A link is congested if it carried less than ``enough`` bytes/s to a peer while it was busy.
 
-    A link that carries little shows little, so a verdict holds for ``HOLDS_S`` only. One clock is
-    then sent as if the link were free, and measured again.
+    A link that carries little shows little, so a result is valid for ``HOLDS_S`` only. After that,
+    one clock is sent as if the link were free, and measured again.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class LinkWatch:
         assert self._enough is not None
         nbytes, seconds = self._transport.delivered(peer)
         before = link.passive.bytes_s
-        if nbytes < link.nbytes:  # another connection, which counts from the beginning
+        if nbytes < link.nbytes:  # a new connection, which counts from 0
             link.nbytes, link.seconds = 0, 0.0
         link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
-        if link.passive.bytes_s != before:  # else it was too little yet, and adds up
+        if link.passive.bytes_s != before:  # else it was too little, and accumulates
             link.nbytes, link.seconds = nbytes, seconds
         if link.until is not None and now > link.until:
             link.passive, link.nbytes, link.seconds, link.until = Passive(), nbytes, seconds, None

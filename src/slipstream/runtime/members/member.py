@@ -1,7 +1,7 @@
-"""A member of a job: its messages, its heartbeats, what it knows of the others, its way out.
+"""A member of a job: its messages, its heartbeats, its view of the other members, its exit.
 
-Rank 0 is the hub: every member sends heartbeats to it, and it sends all members everybody's
-progress, who is lost and who failed. A worker handles messages on a thread of its own; a server
+Rank 0 is the hub: every member sends heartbeats to it, and it sends to all members the progress of
+all, and which members are lost or failed. A worker handles messages on its own thread; a server
 handles them on its main thread.
 """
 
@@ -35,13 +35,13 @@ __all__ = [
     "internal_fault",
 ]
 
-FINAL_SEND_S = 3.0  # for what is still queued at the end
+FINAL_SEND_S = 3.0  # for messages still queued at the end
 FINAL_SEND_IF_FAILED_S = 0.3  # some member may never read what is queued for it
 B = TypeVar("B")
 
 
 class Member(Endpoint):
-    """One member; its parts each own one concern. It is also pair 0's endpoint.
+    """One member, made of parts that each own one concern. It is also pair 0's endpoint.
 
     Args:
         silence_s: how long another member may be silent before it counts as lost.
@@ -50,12 +50,12 @@ class Member(Endpoint):
         trace: called with every message; for simulations.
 
     Attributes:
-        pump: receives messages and calls their handlers. ``on_any_pair``, ``on_tick`` and
-            ``pump_once`` are its.
-        roster: when each member was last heard from, and how far each is.
-        coordination: who has failed, who is lost, who comes back.
+        pump: receives messages and calls their handlers. Provides ``on_any_pair``, ``on_tick``
+            and ``pump_once``.
+        roster: when each member last sent something, and its progress.
+        coordination: failed, lost and returning members.
         heartbeat: sends heartbeats, and keeps rank 0's last one.
-        exit_barrier: leaving the job. ``abandon`` is its.
+        exit_barrier: leaving the job. Provides ``abandon``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Member(Endpoint):
         self.abandon = self.exit_barrier.abandon
 
     def for_pair(self, pair: int) -> Endpoint:
-        """The side of this member that one pair uses; pair 0 uses the member itself.
+        """One pair's view of this member; pair 0 uses the member itself.
 
         Args:
             pair: the number that the pair's messages carry.
@@ -91,10 +91,10 @@ class Member(Endpoint):
             return self
         return Endpoint(pair, self.pump, self.roster, self.waiter, self.coordination)
 
-    # ---- the others
+    # ---- other members
 
     def bind(self, processes: Mapping[str, int]) -> None:
-        """Set which process each name belongs to; messages of others under it are refused."""
+        """Set which process each name belongs to; messages from another process are refused."""
         self.coordination.processes |= processes
 
     def expect(self, *names: str) -> None:
@@ -106,7 +106,7 @@ class Member(Endpoint):
     # ---- the thread
 
     def start(self) -> None:
-        """Handle messages and ticks on a thread of its own."""
+        """Handle messages and ticks on a separate thread."""
         self.pump.start(self._on_pump_error)
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Receiving: one thread takes a member's messages in turn and calls the handler of each."""
+"""Receiving: one thread takes a member's messages one by one and calls their handlers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MessagePump:
         on_refused: called with each message that was refused, and why.
         beat: called after each tick, with how late the tick was in seconds.
         refused: how many messages were refused.
-        last_refusal: whose the last was, and why.
+        last_refusal: the sender of the last refused message, and the reason.
         tick_at: when ticks are next due.
     """
 
@@ -66,15 +66,15 @@ class MessagePump:
         self._thread: threading.Thread | None = None
 
     def on(self, kind: type[B], handler: Callable[[Message[B]], None], *, pair: int = 0) -> None:
-        """Set the handler of one pair's messages of a kind; it runs on the pump's thread."""
+        """Set the handler of one pair's messages of one type; it runs on the pump's thread."""
         self._handlers[kind, pair] = handler
 
     def on_any_pair(self, kind: type[B], handler: Callable[[Message[B]], None]) -> None:
-        """Set the handler of messages of a kind for pairs that have no handler of their own."""
+        """Set the handler of messages of one type for pairs without a handler."""
         self._of_any_pair[kind] = handler
 
     def on_tick(self, call: Callable[[], object]) -> None:
-        """Add a call for the pump's thread to make about every ``TICK_S`` seconds."""
+        """Add a call that the pump's thread makes about every ``TICK_S`` seconds."""
         self._ticks.append(call)
 
     def send(
@@ -96,16 +96,16 @@ class MessagePump:
         return None
 
     def handle_later(self, message: Message[Any]) -> None:
-        """Handle a message again, after what is in the member's own queue by now."""
+        """Handle a message again, after the messages that are in the member's own queue now."""
         self._own.append(message)
 
     @property
     def own_queue(self) -> int:
-        """How many messages wait that the member has sent to itself."""
+        """How many messages of the member to itself are waiting."""
         return len(self._own)
 
     def start(self, on_error: Callable[[Exception], None]) -> None:
-        """Run on a thread of its own; ``on_error`` gets the error that ends it early."""
+        """Run on a separate thread; ``on_error`` gets the error that ends it early."""
         self._thread = threading.Thread(target=self.run, args=[on_error], daemon=True)
         self._thread.name = f"slipstream {self.name}"
         self._thread.start()

@@ -1,9 +1,9 @@
-"""Where the ranks of a job meet, once: torch's TCPStore, which anybody who reaches it may change.
+"""The rendezvous of a job's ranks: torch's TCPStore, which anyone who reaches it may change.
 
-So it holds nothing secret and nothing that is believed without a signature. Each rank posts a fresh
-nonce, signed with the job's key. All nonces together make the key of this run; addresses are signed
-with that one, so that no value of an earlier run, or of another place in the store, is taken for
-one of this run. Everything after that goes over authenticated links.
+So it holds nothing secret, and no value is trusted without a signature. Each rank posts a fresh
+nonce, signed with the job's key. All nonces together make the key of this run, which signs the
+addresses. So no value of an earlier run, or from another key in the store, is accepted as
+one of this run. After that, everything goes over authenticated links.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ EVERYBODY = (
 )
 
 _jobs = itertools.count()  # a process may run several, one after the other
-_used_fds: set[int] = set()  # sockets of the launcher that a store has had, and closed
+_used_fds: set[int] = set()  # the launcher's sockets that a store has used and closed
 
 
 class StoreClosed(PeerFailed):
-    """The store that rank 0 hosts has gone."""
+    """The store that rank 0 hosts is closed."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +62,7 @@ class Run:
 
 
 class Rendezvous:
-    """One rank's view of the store, for as long as the ranks need to find each other."""
+    """One rank's view of the store, until the ranks have found each other."""
 
     def __init__(self, env: Environment, *, limit_s: float) -> None:
         self._env, self._limit_s = env, limit_s
@@ -77,11 +77,12 @@ class Rendezvous:
         return process_number(self._nonce)
 
     def close(self) -> None:
-        """Everybody has met: rank 0 stops listening, unless torchrun's agent does it."""
+        """All ranks have joined: rank 0 stops listening, unless torchrun's agent hosts the
+        store."""
         self.store = None
 
     def _shared_token(self) -> bytes:
-        """Without a secret, rank 0 makes one up; everyone who reaches the store can read it.
+        """Without a secret, rank 0 generates one; anyone who reaches the store can read it.
 
         ``Environment.require_secret`` has made sure that the store listens on loopback only.
         """
@@ -91,9 +92,9 @@ class Rendezvous:
         return bytes(self._ask("get", "token"))
 
     def meet(self) -> Run:
-        """Take this rank's place and wait for the others; what they all have in common then.
+        """Claim this rank's place and wait for the other ranks; returns what they have in common.
 
-        A store that closes meanwhile was that of the job before, in the same processes.
+        If the store closes meanwhile, it belonged to the previous job of the same processes.
         """
         deadline = time.monotonic() + self._limit_s
         while True:
@@ -118,7 +119,8 @@ class Rendezvous:
         for rank, place in enumerate(places):
             self._check_place(rank, place)
         nonces = [place.nonce for place in places]
-        # Dedicated servers are started before anybody meets, with what their launcher made up.
+        # Dedicated servers are started before the rendezvous, with a number that their launcher
+        # chose.
         fresh = env.job if env.job and env.server_addresses else hashlib.sha256(b"".join(nonces))
         run = fresh.encode() if isinstance(fresh, str) else fresh.digest()
         return Run(
@@ -127,7 +129,7 @@ class Rendezvous:
         )
 
     def addresses(self, run: Run, own: str) -> tuple[str, ...]:
-        """Where every rank listens, by rank."""
+        """The address of every rank, by rank."""
         if not self._env.incarnation:
             self._post("address", run.credentials, own)
         addresses = self._read_all("address", run.credentials, str)
@@ -187,7 +189,8 @@ class Rendezvous:
         return credentials.sign(self._claim(key, content)) + content
 
     def _claim(self, key: str, content: bytes) -> bytes:
-        """What is signed: a value under its whole key, so that it is worth nothing elsewhere."""
+        """The signed content: a value with its whole key, so that it is invalid under another
+        key."""
         return msgspec.msgpack.encode((self._prefix, key, content))
 
     def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
@@ -201,7 +204,7 @@ class Rendezvous:
                 f"{named} in the store at {self._where} is not signed with this job's secret: set "
                 "SLIPSTREAM_SECRET (or the secret file) to the same text on every rank; if it is "
                 "the same, another job uses this port, or somebody else writes to it",
-                # Rank 0 sees it too, unless it is in a job that has begun.
+                # Rank 0 detects it too, unless it is in a job that has begun.
                 only_here=rank == self._env.rank or self._has(["address/0"]),
             )
         return msgspec.msgpack.decode(content, type=of)
@@ -245,7 +248,7 @@ def connect_store(env: Environment, limit_s: float) -> Any:
     try:
         store = outcome.get(timeout=limit_s + LONGEST_PAUSE_S)
     except queue.Empty:
-        # If torch gave up while Python ends, it would take the process down with it.
+        # If torch gave up while Python exits, it would crash the process.
         thread.join(2 * TRY_S)
         raise unreachable(env, limit_s) from None
     if isinstance(store, Exception):
@@ -258,7 +261,7 @@ def reach_store(env: Environment, limit_s: float) -> Any:
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            # By ourselves first: torch fills the terminal when nobody listens.
+            # Try a plain connection first: torch prints many lines if there is no listener.
             left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
             socket.create_connection((env.store_address, env.master_port), left_s).close()
             store = make_store(env, TRY_S)
@@ -272,7 +275,7 @@ def reach_store(env: Environment, limit_s: float) -> Any:
 
 
 def unreachable(env: Environment, limit_s: float) -> LaunchError:
-    """The error of a rank that does not reach the store."""
+    """The error of a rank that cannot reach the store."""
     return LaunchError(
         f"rank {env.rank} cannot reach rank 0 at {env.store_address}:{env.master_port} within "
         f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its",
@@ -281,7 +284,7 @@ def unreachable(env: Environment, limit_s: float) -> LaunchError:
 
 
 def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
-    """A client of the store; its server, if there is a socket to listen on."""
+    """A client of the store; also its server, if there is a socket to listen on."""
     return distributed.TCPStore(
         env.store_address,
         env.master_port,
@@ -302,7 +305,7 @@ def listening_fd(env: Environment) -> int:
         return env.store_fd
     address = env.store_address
     try:
-        # A host's own name may stand for loopback, where no other host gets through.
+        # A host's own name may resolve to loopback, which other hosts cannot reach.
         return bound_fd(env.listen_host() if resolves_to_loopback(address) else address, env)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
@@ -315,14 +318,14 @@ def listening_fd(env: Environment) -> int:
 
 
 def close_listener(env: Environment) -> None:
-    """Of a launcher whose workers do not meet over the network: nobody connects any more."""
+    """Close the launcher's socket if workers do not join over the network."""
     if env.store_fd is not None and env.store_fd not in _used_fds:
         _used_fds.add(env.store_fd)
         os.close(env.store_fd)
 
 
 def require_loopback(env: Environment, fd: int) -> None:
-    """Refuse a launcher's socket that others reach, where the token would lie open there."""
+    """Refuse a launcher's socket that other hosts reach, since they could read the token there."""
     with socket.socket(fileno=os.dup(fd)) as listener:
         host = str(listener.getsockname()[0])
     if env.secret is None and not is_loopback(host):

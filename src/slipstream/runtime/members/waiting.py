@@ -1,4 +1,4 @@
-"""How the training thread waits for the network thread; the job's first fault ends every wait."""
+"""How the training thread waits for the pump's thread; the job's first fault ends every wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Holds = Callable[[], bool]
 class Waiter:
     """The lock over what both threads share, the condition on it, and the job's first fault.
 
-    A simulation passes one of its own to a ``Member``, which waits by letting messages move.
+    A simulation passes its own to a ``Member``, which waits by delivering messages.
     """
 
     def __init__(self) -> None:

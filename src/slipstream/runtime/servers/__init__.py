@@ -1,1 +1,1 @@
-"""Server processes: what they are told, what they hold, what they answer."""
+"""Server processes: their configuration, their shards, their answers."""

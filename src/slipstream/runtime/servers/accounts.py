@@ -1,4 +1,4 @@
-"""What servers can tell of rounds and of gradients' age, and all servers' accounts as one."""
+"""Servers' reports of rounds and of gradients' ages, and their merge."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from slipstream.runtime.exchange.aggregator import Aggregator
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """One server's account."""
+    """One server's report."""
 
-    staleness: dict[str, dict[int, int]]  # by tensor: how many gradients were how old
-    makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it was made of
-    made: dict[int, int] = {}  # by worker: rounds it made
+    staleness: dict[str, dict[int, int]]  # by tensor: number of gradients by age
+    makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it contains
+    made: dict[int, int] = {}  # by worker: rounds that contain its gradient
     dropped: dict[int, int] = {}
     late: list[tuple[int, int]] = []  # rounds and workers of the last gradients that were dropped
-    first: list[tuple[int, int | None]] = []  # since which round how many made one
+    first: list[tuple[int, int | None]] = []  # (from round, N)
     durations_s: dict[int, list[float]] = {}  # by worker: its last steps
     arrivals: dict[int, list[tuple[float, int]]] = {}  # of the k-th gradient: histogram
-    refused: int = 0  # messages that did not fit
-    last_refusal: str = ""  # whose the last was, and why
+    refused: int = 0  # messages
+    last_refusal: str = ""  # sender of the last one, and the reason
 
 
 def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures:
@@ -48,7 +48,7 @@ def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures
 
 
 def merge_figures(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
-    """All servers' figures as one, in plain data; empty where there is nothing to tell."""
+    """All servers' figures together, as plain data; empty if there are none."""
     ages: dict[str, Counter[int]] = {}
     for account in accounts:
         for name, counts in account.staleness.items():
@@ -73,9 +73,9 @@ def merge_figures(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
 
 
 def merge_pairs(accounts: Sequence[Sequence[ServerFigures]]) -> dict[str, Any]:
-    """Every pair's figures, by server, as one; rounds are the first pair's.
+    """Figures of every pair and server together; rounds are those of the first pair.
 
-    With several pairs, the names of tensors begin with the number of theirs.
+    With several pairs, the names of tensors begin with the number of their pair.
     """
     if not accounts:
         return {}
@@ -87,14 +87,14 @@ def merge_pairs(accounts: Sequence[Sequence[ServerFigures]]) -> dict[str, Any]:
         for index, account in enumerate(servers):
             staleness = {f"pair {pair}: {name}": c for name, c in account.staleness.items()}
             about = msgspec.structs.replace(account, staleness=staleness)
-            if index < known:  # what a server refused is the same in all of its accounts
+            if index < known:  # all reports of a server have the same refusals
                 about = msgspec.structs.replace(about, refused=0, last_refusal="")
             merged.append(about if pair == 0 else msgspec.structs.replace(about, arrivals={}))
     return merge_figures(merged)
 
 
 def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
-    """A table, a row a tensor, for people."""
+    """A table with one row per tensor."""
     head = ("tensor", "min", "mean", "median", "max", "std", "count")
     rows = [
         (

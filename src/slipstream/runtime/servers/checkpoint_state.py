@@ -1,4 +1,4 @@
-"""What workers read from servers for checkpoints, and write back: residuals or optimizer state."""
+"""What workers read from servers for checkpoints, and restore: residuals or optimizer state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.types import Node
 
 
 class Residuals:
-    """What codecs have not sent yet, by chunk, of a server that only averages gradients."""
+    """The residuals, by chunk, of a server that only averages gradients."""
 
     def __init__(self, aggregator: Aggregator, member: Endpoint) -> None:
         self._aggregator, self._member = aggregator, member

@@ -1,4 +1,4 @@
-"""What rank 0 sends a server: the strategy whole, from which the server works out the same plan."""
+"""Rank 0's message to a server: the whole strategy, from which the server computes the plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Configuration(msgspec.Struct, frozen=True):
         """Read what ``encode`` wrote.
 
         Raises:
-            FrameRefused: It is something else.
+            FrameRefused: It has another format.
         """
         try:
             return msgspec.json.decode(content, type=cls)

@@ -26,7 +26,7 @@ class Fanout:
         self._forwarding = Forwarding(plan)
         self._gone: set[Rank] = set()  # workers that left or were lost
         self._lost: set[Rank] = set()
-        self._confirmed: dict[Rank, set[Rank]] = {}  # by lost worker: who forwards without it
+        self._confirmed: dict[Rank, set[Rank]] = {}  # by lost worker: those that bypass it
         member.on(RouteUpdated, self._on_route_updated)
 
     def publish(self, results: Iterable[Result]) -> None:
@@ -35,13 +35,14 @@ class Fanout:
             self._send(result, self._targets(result))
 
     def on_worker_left(self, rank: Rank, aggregator: Aggregator, *, lost: bool) -> None:
-        """Stop sending to a worker. If it was lost, send recent results again to the others.
+        """Stop sending to a worker. If it was lost, resend recent results to the others.
 
-        The lost worker may have had them without forwarding them. Where rounds need no particular
-        worker, nobody forwards, results name their receivers, and who is lost may come back.
+        The lost worker may have received them without forwarding them. Where rounds need no
+        particular worker, no worker forwards, results name their receivers, and a lost worker may
+        come back.
         """
         consistency = self._plan.consistency
-        # One that has left may still forward results, and be lost later.
+        # A worker that has left may still forward results, and be lost later.
         known = self._lost if lost else self._gone
         if consistency.agreed or consistency.alone or rank in known:
             return
@@ -68,7 +69,7 @@ class Fanout:
         return set(self._plan.cluster.worker_nodes) - self._gone
 
     def _targets(self, result: Result) -> Iterable[Node]:
-        """Workers that this server sends to itself; the others get the result from them."""
+        """The workers to which this server sends directly; the others get the result from these."""
         remaining = self._remaining()
         if result.audience is not None and not remaining <= set(result.audience):
             return result.audience

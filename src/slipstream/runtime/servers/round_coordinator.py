@@ -137,7 +137,7 @@ def agreement_for(plan: Plan) -> Agreement:
 
 
 def adapted(agreement: Agreement) -> FirstOf:
-    """The rule with the number of workers per round that the step times so far favour."""
+    """The rule with the number of workers per round that is best for the measured step times."""
     rule, steps = agreement.rule, agreement.arrivals.durations
     here = {rank: steps[rank] for rank in agreement.members if rank in steps}
     first = ADAPTING.first_after(agreement.round, here, rule.first or agreement.workers)

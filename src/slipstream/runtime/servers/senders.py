@@ -24,7 +24,7 @@ def worker_of(message: Message[Any], cluster: Cluster) -> Rank:
     """The rank of the worker that sent a message.
 
     Raises:
-        FrameRefused: the sender is no worker of the cluster, so there is no link back to it.
+        FrameRefused: the sender is not a worker of the cluster, so there is no link back to it.
     """
     rank = rank_of(message.sender)
     if not 0 <= rank < cluster.workers:
@@ -39,7 +39,7 @@ def require_rank(rank: Rank, cluster: Cluster) -> None:
 
 
 def require_coordinator(message: Message[Any]) -> None:
-    """Refuse a decision that does not come from the server that decides."""
+    """Refuse a decision that does not come from the coordinator."""
     if message.sender != COORDINATOR:
         raise FrameRefused(f"a decision from {message.sender}")
 

@@ -65,7 +65,7 @@ class Server:
     """A server before and after its configuration.
 
     Attributes:
-        shards: what it holds, by pair.
+        shards: its shards, by pair.
     """
 
     def __init__(self, index: int, member: Member) -> None:
@@ -84,7 +84,7 @@ class Server:
 
     @property
     def shard(self) -> Shard | None:
-        """Pair 0's, if it is configured."""
+        """Pair 0's shard, if it is configured."""
         return self.shards.get(0)
 
     def tick(self) -> None:
@@ -102,7 +102,7 @@ class Server:
         return [shard.coordinator for shard in shards if shard.coordinator is not None]
 
     def _refuse(self, message: Message[Any]) -> None:
-        """The handler of each kind of message for which the configuration brings no other."""
+        """The handler of all message types for which the configuration sets no other."""
         kind = type(message.body).__name__
         if message.pair not in self.shards:
             raise FrameRefused(f"{kind} before the plan is known")
@@ -122,10 +122,10 @@ class Server:
             shard = self._shard(configuration.plan(), configuration.optimizer, endpoint)
             self.shards[pair] = shard
             endpoint.send(HUB, Ready())
-        except Exception as error:  # of any kind: rank 0 waits for an answer
+        except Exception as error:  # any error: rank 0 waits for an answer
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
             endpoint.send(HUB, Ready(f"{kind}{error}"[:2000]))
-        # Not before: importing torch for an updater may take longer than a silence may last.
+        # Not before: importing torch for an updater may take longer than the silence limit.
         self.member.expect(HUB)
 
     def _on_release(self, message: Message[Release]) -> None:
@@ -166,14 +166,14 @@ def serve(env: Mapping[str, str]) -> int:
     member.on_tick(transport.guard.tick)
     server = Server(int(env["SLIPSTREAM_SERVER_INDEX"]), member)
     print(json.dumps({"address": transport.address}), flush=True)
-    os.dup2(2, 1)  # nothing else may follow the address
+    os.dup2(2, 1)  # print nothing after the address
     while not server.done and not abandoned():
         try:
             member.pump_once(server.tick_every_s)
             server.tick()
         except RuntimeFault as fault:
             end_job(member, fault)
-        except Exception as error:  # of any kind: the others must be told why, and not wait
+        except Exception as error:  # any error: report it, so that no member waits
             end_job(member, internal_fault(error))
     member.stop()
     return 0 if member.fault is None else 1

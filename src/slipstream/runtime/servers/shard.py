@@ -1,4 +1,4 @@
-"""One configured server: takes contributions to the units it holds and sends out results."""
+"""One configured server: takes contributions to its units and publishes results."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Shard:
         self._fanout.publish(self.aggregator.serve(message.body.round, message.body.rank))
 
     def _on_worker_left(self, message: Message[WorkerLeft]) -> None:
-        """A worker says that it has left, or rank 0 says that a worker is lost."""
+        """A worker reports that it has left, or rank 0 reports that a worker is lost."""
         rank = message.body.rank
         lost = rank_of(message.sender) != rank
         require_rank(rank, self._plan.cluster)
@@ -104,7 +104,7 @@ class Shard:
     def _apply(self, change: Callable[[], list[Result]]) -> None:
         """Make a change to a round and publish the results of the rounds that it closes.
 
-        A change that shows that training has gone wrong ends the job: rank 0 is told why.
+        If the change shows that training has gone wrong, the job ends: rank 0 gets the reason.
         """
         try:
             results = change()

@@ -26,17 +26,17 @@ LAST = 1 << 30  # less urgent than any chunk
 def choose_clusters(
     strategy: Strategy, specs: Sequence[tuple[Spec, ...]], membership: Membership, running: int
 ) -> list[Cluster]:
-    """For each pair, the servers that hold it; all pairs are held by the same ones.
+    """For each pair, its servers; all pairs use the same servers.
 
     Args:
         specs: By pair.
-        running: How many servers there are already; 0 before any was started.
+        running: How many servers already run; 0 before any was started.
 
     Returns:
-        By pair, how many of the servers it uses: fewer than others where its model is small.
+        By pair, how many of the servers it uses: fewer if its model is small.
 
     Raises:
-        TooManyServers: No model is large enough for the servers that were asked for.
+        TooManyServers: No model is large enough for the requested servers.
     """
     env = membership.env
     asked = len(env.server_addresses) or env.servers
@@ -52,7 +52,7 @@ def choose_clusters(
 def largest_cluster(
     strategy: Strategy, specs: tuple[Spec, ...], membership: Membership, most: int
 ) -> Cluster:
-    """With as many servers as the model can fill, at most so many."""
+    """The cluster with as many servers as the model can fill, at most ``most``."""
     env = membership.env
     for servers in range(most, 0, -1):
         cluster = Cluster(env.world_size, servers, bool(env.server_addresses))
@@ -69,17 +69,17 @@ def largest_cluster(
 
 @dataclass(slots=True)
 class Shards:
-    """The servers of a job, as one worker sees them."""
+    """One worker's view of the job's servers."""
 
     addresses: tuple[str, ...] = ()
     colocated: frozenset[str] = frozenset()
     own: list[ServerProcess] = field(default_factory=list)
 
     def start(self, count: int, membership: Membership) -> None:
-        """Start this worker's share of so many servers and link to all of them; once."""
+        """Start this worker's share of the servers and connect to all of them; once."""
         env, gathering = membership.env, membership.gathering
         if not count or self.addresses:
-            return  # dedicated ones, if there are any, are not needed by this strategy
+            return  # this strategy does not need servers
         if env.server_addresses:
             self.addresses = env.server_addresses
         else:
@@ -96,7 +96,7 @@ class Shards:
         membership.member.bind(self._processes(membership))
 
     def for_pair(self, count: int) -> Shards:
-        """The first so many, which hold one pair; closing these ends no process."""
+        """The first ``count`` servers, which hold one pair; closing these ends no process."""
         addresses = self.addresses[:count]
         names = {f"server {k}" for k in range(count)}
         return Shards(addresses, self.colocated & names)
@@ -142,7 +142,7 @@ class Shards:
         """Rank 0 sends every server the plan of a pair.
 
         Returns:
-            What waits until all have accepted it, and raises ConfigError if a server cannot run it.
+            A function that waits until all have accepted it, and raises ConfigError if one cannot.
         """
         names = self.names
         if member.name != HUB or not names:
@@ -178,13 +178,14 @@ class Shards:
             )
 
     def _collect_answers(self, whole: Member, member: Endpoint) -> dict[str, str | None]:
-        """By server that has answered: why it refuses the plan, or None. Filled as they come."""
+        """By server that has answered: why it refuses the plan, or None. Filled as answers
+        arrive."""
         answers: dict[str, str | None] = {}
 
         def on_ready(message: Message[Ready]) -> None:
             if message.sender not in self.names:
                 raise FrameRefused(f"{message.sender} is no server")
-            # At once: a server that is ready waits for heartbeats while others still start.
+            # Send heartbeats at once: a server that is ready expects them while others still start.
             whole.expect(message.sender)
             with member.updating():
                 answers[message.sender] = message.body.reason
@@ -203,12 +204,12 @@ class Shards:
         return Configuration.of(plan, addresses, processes, silence_s, optimizer)
 
     def release(self, member: Endpoint) -> None:
-        """Rank 0 tells servers that a pair is no longer trained under this plan."""
+        """On rank 0: inform servers that a pair is no longer trained under this plan."""
         for name in self.names if member.name == HUB else ():
             member.send(name, Release())
 
     def retire(self, rank: int, member: Endpoint) -> None:
-        """Tell servers that a worker makes no more rounds; after all that it has pushed."""
+        """Inform servers that a worker makes no more rounds; after all its pushes."""
         for name in self.names:
             member.send(name, WorkerLeft(rank), priority=LAST)
 

@@ -1,1 +1,1 @@
-"""Learners of one machine: the launcher's part, and the process that updates."""
+"""Learners of one machine: the launcher's part, and the server process."""

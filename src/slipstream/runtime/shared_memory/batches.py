@@ -1,4 +1,4 @@
-"""Batches for learners: each is dealt once an epoch, and again if its gradient was lost."""
+"""Batches for learners: each is dealt once per epoch, and again if its gradient was lost."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Rank = int
 
 @dataclass(slots=True)
 class BatchDealer:
-    """Gradients are numbered by learner, in the order in which it pushed them."""
+    """Each learner's gradients are numbered in the order in which it pushed them."""
 
-    remembered: int = 1_000_000  # batches of a learner that a checkpoint may bring back
+    remembered: int = 1_000_000  # batches of a learner that may have to be dealt again
     _leases: Leases | None = None
     _counted: dict[Rank, int] = field(default_factory=dict)  # gradients whose batches count
     _learnt: dict[Rank, dict[int, Batch]] = field(default_factory=dict)  # by number of the gradient
 
     def begin(self, rank: Rank, pushed: int) -> None:
-        """A learner has been started, whose earlier incarnations have pushed so many."""
+        """A learner was started; its earlier incarnations have pushed ``pushed`` gradients."""
         self._counted[rank] = pushed
 
     def obstacle(self, rank: Rank, batches: int) -> str:
-        """Why a learner cannot be dealt batches of an epoch of so many; "" if it can."""
+        """Why a learner cannot be dealt batches of such an epoch; "" if it can."""
         if self._leases is None:
             self._leases = Leases(batches)
         if self._leases.batches == batches:
@@ -41,7 +41,7 @@ class BatchDealer:
         return [self._leases.lease(rank) for _ in range(number)]
 
     def count(self, rank: Rank, pushed: int) -> None:
-        """Batches whose gradients have been pushed count."""
+        """Count the batches whose gradients have been pushed."""
         if self._leases is None:
             return
         first = self._counted.get(rank, 0)
@@ -55,13 +55,14 @@ class BatchDealer:
         self._counted[rank] = pushed
 
     def forfeit(self, rank: Rank) -> None:
-        """A learner has ended: what it had leased is dealt to others."""
+        """A learner has ended: the batches that it had leased are dealt to others."""
         if self._leases is not None:
             self._leases.forfeit(rank, keeping=0)
 
     def undo(self, taken: Sequence[int], let_go: Sequence[int]) -> int:
-        """Gradients after the ``taken`` ones of a checkpoint, and before those pushed since the
-        server let go of what it found, are lost: their batches are dealt again. Returns how many.
+        """Deal batches again whose gradients are lost: those after the first ``taken`` gradients,
+        which the checkpoint contains, up to ``let_go``, which the server has discarded. Returns how
+        many.
         """
         lost = []
         for rank, learnt in self._learnt.items():

@@ -37,11 +37,12 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """How many updates it has."""
+        """The number of updates that it contains."""
         return int(self.facts["step"])
 
     def write(self, path: Path) -> None:
-        """Beside the target first, then in its place: a reader sees the old file or the new."""
+        """Write a draft in the same directory, then rename it: a reader sees the old or the new
+        file."""
         refuse_to_lose(path, self.pieces, lambda: pieces_at(path))
         facts = json.dumps({"format": FORMAT, "random": [], **self.facts})
         about = {"slipstream": facts, "pairs": "[]", "crc": str(crc(facts, self.pieces))}
@@ -69,9 +70,9 @@ class Snapshot:
 def refuse_to_lose(
     where: Path, pieces: Mapping[str, Piece], before: Callable[[], Mapping[str, Piece]]
 ) -> None:
-    """Raise CheckpointError if a tensor is not finite any more that was finite in ``before()``.
+    """Raise CheckpointError if a tensor is not finite, but was finite in ``before()``.
 
-    What was not finite before is meant so: a mask with infinities, for example.
+    A tensor that was not finite before is accepted: a mask with infinities, for example.
     """
     broken = [name for name, piece in pieces.items() if not is_finite(piece)]
     there = before() if broken else {}
@@ -90,7 +91,7 @@ def is_finite(piece: Piece) -> bool:
 
 
 def pieces_at(path: Path) -> Mapping[str, Piece]:
-    """Empty if there is no readable checkpoint."""
+    """The tensors of a checkpoint; empty if there is no readable one."""
     try:
         return Snapshot.read(path).pieces
     except CheckpointError:
@@ -109,7 +110,7 @@ def kept_in(directory: Path) -> list[Path]:
 
 
 def keep(directory: Path, snapshot: Snapshot) -> None:
-    """Write one more, and let go of those that are too many."""
+    """Write one more checkpoint, and delete the oldest ones."""
     path = directory / f"weights-{snapshot.version:015d}.safetensors"
     found = (pieces for each in kept_in(directory) if (pieces := pieces_at(each)))
     refuse_to_lose(directory, snapshot.pieces, lambda: next(found, {}))
@@ -120,14 +121,14 @@ def keep(directory: Path, snapshot: Snapshot) -> None:
 
 
 def older_than_needed(paths: Sequence[Path], newest: Path) -> list[Path]:
-    """All but the newest and the one before; one with a higher number is of a run gone by."""
+    """All but the newest and the one before; one with a higher number is from an earlier run."""
     older = [path for path in paths if path.name < newest.name]
     later = [path for path in paths if path.name > newest.name]
     return [*later, *older[KEPT - 1 :]]
 
 
 def newest_in(directory: Path) -> tuple[Snapshot | None, list[str]]:
-    """The last one that is whole, and what was wrong with those after it."""
+    """The last valid checkpoint, and what is wrong with those after it."""
     wrong: list[str] = []
     for path in kept_in(directory):
         try:

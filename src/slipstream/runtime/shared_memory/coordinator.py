@@ -1,9 +1,9 @@
-"""What the launcher does for learners that share memory: the paper's watchdog.
+"""The launcher's work for learners that share memory: the paper's watchdog.
 
-It owns the memory, which so outlives every process that uses it. It compares the learners' models,
-starts the server, deals batches, passes shared values on, and replaces processes that die: a new
-learner goes on from the shared weights, a new server from the last checkpoint. All of it happens in
-the launcher's main thread, one event at a time.
+It owns the memory, which therefore outlives every process that uses it. It compares the learners'
+models, starts the server, deals batches, forwards shared values, and replaces processes that die: a
+new learner continues with the shared weights, a new server from the last checkpoint. All of it
+happens in the launcher's main thread, one event at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECOND_JOB = (
 
 @dataclass(slots=True)
 class LearnerRecord:
-    """One learner, in its present incarnation."""
+    """One learner, in its current incarnation."""
 
     send: Send
     joined: bool = False  # its Hello was accepted
@@ -45,20 +45,20 @@ class LearnerRecord:
 
 @dataclass(slots=True)
 class SharedMemoryCoordinator:
-    """The launcher's state of a job of learners; processes and sockets are its caller's.
+    """The launcher's state of a job of learners; the caller owns processes and sockets.
 
     Args:
         learners: how many there are.
         start_server: starts a server process; returns how to send to it.
         end_server: kills the server.
         end_learner: kills a learner.
-        directory_for: the directory for checkpoints, given the one that learners ask for, if any;
-            LaunchError if this job may not have it.
-        log: prints a line of the launcher's.
-        fail: ends the job, for a reason.
+        directory_for: returns the directory for checkpoints, given the one that learners request,
+            if any; raises LaunchError if this job may not use it.
+        log: prints a line of the launcher.
+        fail: ends the job, with a reason.
 
     Attributes:
-        memory: what learners and server share, once a learner has joined.
+        memory: the shared memory, once a learner has joined.
         rings: the learners' slots in it.
         restarts: how many learners were started again.
         finishing: all learners have finished.
@@ -85,21 +85,21 @@ class SharedMemoryCoordinator:
     _hello: messages.Hello | None = None
     _records: dict[Rank, LearnerRecord] = field(default_factory=dict)
     _absent: list[Rank] = field(default_factory=list)
-    _networked: dict[Rank, str] = field(default_factory=dict)  # workers that are no learners: why
+    _networked: dict[Rank, str] = field(default_factory=dict)  # non-learners, and why
     _mixed: bool = False  # some workers are learners and some are not
     _server: Send | None = None
-    _serving: bool = False  # its Ready has come
+    _serving: bool = False  # its Ready has arrived
     _filler: Rank | None = None
     _filled: bool = False
     _shared: dict[str, Any] = field(default_factory=dict)
-    _loading: list[Rank] = field(default_factory=list)  # who waits for a checkpoint
-    _loaded: dict[str, str] = field(default_factory=dict)  # paths, and what went wrong
+    _loading: list[Rank] = field(default_factory=list)  # learners that wait for a checkpoint
+    _loaded: dict[str, str] = field(default_factory=dict)  # by path: the error, or empty
     _batches: BatchDealer = field(default_factory=BatchDealer)
     _requests: ServerRequests = field(default_factory=ServerRequests)
-    _began_at: int = 0  # the version that the present server found
+    _began_at: int = 0  # the version at which the current server began
     _deaths: int = 0
     _account: messages.Account | None = None
-    _replaced: int = 0  # servers
+    _replaced: int = 0  # number of replaced servers
     _watchdog: ServerWatchdog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,22 +112,22 @@ class SharedMemoryCoordinator:
 
     @property
     def joined(self) -> set[Rank]:
-        """Workers that have joined others, as learners or over the network."""
+        """Workers that have joined the job, as learners or over the network."""
         learners = {rank for rank, record in self._records.items() if record.joined}
         return learners | self._networked.keys()
 
-    # ---- learners come and go
+    # ---- learners that start and end
 
     def add_learner(self, rank: Rank, send: Send) -> None:
-        """A worker has been started, which may become a learner."""
+        """A worker was started, which may become a learner."""
         self._batches.begin(rank, self.rings.pushed(rank) if self.rings is not None else 0)
         self._records[rank] = LearnerRecord(send)
 
     def never_joined(self, rank: Rank) -> None:
-        """A worker has ended with code 0, and never joined.
+        """A worker has ended with code 0 without joining.
 
-        That ends a job of learners, which needs as many as were asked for. A script that does not
-        use slipstream may do so.
+        That ends a job of learners, which needs all learners that were requested. A script that
+        does not use slipstream may end so.
         """
         self._absent.append(rank)
         if self._hello is not None:
@@ -138,14 +138,14 @@ class SharedMemoryCoordinator:
         self.fail(f"{names} exited with code 0 without joining the job (slipstream.init)")
 
     def remove_learner(self, rank: Rank) -> None:
-        """A worker has ended, however; answers to its requests are dropped."""
+        """A worker has ended for any reason; answers to its requests are dropped."""
         if self._records.pop(rank, None) is None:
             return
         self._requests.forget(rank)
         self._loading = [each for each in self._loading if each != rank]
         if self.rings is not None:
             self.rings.release_dead(rank)
-            if self._direct:  # it was about to take its own slot back, and nobody else does
+            if self._direct:  # only the learner itself would have taken its slot back
                 self.rings.discard(rank, self.rings.pushed(rank))
             self._batches.count(rank, self.rings.pushed(rank))
         self._batches.forfeit(rank)
@@ -180,7 +180,7 @@ class SharedMemoryCoordinator:
         if rank in self._records:
             self._records[rank].send(body, descriptor)
 
-    # ---- what they share
+    # ---- shared values
 
     def _on_hello(self, rank: Rank, hello: messages.Hello) -> None:
         if self._networked:
@@ -206,7 +206,7 @@ class SharedMemoryCoordinator:
         self._welcome()
 
     def _refuse_mixture(self, rank: Rank) -> None:
-        """Fail once, and name one of the workers that ask for something else."""
+        """Fail once, and name one of the workers that request something else."""
         other, doing = next(iter(self._networked.items()))
         who = "another rank" if rank == other else f"rank {rank}"
         trouble = (
@@ -236,7 +236,7 @@ class SharedMemoryCoordinator:
         self.rings = Rings(self.memory.memory)
 
     def _welcome(self) -> None:
-        """Admit learners that wait: the first one fills the memory, the others wait for that."""
+        """Admit waiting learners: the first one fills the memory, the others wait for that."""
         if not self._serving or self.memory is None or self._plan is None:
             return
         for rank, record in self._records.items():
@@ -331,9 +331,9 @@ class SharedMemoryCoordinator:
                 self._welcome()
 
     def _on_load(self, rank: Rank, body: messages.Load) -> None:
-        """All learners ask for the same checkpoint; the first request is passed on.
+        """All learners request the same checkpoint; the first request is forwarded.
 
-        A learner that was started again asks when training has begun: nothing is loaded then.
+        A restarted learner sends its request after training has begun: nothing is loaded then.
         """
         assert self.rings is not None
         if body.path in self._loaded or (not self._loading and self.rings.version > 0):
@@ -352,7 +352,7 @@ class SharedMemoryCoordinator:
         version = self.rings.version
         moved = was_ready and version > self._began_at
         self._deaths = 1 if moved else self._deaths + 1
-        if code > 0:  # an error of its own: another server would come to the same
+        if code > 0:  # its own error: another server would fail the same way
             self.fail(f"the server exited with code {code}; what it wrote above says why")
             return
         if self._deaths > MOST_DEATHS:
@@ -362,11 +362,12 @@ class SharedMemoryCoordinator:
         self.log(f"the server was lost at update {version}; another takes its place")
         if self._direct:
             self.rings.release_dead(self.learners)
-        # Else, if it died within an update, its successor has the weights until they are whole.
+        # If it died during an update, the next server keeps the lock of the weights until they are
+        # valid.
         self._start_server()
 
     def tick(self) -> None:
-        """Called after every event, and now and then."""
+        """Called after every event, and at intervals."""
         self._finish_if_done()
         if self.rings is None or self._server is None or self._account is not None:
             return
@@ -385,7 +386,7 @@ class SharedMemoryCoordinator:
             self._unblock(self.rings, stalled_s)
 
     def _unblock(self, rings: Rings, stalled_s: float) -> None:
-        """Kill the learners that hold the weights for too long, or else the server."""
+        """Kill the learners that hold the lock for too long, or else the server."""
         reading = [rank for rank in self._records if rings.reading(rank)]
         if not reading:
             self.log(f"the server has done nothing for {stalled_s:.0f} s, and is ended")
@@ -410,7 +411,7 @@ class SharedMemoryCoordinator:
             self._batches.count(rank, self.rings.pushed(rank))
 
     def _undo(self, taken: Sequence[int], let_go: Sequence[int]) -> None:
-        """Deal the batches again whose updates the weights have lost."""
+        """Deal batches again whose updates were lost."""
         for rank in self._records:
             self._count_batches(rank)
         lost = self._batches.undo(taken, let_go)

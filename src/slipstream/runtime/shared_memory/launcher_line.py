@@ -12,11 +12,11 @@ from slipstream.runtime.shared_memory import messages
 from slipstream.transports.local_socket import Hangup, LocalSocket
 
 Answer = TypeVar("Answer", bound=messages.Body)
-AHEAD = 8  # batches leased at a time: asking for each would cost as much as a small step
+AHEAD = 8  # batches leased at a time: a request for each would cost as much as a small step
 
 
 class LauncherLine:
-    """Requests go out one at a time, from whichever thread."""
+    """Sends requests one at a time, from any thread."""
 
     def __init__(self, descriptor: int, start_s: float, wait_s: float) -> None:
         os.set_inheritable(descriptor, False)
@@ -31,10 +31,10 @@ class LauncherLine:
         """Join as a learner.
 
         Returns:
-            What is shared, and the descriptor of the memory that it is in.
+            The reply, and the descriptor of the shared memory.
 
         Raises:
-            ModelMismatch: the learners differ.
+            ModelMismatch: the learners' models differ.
         """
         with self._asking:
             self._send(hello)
@@ -46,17 +46,17 @@ class LauncherLine:
         return welcome, descriptor
 
     def joins_network(self, doing: str) -> None:
-        """Send that this worker is no learner, and what it does instead."""
+        """Report that this worker is not a learner, and what it does instead."""
         with self._asking:
             self._send(messages.Networked(doing))
 
     def is_first(self, key: str) -> bool:
-        """Whether this process is the first to ask under a key."""
+        """Whether this process is the first to call it with a key."""
         own = os.getpid()
         return bool(self.share(key, own) == own)
 
     def begin(self, *, filled: bool) -> None:
-        """Returns when the weights are in place."""
+        """Wait until the weights are in place."""
         with self._asking:
             if filled:
                 self._send(messages.Filled())
@@ -89,7 +89,7 @@ class LauncherLine:
         return self._ask(messages.Ask(), messages.Account, "the server's account")
 
     def depart(self, figures: bytes, ages: dict[int, int]) -> messages.Farewell:
-        """Leave, and wait until all learners do."""
+        """Leave, and wait until all learners have left."""
         return self._ask(
             messages.Departing(figures, ages), messages.Farewell, "the other learners to finish"
         )
@@ -128,5 +128,5 @@ class LauncherLine:
 
 
 def gone() -> PeerFailed:
-    """The error of a learner whose launcher has gone."""
+    """The error of a learner whose launcher has ended."""
     return PeerFailed("the launcher", "its line to this learner is closed")

@@ -17,7 +17,7 @@ class Body(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Body, frozen=True):
-    """Its model and optimizer; ``config_fingerprint`` lists what must be equal on all learners."""
+    """A learner's model and optimizer; ``config_fingerprint`` must be equal on all learners."""
 
     config_fingerprint: list[str]
     tensors: list[SharedTensor]
@@ -37,7 +37,7 @@ class Networked(Body, frozen=True):
 
 
 class Filled(Body, frozen=True):
-    """The first one's weights are in place."""
+    """The first learner has written its weights."""
 
 
 class Share(Body, frozen=True):
@@ -48,7 +48,7 @@ class Share(Body, frozen=True):
 
 
 class Lease(Body, frozen=True):
-    """Asks for ``number`` batches, of ``batches`` an epoch; gives back the last ``returned``."""
+    """Requests ``number`` batches, of ``batches`` per epoch; returns the last ``returned``."""
 
     batches: int
     number: int
@@ -56,19 +56,19 @@ class Lease(Body, frozen=True):
 
 
 class Save(Body, frozen=True):
-    """Asks for a checkpoint at a path."""
+    """Requests a checkpoint at a path."""
 
     path: str
 
 
 class Load(Body, frozen=True):
-    """Asks to continue from the checkpoint at a path."""
+    """Requests to continue from the checkpoint at a path."""
 
     path: str
 
 
 class Ask(Body, frozen=True):
-    """For the server's account; requests to the server have numbers, by which it answers."""
+    """Requests the server's account; requests to the server are numbered, and so are answers."""
 
     number: int = 0
 
@@ -87,7 +87,7 @@ FromLearner = Hello | Networked | Filled | Share | Lease | Save | Load | Ask | D
 
 
 class Welcome(Body, frozen=True):
-    """With the memory's descriptor; ``fill``: this one's weights are the first."""
+    """Sent with the memory's descriptor; ``fill``: this learner writes the initial weights."""
 
     plan: SegmentPlan
     fill: bool
@@ -116,7 +116,7 @@ class Done(Body, frozen=True):
 
 
 class Account(Body, frozen=True):
-    """The server's figures; ``staleness``: how many gradients were how old."""
+    """The server's figures; ``staleness``: number of gradients by age."""
 
     staleness: dict[int, int]
     refused: int = 0
@@ -124,7 +124,7 @@ class Account(Body, frozen=True):
 
 
 class Farewell(Body, frozen=True):
-    """Everybody's figures, for one of them."""
+    """The figures of all learners, for one of them."""
 
     figures: list[bytes]
     account: Account | None = None
@@ -132,7 +132,7 @@ class Farewell(Body, frozen=True):
 
 
 class Refused(Body, frozen=True):
-    """The learner cannot join, or cannot have what it asked for."""
+    """The learner cannot join, or its request is refused."""
 
     trouble: str
 
@@ -144,8 +144,8 @@ ToLearner = Welcome | Begin | Shared | Leased | Done | Account | Farewell | Refu
 
 
 class Start(Body, frozen=True):
-    """With the memory's descriptor; where updates are ``direct`` there is nothing to apply, and the
-    weights may be ``as_they_are``: no server's death can have spoilt them."""
+    """Sent with the memory's descriptor. Where updates are ``direct`` there is nothing to apply,
+    and the weights may be used ``as_they_are``: a server's death cannot have damaged them."""
 
     job: str
     plan: SegmentPlan
@@ -166,22 +166,23 @@ class Keep(Body, frozen=True):
 
 
 class Restore(Body, frozen=True):
-    """Asks to continue from the checkpoint at a path."""
+    """Requests to continue from the checkpoint at a path."""
 
     number: int
     path: str
 
 
 class Finish(Body, frozen=True):
-    """Nothing more will be pushed: drain, keep a checkpoint, and go."""
+    """No more gradients will be pushed: apply the rest, write a checkpoint, and end."""
 
 
 ToServer = Start | Keep | Restore | Finish | Ask
 
 
 class Ready(Body, frozen=True):
-    """It maps the memory; ``restored`` if the weights are a checkpoint's, which has the first
-    ``taken`` gradients of each learner in this job. Those up to ``let_go`` will not be applied."""
+    """The server has mapped the memory. ``restored``: the weights are a checkpoint's, which
+    contains the first ``taken`` gradients of each learner; those up to ``let_go`` will not be
+    applied."""
 
     restored: bool
     version: int
@@ -205,14 +206,14 @@ class AccountReply(Body, frozen=True):
 
 
 class Finished(Body, frozen=True):
-    """``trouble``: why there is no last checkpoint, or empty."""
+    """``trouble``: why the last checkpoint could not be written, or empty."""
 
     account: Account
     trouble: str = ""
 
 
 class Note(Body, frozen=True):
-    """For people."""
+    """A line for the launcher to print."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""An optimizer's memories beside shared weights, and their update from a slot."""
+"""An optimizer's state for shared weights, and their update from a slot."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slipstream.errors import CheckpointError
 from slipstream.planning.segment import RULES, SegmentPlan, SharedTensor
 from slipstream.runtime.files.checkpoint_format import MOST_STEPS, Piece
 
-# What torch calls an optimizer's memories; the number is the native update's.
+# torch's names of an optimizer's state tensors; the number is the native update's.
 MEMORIES = {
     "sgd": (("momentum_buffer", 0),),
     "adam": (("exp_avg", 0), ("exp_avg_sq", 1)),
     "rmsprop": (("square_avg", 0), ("momentum_buffer", 1), ("grad_avg", 2)),
 }
-MOMENTUM = {"sgd": 1, "rmsprop": 4}  # where it is in a group's settings
+MOMENTUM = {"sgd": 1, "rmsprop": 4}  # its index in a group's settings
 OPTIONAL = ("momentum_buffer", "grad_avg")  # kept only with some settings
 CENTERED = 5
 STATE = "optimizer/state"
 
 
 class SharedOptimizer:
-    """Its memories are laid out as the weights are."""
+    """Its state has the same layout as the weights."""
 
     def __init__(
         self, plan: SegmentPlan, optimizer: str, settings: Sequence[Sequence[float]]
@@ -33,16 +33,16 @@ class SharedOptimizer:
         self._plan, self._settings = plan, settings
         self._rule = RULES[optimizer]
         self._update = Update(self._rule, plan.places(), plan.groups)
-        # Zeros that are never written take no memory.
+        # Zeros that are never written need no memory.
         self._moments = [np.zeros(plan.weights_nbytes, np.uint8) for _ in range(3)]
         self._steps = np.zeros(max(1, len(plan.gradients)), np.uint64)
 
     def apply(self, weights: memoryview, slot: memoryview) -> None:
-        """ValueError if the slot does not fit; then nothing has changed."""
+        """Apply a slot; raises ValueError if the slot is invalid, before anything changes."""
         self._update.apply(weights, slot, self._moments, self._steps)
 
     def pieces(self) -> dict[str, dict[str, Piece]]:
-        """What there is to remember, by parameter and by torch's name for it."""
+        """The state, by parameter and by torch's name for it."""
         found: dict[str, dict[str, Piece]] = {}
         for number, gradient in enumerate(self._plan.gradients):
             tensor = self._plan.tensors[gradient.tensor]
@@ -58,7 +58,7 @@ class SharedOptimizer:
         return {name: entries for name, entries in found.items() if entries}
 
     def check(self, state: Mapping[str, Mapping[str, Piece]]) -> None:
-        """Refuse what ``load`` could not take."""
+        """Refuse state that ``load`` could not use."""
         here = {tensor.name: tensor for tensor in self._plan.tensors}
         for name, entries in state.items():
             if name not in here:
@@ -74,7 +74,7 @@ class SharedOptimizer:
                 raise CheckpointError(f"{name!r} has optimizer state, but no step")
 
     def load(self, state: Mapping[str, Mapping[str, Piece]]) -> None:
-        """Take what ``check`` has let pass."""
+        """Load state that has passed ``check``."""
         for moment in self._moments:
             if moment.any():
                 moment[:] = 0
@@ -110,9 +110,9 @@ def fits(piece: Piece, tensor: SharedTensor, name: str) -> None:
 
 
 def steps_in(piece: Piece, name: str) -> int:
-    """How many steps a parameter has had, which torch keeps as a tensor."""
+    """A parameter's number of steps, which torch keeps as a tensor."""
     if piece.dtype in ("float32", "float64", "int64") and math.prod(piece.shape) == 1:
         steps = np.frombuffer(piece.data, piece.dtype)[0]
-        if 0 <= steps <= MOST_STEPS:  # NaN is not
+        if 0 <= steps <= MOST_STEPS:  # false for NaN
             return int(steps)
     raise CheckpointError(f"'step' of {name!r} is no number of steps")

@@ -1,4 +1,4 @@
-"""Requests of learners to the server, which the launcher passes on."""
+"""Requests of learners to the server, which the launcher forwards."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class ServerRequests:
         return any(isinstance(body, messages.Load) for _, body in self._asked.values())
 
     def connect(self, send: Send | None) -> None:
-        """Pass requests on to this server, those first that were not answered yet.
+        """Forward requests to this server, starting with those that were not answered.
 
         Args:
-            send: None while there is no server; requests wait for the next one.
+            send: None while there is no server; requests then wait for the next one.
         """
         self._send = send
         for number, (_, body) in self._asked.items():
             self._pass_on(number, body)
 
     def ask(self, rank: Rank, body: messages.Body) -> None:
-        """Pass a learner's request on."""
+        """Forward a learner's request."""
         self._count += 1
         self._asked[self._count] = (rank, body)
         self._pass_on(self._count, body)
 
     def answered(self, number: int) -> tuple[Rank | None, messages.Body]:
-        """The learner that asked, unless it has ended, and its request."""
+        """The learner of a request, unless it has ended, and the request."""
         return self._asked.pop(number)
 
     def forget(self, rank: Rank) -> None:
-        """A learner has ended: answers to its requests are for nobody."""
+        """A learner has ended: drop answers to its requests."""
         for number, (asked_by, body) in self._asked.items():
             if asked_by == rank:
                 self._asked[number] = (None, body)

@@ -1,4 +1,4 @@
-"""Notices a server of shared weights that makes no progress."""
+"""Detects that the server of shared weights makes no progress."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SILENCE_S = 5.0
 
 @dataclass(slots=True)
 class ServerWatchdog:
-    """Watches counts in the rings that change while the server works."""
+    """Watches counters in the rings that change while the server works."""
 
     clock: Callable[[], float]
     _seen: tuple[int, ...] = ()
     _since: float = 0.0
 
     def restart(self) -> None:
-        """A server was started, or one has another chance."""
+        """A server was started, or gets more time."""
         self._seen, self._since = (), self.clock()
 
     def is_late(self) -> bool:
@@ -28,10 +28,10 @@ class ServerWatchdog:
         return self.clock() - self._since > START_S
 
     def stalled_s(self, rings: Rings, *, busy: bool) -> float | None:
-        """How long the server was allowed to do nothing, if it has done so.
+        """The time limit, if the server has made no progress for longer; else None.
 
         Args:
-            busy: whether a request may keep the server from its gradients.
+            busy: whether a request may keep the server from applying gradients.
         """
         waiting = [r for r in range(rings.learners) if rings.pushed(r) != rings.taken(r)]
         seen = (rings.version, *(rings.taken(r) for r in waiting))

@@ -1,7 +1,7 @@
 """The launcher's part in a job of learners: their sockets, their memory, and the server.
 
 Every worker of this machine has a socket to its launcher from the start. The first ``Hello`` makes
-the job one of learners; a job without one is supervised as if this were not there.
+it a job of learners; a job without one is supervised as if this class did not exist.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
 SERVER = "server"
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.shared_memory.update_server")
 RESTARTS = 10
-SEND_S = 10.0  # how long a member may leave a message in its socket
-KEEP_S = 20.0  # for the last checkpoint of a job that does not end as it should
+SEND_S = 10.0  # limit for a process to read a message from its socket
+KEEP_S = 20.0  # for the last checkpoint of a job that fails
 TICK_S = 0.05
-# No learner knows when another one fails; the only thing to wait for is a failure they share.
+# Learners do not detect each other's failures; wait only for a failure that they share.
 GRACE_S = 1.0
 
 
@@ -57,7 +57,7 @@ class LearnerSupervisor:
     Args:
         restarts: how often learners are started again, in all.
         locks: the directories that this job has locked.
-        last: closed when no process of the job is left.
+        last: closed when all processes of the job have ended.
     """
 
     tick_s = 0.5
@@ -91,7 +91,7 @@ class LearnerSupervisor:
     # ---- workers
 
     def connect(self, name: str) -> socket.socket:
-        """The end of a new socket that a worker is to be started with."""
+        """The end of a new socket for a worker that is about to start."""
         ours, theirs = socket_pair(SEND_S)
         self._coordinator.add_learner(rank_of(name), self._listen(name, ours, FromLearner))
         return theirs
@@ -102,7 +102,7 @@ class LearnerSupervisor:
             self._group.add_returning(name, incarnation, control=theirs.fileno())
 
     def expect_learners(self) -> None:
-        """No learner leads the others, and one that dies is started again."""
+        """From now on no learner leads, and one that dies is started again."""
         self._group.set_rules(leader=None, restarts=self._restarts, grace_s=GRACE_S)
 
     def _listen(self, name: str, end: socket.socket, bodies: Any) -> Send:
@@ -133,7 +133,7 @@ class LearnerSupervisor:
                 log_line(f"{name} does not listen, and is ended")
                 self._group.end(name)
             except Hangup:
-                pass  # its end is an event of its own
+                pass  # the end of the process is a separate event
 
         return send
 
@@ -149,7 +149,7 @@ class LearnerSupervisor:
                 self._coordinator.server_ended(event.code)
             return True
         if isinstance(event, Ended) and event.is_worker:
-            # The others wait for one that fails before it has joined, and cannot know of it.
+            # If one fails before it has joined, the others wait for it and cannot detect that.
             joined = rank_of(event.member) in self._coordinator.joined
             self._failed_before_joining |= event.failed and event.place == "inside" and not joined
             self._coordinator.remove_learner(rank_of(event.member))
@@ -184,9 +184,9 @@ class LearnerSupervisor:
         return self._listen(SERVER, ours, FromServer)
 
     def save_last_checkpoint(self) -> None:
-        """However the job ends: SIGTERM makes a server keep a checkpoint and go."""
+        """However the job ends: on SIGTERM a server writes a checkpoint and ends."""
         if self._server is None or not self._coordinator.has_weights or self._directory is not None:
-            return  # there is nothing to keep, or it would go with the job
+            return  # nothing to save, or it would be removed with the job
         if self._server.poll() is None:
             self._group.end(SERVER, signal.SIGTERM)
         deadline = time.monotonic() + KEEP_S
@@ -200,13 +200,13 @@ class LearnerSupervisor:
             log_line(f"the server has not written its last checkpoint within {KEEP_S:.0f} s")
 
     def final_verdict(self, verdict: Verdict) -> Verdict:
-        """A job that lacks its last checkpoint has not ended well."""
+        """A job without its last checkpoint has failed."""
         if verdict.code == 0 and self._coordinator.lacks_checkpoint:
             return Verdict(1, "the job ended without its last checkpoint")
         return verdict
 
     def _directory_for(self, asked: str | None) -> Path:
-        """The directory that learners ask for, locked; else one that goes with the job."""
+        """The directory that learners request, locked; else one that is removed with the job."""
         if asked is not None:
             self._locks.take(Path(asked))
             return Path(asked)

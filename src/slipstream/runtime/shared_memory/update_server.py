@@ -1,9 +1,10 @@
-"""The server of shared weights: a process that empties rings and updates weights in place.
+"""The server of shared weights: a process that takes gradients from rings and updates in place.
 
-It takes gradients of the learners in turn, one slot at a time, and never waits for one of them. It
-keeps checkpoints: a copy is made between two updates, and written by a thread of its own. What it
-knows besides the weights (an optimizer's memories, how old gradients were) is its own; if it dies,
-the launcher starts another, which goes on from the last checkpoint. It ends when its socket does.
+It takes gradients of the learners in turn, one slot at a time, and never waits for a particular
+one. It writes checkpoints: a copy is made between two updates, and written by a separate thread.
+Its other state (the optimizer's, the ages of gradients) is in its own memory; if it dies,
+the launcher starts another, which continues from the last checkpoint. It ends when its socket
+closes.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from slipstream.runtime.shared_memory.optimizer import STATE, SharedOptimizer, f
 from slipstream.transports.local_socket import Hangup, LocalSocket
 from slipstream.transports.shared_memory import SharedMemory
 
-TICK_S = 0.1  # how long a slot may wait whose learner died before it could signal
+TICK_S = 0.1  # longest wait of a slot whose learner died before it could signal
 LISTEN_EVERY = 64  # updates
 LOCK_S = 0.2
 
 
 class UpdateServer:
-    """Rings, weights, and the optimizer that goes from the one to the other."""
+    """Takes gradients from rings, and applies them to the weights with an optimizer."""
 
     def __init__(self, start: messages.Start, memory: SharedMemory) -> None:
         self._start, self._plan = start, start.plan
@@ -63,7 +64,7 @@ class UpdateServer:
         self._last = self.rings.learners - 1
 
     def serve_one(self, limit_s: float) -> bool:
-        """Apply one gradient, if there is one in time."""
+        """Apply one gradient, if one arrives in time."""
         if self._start.direct:
             self.rings.rest(limit_s)
             return False
@@ -73,7 +74,7 @@ class UpdateServer:
         learner, slot = ready
         with self._writing() as alone:
             if not alone:
-                return True  # a learner reads for long; the slot stays where it is
+                return True  # a learner holds the lock for long; the slot stays
             self._apply(self._slots[learner][slot])
         self._last = learner
         self.rings.release(learner)
@@ -81,7 +82,7 @@ class UpdateServer:
 
     @contextmanager
     def _writing(self) -> Iterator[bool]:
-        """Within, nobody else uses the weights; yields False if the lock could not be had soon."""
+        """Within, no other process uses the weights; yields False if the lock was not free soon."""
         if not self._start.consistent:
             yield True
             return
@@ -94,7 +95,7 @@ class UpdateServer:
 
     @contextmanager
     def _surely_writing(self) -> Iterator[None]:
-        """The same, but waits: readers are quick, and the launcher releases those that died."""
+        """The same, but waits: readers are fast, and the launcher releases locks of dead ones."""
         while True:
             with self._writing() as alone:
                 if alone:
@@ -119,7 +120,7 @@ class UpdateServer:
     # ---- checkpoints
 
     def snapshot(self) -> Snapshot | None:
-        """A copy, of one moment; None if learners that update themselves keep it busy."""
+        """A consistent copy; None if learners that update directly keep the weights locked."""
         with self._writing() as alone:
             if not alone:
                 return None
@@ -150,7 +151,7 @@ class UpdateServer:
         return Snapshot(pieces, facts)
 
     def taken_by(self, snapshot: Snapshot) -> list[int]:
-        """By learner: how many of its gradients in this job a snapshot has."""
+        """By learner: how many of its gradients in this job a snapshot contains."""
         if snapshot.facts.get("job") != self._start.job:
             return [0] * self.rings.learners
         taken = list(snapshot.facts.get("taken", ()))
@@ -161,12 +162,12 @@ class UpdateServer:
         return taken
 
     def restore(self, snapshot: Snapshot) -> list[int]:
-        """Take a snapshot's weights and optimizer state; drop what has been pushed since.
+        """Load a snapshot's weights and optimizer state; discard gradients pushed since.
 
         Returns:
-            By learner: the number of the first gradient that is not dropped.
+            By learner: the number of the first gradient that is not discarded.
         """
-        state = self._fitting_state(snapshot)  # all is checked before anything changes
+        state = self._fitting_state(snapshot)  # check everything before anything changes
         self._optimizer.load(state)
         with self._surely_writing():
             for tensor, at in zip(self._plan.tensors, self._plan.weights_at, strict=True):
@@ -176,7 +177,7 @@ class UpdateServer:
         return [self._drop_pushed(learner) for learner in range(self.rings.learners)]
 
     def _fitting_state(self, snapshot: Snapshot) -> dict[str, dict[str, Piece]]:
-        """The optimizer's memories in a snapshot of which everything fits this job."""
+        """The optimizer state of a snapshot, after checking the snapshot against this job."""
         here = {f"model/{tensor.name}" for tensor in self._plan.tensors}
         there = {name for name in snapshot.pieces if name.startswith("model/")}
         for name in sorted(here ^ there):
@@ -197,7 +198,7 @@ class UpdateServer:
         return state
 
     def _drop_pushed(self, learner: int) -> int:
-        """Drop a learner's gradients; its slots are as clean as if these had been applied."""
+        """Discard a learner's gradients; its slots are then as clean as after an update."""
         pushed = self.rings.pushed(learner)
         for number in range(self.rings.taken(learner), pushed):
             self._wipe(self._slots[learner][number % self.rings.slots])
@@ -220,17 +221,17 @@ def optimizer_of(snapshot: Snapshot) -> OptimizerState:
         raise CheckpointError(str(error)) from error
 
 
-Report = Callable[[str], None]  # called with what went wrong, or ""
+Report = Callable[[str], None]  # called with the error, or ""
 
 
 class Checkpoints:
-    """Copied between two updates, written by a thread one after the other: updates go on meanwhile.
+    """Copied between two updates, and written one by one by a thread, while updates continue.
 
-    A checkpoint that cannot be written is reported, and training goes on; the last one must be
+    If a checkpoint cannot be written, this is reported and training continues; the last one must be
     written.
 
     Args:
-        every_s: how often one is written in the directory.
+        every_s: seconds between checkpoints in the directory.
         send: sends a note to the launcher.
     """
 
@@ -250,12 +251,12 @@ class Checkpoints:
         )
         self._writing = 0
         self.written = 0
-        self._trouble = ""  # with the last one
+        self._trouble = ""  # the last checkpoint's error
         self._writer = threading.Thread(target=self._write_all, daemon=True)
         self._writer.start()
 
     def tick(self) -> None:
-        """Begin one if it is time, the last is done, and something has changed."""
+        """Begin a checkpoint if it is due, the last one is done, and the weights have changed."""
         now = time.monotonic()
         if now < self._due or self._writing or self._server.rings.version == self._version:
             return
@@ -263,7 +264,7 @@ class Checkpoints:
             self._due = now + self._every_s
 
     def begin(self, path: Path | None, report: Report) -> bool:
-        """One more, in the directory or at a path; False if there is nothing to copy just now."""
+        """Begin one, in the directory or at a path; False if no copy is possible now."""
         snapshot = self._server.snapshot()
         if snapshot is None:
             return False
@@ -279,7 +280,7 @@ class Checkpoints:
         self._trouble = trouble
 
     def _with_last_kept(self, trouble: str) -> str:
-        """With the last checkpoint on the disk; one that was there before may be gone."""
+        """The error, with the newest checkpoint on disk; an earlier one may have been deleted."""
         try:
             found, _ = shared_checkpoint.newest_in(self._directory)
         except CheckpointError as error:
@@ -305,7 +306,7 @@ class Checkpoints:
             self._writing -= 1
 
     def finish(self) -> str:
-        """The last one, whole on the disk when this returns; else what went wrong."""
+        """Write the last checkpoint to disk before this returns; returns the error, or ""."""
         outcome: list[str] = []
         while not self.begin(None, outcome.append):
             time.sleep(TICK_S)
@@ -320,7 +321,7 @@ class Checkpoints:
 def serve(
     control: LocalSocket[messages.ToServer], start: messages.Start, memory: SharedMemory
 ) -> None:
-    """Apply gradients until all learners have finished, or SIGTERM comes."""
+    """Apply gradients until all learners have finished, or SIGTERM arrives."""
     server = UpdateServer(start, memory)
     directory = Path(start.checkpoints)
     sweep_drafts(directory)
@@ -366,7 +367,7 @@ def answer(
     kept: Checkpoints,
     control: LocalSocket[messages.ToServer],
 ) -> None:
-    """Do what a message asks for, and send the answer."""
+    """Handle a message, and send the answer."""
 
     def keep(path: Path | None, number: int) -> None:
         while not kept.begin(path, lambda trouble: control.send(messages.Kept(trouble, number))):
@@ -387,7 +388,7 @@ def answer(
 
 
 def restore_from(path: Path, server: UpdateServer) -> None:
-    """All of it, or nothing and the reason."""
+    """Restore all of it; on an error, change nothing and raise."""
     snapshot = Snapshot.read(path)
     try:
         server.restore(snapshot)
