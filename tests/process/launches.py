@@ -64,6 +64,10 @@ class Launch:
             pytest.fail(f"still running after {limit_s:.0f} s:\n{self.stdout}{self.stderr}")
         return self.process.returncode
 
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
     def note_moment(self) -> None:
         self._moment = time.monotonic()
 
