@@ -1,4 +1,4 @@
-"""A comparison as a picture: step times with their spread and limits, and how learning went."""
+"""A comparison as a picture: step times with spread and bounds, and learning curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(
     goal: Goal | None,
     target: float | None,
 ) -> None:
-    """Write a PNG (or what else the file's name asks for)."""
+    """Write a PNG (or the format of the file's suffix)."""
     shown = [outcome for outcome in outcomes if outcome.runs]
     learns = goal is not None and any(run.judgements[0].snapshots for o in shown for run in o.runs)
     rows = 2 if learns else 1

@@ -1,4 +1,4 @@
-"""``slipstream bench``: systems side by side on one workload, over links of a given rate."""
+"""``slipstream bench``: compares systems on one workload, over links of a given rate."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def bench(
 ) -> None:
     """Compare systems on one workload, in turns within one run."""
     prepare_reports(json, plot)
-    # Here, because they import torch, and --help does not need it.
+    # Imported here, because they import torch, and --help does not need it.
     from slipstream.bench.comparison import Comparison
     from slipstream.bench.trial import Trial
 
@@ -119,7 +119,7 @@ def bench(
 
 
 def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | None) -> bool:
-    """Run the comparison, print the table and write the files; whether any trial failed."""
+    """Run the comparison, print the table and write the files; returns whether any trial failed."""
     from slipstream.bench import report
     from slipstream.bench.comparison import compare, machine_facts
 
@@ -134,7 +134,7 @@ def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | N
     )
     title = report.heading(comparison, loaded, bounds)
     console.print(printable_lines("\n".join(title)), markup=False)
-    # A figure that is cut off is of no use: on a narrow terminal lines wrap instead.
+    # A truncated number is useless: on a narrow terminal lines wrap instead.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(report.table(outcomes, bounds, loaded.goal, comparison.target))
     if json is not None:
@@ -149,7 +149,7 @@ def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | N
 
 
 def split_systems(text: str) -> list[str]:
-    """At commas, but not at those between parentheses."""
+    """Split at commas, but not within parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

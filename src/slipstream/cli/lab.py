@@ -1,4 +1,4 @@
-"""``slipstream lab``: hosts with slow links, on this machine, for as long as you want them."""
+"""``slipstream lab``: hosts with slow links on this machine, until they are removed."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def link(
     state: Annotated[str, typer.Argument(metavar="up|down")],
     name: LabName = None,
 ) -> None:
-    """Pull a host's cable (down), or plug it in again (up)."""
+    """Disconnect a host's link (down), or connect it again (up)."""
     if state not in ("up", "down"):
         raise LaunchError(f"a link is up or down, not {state!r}")
     lab = find(name)
@@ -153,14 +153,14 @@ def link(
 
 @app.command()
 def freeze(host: HostNumber, name: LabName = None) -> None:
-    """Stop every program on a host, as if the machine had hung."""
+    """Stop every program on a host, as if the machine hung."""
     lab = find(name)
     lab.freeze(_host(lab, host))
 
 
 @app.command()
 def thaw(host: HostNumber, name: LabName = None) -> None:
-    """Let a frozen host go on."""
+    """Let a frozen host continue."""
     lab = find(name)
     lab.thaw(_host(lab, host))
 
@@ -173,7 +173,7 @@ def traffic(
     seconds: Annotated[float, typer.Option(min=0, help="For how long; for ever if 0.")] = 0.0,
     name: LabName = None,
 ) -> None:
-    """Send somebody else's UDP between two hosts at a steady rate, until Ctrl-C."""
+    """Send competing UDP traffic between two hosts at a constant rate, until Ctrl-C."""
     lab = find(name)
     for_s = seconds or math.inf
     with lab.traffic(_host(lab, source), _host(lab, sink), offered, for_s) as sender:
@@ -222,7 +222,7 @@ def _host(lab: Network, text: str) -> int:
 
 
 def _print(lab: Network) -> None:
-    """Cut off, an address is of no use: on a narrow terminal lines wrap instead."""
+    """A truncated address is useless: on a narrow terminal lines wrap instead."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(lab))

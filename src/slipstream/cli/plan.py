@@ -1,4 +1,4 @@
-"""``slipstream plan``: what every layer of a model would do, without training anything."""
+"""``slipstream plan``: how every layer of a model would be sent, without training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan(
     ] = 5.0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
-    """Show what travels how, layer by layer, and the predicted gain over plain dense."""
+    """Show how each layer would be sent, and the predicted gain over plain dense."""
     if json is not None:
         prepare_file("--json", json)
     specs = read_model(model)
@@ -95,14 +95,14 @@ def read_model(text: str) -> list[Spec]:
                 "file with one, or module:factory"
             )
         return list(table(text).specs)
-    sys.path.insert(0, "")  # as `python -m` would find it
+    sys.path.insert(0, "")  # as with `python -m`
     try:
         make = getattr(importlib.import_module(module), factory)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     try:
         made = make() if callable(make) else make
-    except (ImportError, AttributeError) as error:  # others are the model's own: with a traceback
+    except (ImportError, AttributeError) as error:  # others are the model's: traceback
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     if not hasattr(made, "named_parameters"):
         raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")
