@@ -60,7 +60,7 @@ def _steps(axis: Any, outcomes: Sequence[Outcome], bounds: Bounds) -> None:
         axis.text(median + over, name, label, va="center", fontsize=8, color=INK)
     limits = [
         (bounds.dense_s, "dense over the wire", "--"),
-        (bounds.exact_s, "cheapest exact road over the wire", ":"),
+        (bounds.exact_s, "cheapest exact route over the wire", ":"),
         (bounds.compute_s, "computing", "-."),
     ]
     for seconds, label, style in limits:

@@ -34,7 +34,7 @@ def heading(comparison: Comparison, workload: Workload, bounds: Bounds) -> list[
     if bounds.dense_s is not None and bounds.exact_s is not None:
         lines.append(
             f"a step's least on the wire: {number(bounds.dense_s)} s dense, "
-            f"{number(bounds.exact_s)} s by the cheapest exact road of every layer"
+            f"{number(bounds.exact_s)} s by the cheapest exact route of every layer"
         )
     if bounds.compute_s is not None:
         lines.append(f"a step's least computing: {number(bounds.compute_s)} s")

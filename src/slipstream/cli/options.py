@@ -86,7 +86,7 @@ Encrypt = Annotated[
 ]
 Port = Annotated[
     int,
-    typer.Option(min=0, max=65535, help="Port where the workers meet; 0 takes a free one."),
+    typer.Option(min=0, max=65535, help="Port of the workers' rendezvous; 0 takes a free one."),
 ]
 Interface = Annotated[
     str | None,

@@ -104,7 +104,7 @@ class TomlTable:
         for key in self.content:
             if key not in self.asked:
                 known = ", ".join(sorted(self.asked))
-                raise self.refusal(key, f"nobody reads this key; known here: {known}")
+                raise self.refusal(key, f"unknown key; known here: {known}")
 
     def _take(self, key: str, default: Any) -> Any:
         self.asked.append(key)
