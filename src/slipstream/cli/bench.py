@@ -30,19 +30,19 @@ Compare = Annotated[
         "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
     ),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Workers, one a host.")]
+Workers = Annotated[int, typer.Option(min=1, help="Workers, one per host.")]
 Servers = Annotated[
-    int, typer.Option(min=0, help="Dedicated servers on hosts of their own; 0: beside workers.")
+    int, typer.Option(min=0, help="Dedicated servers on separate hosts; 0: colocated with workers.")
 ]
 Rate = Annotated[
-    str, typer.Option(help="Of every host's link, such as 200mbit; none is plain loopback.")
+    str, typer.Option(help="Rate of every host's link, such as 200mbit; none is plain loopback.")
 ]
 Repetitions = Annotated[int, typer.Option(min=1, help="Runs of each system, in turns.")]
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Timed steps a run; by default what fits 12 s.")
+    int | None, typer.Option(min=1, help="Timed steps per run; by default as many as fit 12 s.")
 ]
 Warmup = Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Samples a step and worker.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples per step and worker.")]
 LearningRate = Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of a real data set.")]
 Scale = Annotated[
@@ -60,7 +60,7 @@ Straggle = Annotated[
 ]
 Target = Annotated[float | None, typer.Option(help="Measure the time to this accuracy or error.")]
 Seed = Annotated[int, typer.Option(help="Seed of data and delays.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all results here.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them here (PNG).")]
 
 

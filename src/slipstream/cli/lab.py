@@ -35,14 +35,14 @@ RateText = Annotated[str, typer.Argument(metavar="RATE", help="Such as 50mbit, o
 def up(
     hosts: Annotated[int | None, typer.Option(min=1, help="How many hosts; 4 by default.")] = None,
     rate: Annotated[
-        str, typer.Option(help="Of every host's link; or one for each host, joined by commas.")
+        str, typer.Option(help="Rate of every host's link; or one for each host, joined by commas.")
     ] = "200mbit",
     tiers: Annotated[
         str | None,
         typer.Option(help="Racks x hosts in each, such as 2x4; a core joins the racks."),
     ] = None,
     core_rate: Annotated[
-        str | None, typer.Option(help="Of each rack's cable to the core; unshaped by default.")
+        str | None, typer.Option(help="Rate of each rack's link to the core; unshaped by default.")
     ] = None,
     delay_ms: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
     loss_percent: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
@@ -80,7 +80,7 @@ def status(name: LabName = None) -> None:
 def topology(
     name: LabName = None,
     servers: Annotated[
-        int, typer.Option(min=0, help="Dedicated servers, on the last hosts; 0: one beside each.")
+        int, typer.Option(min=0, help="Dedicated servers, on the last hosts; 0: colocated.")
     ] = 0,
 ) -> None:
     """Print the lab as a topology file, for `slipstream plan-tree` and parameter_flow(tree=…)."""
@@ -108,7 +108,7 @@ def execute(
 def down(
     name: Annotated[str | None, typer.Argument(metavar="LAB", help="Which lab.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every lab, those of running programs and of crashed too.")
+        bool, typer.Option("--all", help="Every lab, also of running and of crashed programs.")
     ] = False,
 ) -> None:
     """Remove a lab and end what runs in it."""

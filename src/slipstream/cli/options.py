@@ -41,13 +41,13 @@ Strategy = Annotated[
 ]
 Servers = Annotated[
     int,
-    typer.Option(min=0, help="Dedicated server processes; 0 puts one beside the first worker."),
+    typer.Option(min=0, help="Dedicated server processes; 0: colocated with the first worker."),
 ]
 MayLose = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Workers that may die while the rest go on, where the strategy can do without.",
+        help="Workers that may die while the rest continue, if the strategy allows it.",
     ),
 ]
 Restarts = Annotated[
@@ -55,12 +55,12 @@ Restarts = Annotated[
     typer.Option(
         min=0,
         show_default="10 with gadei, else 0",
-        help="How often, in all, a worker that was killed is started again, to come back where the "
-        "strategy lets it (ako, gadei).",
+        help="How many killed workers are started again, in all, if the strategy allows it "
+        "(ako, gadei).",
     ),
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the job's figures to this file at its end.")
+    Path | None, typer.Option("--json", help="Write the job's metrics to this file at its end.")
 ]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Write a run log (JSON lines).")]
 TensorBoard = Annotated[
@@ -72,7 +72,7 @@ Prometheus = Annotated[
 SecretFile = Annotated[
     Path | None,
     typer.Option(
-        help="Read the job secret from this file; else SLIPSTREAM_SECRET, or one is made up."
+        help="Read the job secret from this file; else SLIPSTREAM_SECRET, or a random one."
     ),
 ]
 Encrypt = Annotated[

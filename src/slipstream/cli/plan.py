@@ -36,25 +36,27 @@ def plan(
     servers: Annotated[
         int,
         typer.Option(
-            min=0, max=MOST_MEMBERS, help="Dedicated servers; 0: none, or one beside each worker."
+            min=0,
+            max=MOST_MEMBERS,
+            help="Dedicated servers; 0: none, or one colocated with each worker.",
         ),
     ] = 0,
-    rate: Annotated[str, typer.Option(help="Of every link, such as 10gbit.")] = "10gbit",
+    rate: Annotated[str, typer.Option(help="Rate of every link, such as 10gbit.")] = "10gbit",
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Samples a step and worker.")
+        int, typer.Option(min=1, max=MOST_ROWS, help="Samples per step and worker.")
     ] = 32,
     rows: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_ROWS, help="Rows a sample gives a linear layer (tokens, say)."
+            min=1, max=MOST_ROWS, help="Rows per sample of a linear layer (tokens, for example)."
         ),
     ] = 1,
     strategy: Annotated[str, typer.Option(help="The system, as in Python.")] = "poseidon",
     gemm_gflops: Annotated[
-        float, typer.Option(min=0.001, help="A worker's speed at matrix products.")
+        float, typer.Option(min=0.001, help="A worker's speed of matrix products.")
     ] = 5000.0,
     server_gbytes: Annotated[
-        float, typer.Option(min=0.001, help="A server's speed at summing, in GB/s.")
+        float, typer.Option(min=0.001, help="A server's speed of summing, in GB/s.")
     ] = 5.0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:

@@ -36,7 +36,7 @@ ABOUT_ROUNDS = b'"rounds"'
 def plan_backups(
     runlog: Annotated[
         Path,
-        typer.Argument(metavar="RUNLOG", help="What --log wrote in a run with backup_workers."),
+        typer.Argument(metavar="RUNLOG", help="The --log file of a run with backup_workers."),
     ],
     iterations: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def plan_backups(
             help="Rounds to replay for every split.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the splits here.")] = None,
 ) -> None:
     """Replay a run's arrival times: how many workers should make a round, how many back them up."""

@@ -36,29 +36,30 @@ HOSTS_SHOWN = 24
 
 
 TopologyFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md says how.")
+    Path | None,
+    typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md describes it."),
 ]
 Hosts = Annotated[
     int | None, typer.Option(min=1, help="Instead of a file: hosts with a worker each.")
 ]
 Racks = Annotated[int | None, typer.Option(min=1, help="Racks that the hosts fill in order.")]
-Rate = Annotated[str | None, typer.Option(help="Of every host's link; 1gbit by default.")]
+Rate = Annotated[str | None, typer.Option(help="Rate of every host's link; 1gbit by default.")]
 CoreRate = Annotated[
     str | None,
-    typer.Option(help="Of every rack's uplink; by default all that its hosts send passes."),
+    typer.Option(help="Rate of every rack's uplink; no limit by default."),
 ]
 Servers = Annotated[
     int | None,
-    typer.Option(min=0, help="Dedicated servers, on hosts of their own; 0: one beside each."),
+    typer.Option(min=0, help="Dedicated servers, on separate hosts; 0: colocated."),
 ]
-ModelMib = Annotated[float, typer.Option(help="What is broadcast, in MiB.")]
-BlockMib = Annotated[float, typer.Option(help="What is passed on at a time, in MiB.")]
-Degree = Annotated[int | None, typer.Option(min=1, help="Pin the tree: children at most (T).")]
-Depth = Annotated[int | None, typer.Option(min=1, help="Pin the tree: hops at most (H).")]
-Alpha = Annotated[float | None, typer.Option(min=0, help="Pin the tree: what a leaf costs.")]
-DrawnServer = Annotated[int, typer.Option(min=0, help="Whose tree is drawn.")]
+ModelMib = Annotated[float, typer.Option(help="Size of the broadcast, in MiB.")]
+BlockMib = Annotated[float, typer.Option(help="Size of a forwarded block, in MiB.")]
+Degree = Annotated[int | None, typer.Option(min=1, help="Limit the tree: most children (T).")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Limit the tree: most hops (H).")]
+Alpha = Annotated[float | None, typer.Option(min=0, help="Limit the tree: cost of a leaf.")]
+DrawnServer = Annotated[int, typer.Option(min=0, help="The server whose tree is drawn.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write everything here, all trees too.")
+    Path | None, typer.Option("--json", help="Write everything here, also all trees.")
 ]
 PlotFile = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="Draw the tree and the times here.")

@@ -37,7 +37,7 @@ def probe(
     ] = False,
     threshold: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Say whether so much is free, such as 50mbit."),
+        typer.Option(metavar="RATE", help="Report whether this is available, such as 50mbit."),
     ] = None,
     fastest: Annotated[
         str, typer.Option(metavar="RATE", help="Try no rates above this one.")
@@ -50,7 +50,7 @@ def probe(
         Path | None,
         typer.Option(help="Read the secret from this file; else SLIPSTREAM_SECRET."),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
     """Measure the available bandwidth of the path to a listener, or be that listener."""
     env = os.environ if secret_file is None else {"SLIPSTREAM_SECRET_FILE": str(secret_file)}

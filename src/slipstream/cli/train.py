@@ -29,7 +29,7 @@ def digits(
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 12,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step, over all workers.")] = 60,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step, over all workers.")] = 60,
     lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of weights and of the data's order.")] = 0,
     *,
