@@ -441,7 +441,7 @@ RULES = (
     ),
     Rule(
         facts("in shared memory", "averages"),
-        "weights in shared memory change all the time, and nobody averages them",
+        "weights in shared memory change all the time, and are not averaged",
         "leave out averaged=, or use async_sgd()",
     ),
     Rule(

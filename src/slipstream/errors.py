@@ -130,7 +130,7 @@ class WaitLimit(RuntimeFault):
         self.what = what
         self.limit_s = limit_s
         self.missing = tuple(missing)
-        names = ", ".join(missing) if missing else "nobody by name"
+        names = ", ".join(missing) if missing else "unknown"
         hint = f"; last message refused here, from {refusal}" if refusal else ""
         super().__init__(f"waited {limit_s:.0f} s for {what}; missing: {names}{hint}")
 

@@ -120,7 +120,7 @@ def warn_of_dropped(summary: Mapping[str, Any]) -> None:
             warnings.warn(
                 f"{number} of rank {rank}'s {number + made} gradients came too late to count: if "
                 "data are dealt by rank (DistributedSampler), most of its samples were never "
-                "learnt from; job.sampler(dataset) deals them to whoever is in time",
+                "learnt from; job.sampler(dataset) deals them to fast workers",
                 stacklevel=4,
             )
 

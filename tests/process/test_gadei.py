@@ -204,7 +204,7 @@ def test_without_restarts_a_learner_may_be_left_out(tmp_path: Path) -> None:
         tmp_path, "learning", tmp_path, TOTAL, "learner", 300,
         options=("--restarts", "0", "--may-lose", "1"),
     )  # fmt: skip
-    assert "rank 1 was killed by SIGKILL; the others go on" in launch.stderr
+    assert "rank 1 was killed by SIGKILL; the other workers continue" in launch.stderr
     assert said(tmp_path)["right"] > DIGITS
     assert not (tmp_path / "1.1.json").exists()
 

@@ -233,7 +233,7 @@ BROKEN: dict[str, Strategy] = {
         Route(OneHolder(), up=OneBit(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER
     ),
     "not update deltas, into shared memory": made(IN_MEMORY, HOGWILD, STEPS),
-    "nobody averages them": made(IN_MEMORY, HOGWILD, Update(average=Ema(0.5))),
+    "are not averaged": made(IN_MEMORY, HOGWILD, Update(average=Ema(0.5))),
     "before their norm is known": made(IN_MEMORY, HOGWILD, Update(before=(ClipNorm(1.0),))),
     "handed to the server as a whole": made(IN_MEMORY, HOGWILD, AT_HOLDER, WaitFree()),
     "and servers get dense gradients": made(Cheapest((WHOLE, Route(WHOLE.topology)), ByBytes())),

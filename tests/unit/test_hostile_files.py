@@ -226,10 +226,10 @@ def hosts(count: int) -> str:
         (HOST.format('"\\u001b[2J"', '"1gbit"', 0), r"hosts[0].name: '\x1b[2J' is no name"),
         (HOST.format('"\\u202ekcar"', '"1gbit"', 0), r"'\u202ekcar' is no name"),
         (HOST.format('"' + "a" * 101 + '"', '"1gbit"', 0), "at most 100 printable letters"),
-        (hosts(1) + '["\\u001b[2J"]\nx = 1\n', r"\x1b[2J: nobody reads this key"),
-        (hosts(1) + f'["{"k" * 5000}"]\nx = 1\n', "nobody reads this key"),
+        (hosts(1) + '["\\u001b[2J"]\nx = 1\n', r"\x1b[2J: unknown key"),
+        (hosts(1) + f'["{"k" * 5000}"]\nx = 1\n', "unknown key"),
         (HOST.format('"a"', "[[[[[[1]]]]]]", 0), "is no rate"),
-        (f"workers = [{'0, ' * 100000}]\n" + hosts(1), "workers: nobody reads this key"),
+        (f"workers = [{'0, ' * 100000}]\n" + hosts(1), "workers: unknown key"),
     ],
     ids=brief,
 )

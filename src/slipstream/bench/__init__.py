@@ -1,4 +1,4 @@
-"""What is measured and on what: workloads, layer tables, emulated devices, stragglers.
+"""What the benchmarks measure: workloads, layer tables, emulated devices, stragglers.
 
 Import from the modules; importing this package alone costs nothing, not even torch.
 """

@@ -1,4 +1,4 @@
-"""What no system can beat: the bytes that an exact exchange has to move, over the link's rate."""
+"""Lower bounds for any system: the bytes of an exact exchange, over the link's rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FRAME_PAYLOAD = 1448 / 1514  # of every frame on the wire, TCP's payload
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A parameter tensor; ``rows`` is how many (X, dY) rows a worker's batch gives, if it is a
+    """A parameter tensor; ``rows`` is the number of (X, dY) rows of a worker's batch, if it is a
     matrix whose gradient is dYᵀX."""
 
     numel: int
@@ -25,7 +25,7 @@ def dense_bytes(shapes: Iterable[Shape], workers: int) -> float:
 
 
 def exact_bytes(shapes: Iterable[Shape], workers: int) -> float:
-    """The same where every matrix may travel as factors instead: (n−1)·K·(M+N)."""
+    """The same where every matrix may be sent as factors instead: (n−1)·K·(M+N)."""
     total = 0.0
     for shape in shapes:
         dense = dense_bytes([shape], workers)
@@ -38,5 +38,5 @@ def exact_bytes(shapes: Iterable[Shape], workers: int) -> float:
 
 
 def seconds(nbytes: float, bits_per_second: float) -> float:
-    """How long a link needs for a payload; frames' headers take their part of the rate."""
+    """The time of a link for a payload, including the headers of frames."""
     return nbytes * 8 / (bits_per_second * FRAME_PAYLOAD)

@@ -1,6 +1,6 @@
-"""Systems side by side: in turns, each time with fresh workers, on the same links.
+"""Compares systems: in turns, each time with fresh workers, on the same links.
 
-Whatever else the machine does then falls on all of them alike, and what counts are ratios.
+Other load on the machine then affects all of them equally; ratios are what counts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ BUDGET_S = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared on what; ``trial`` is everybody's, but for the system."""
+    """What to compare on which workload; ``trial`` is the same for all, except for the system."""
 
     trial: Trial
     systems: tuple[str, ...]
     workers: int = 4
-    servers: int = 0  # dedicated ones, on hosts of their own
+    servers: int = 0  # dedicated ones, on separate hosts
     rate: str | int | float | None = None
     repetitions: int = 3
     target: float | None = None
@@ -71,7 +71,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The least a step can take, by parts; None where nothing is known."""
+    """Lower bounds of a step, by part; None if unknown."""
 
     dense_s: float | None
     exact_s: float | None
@@ -112,13 +112,13 @@ class Outcome:
 
     @property
     def compute_s(self) -> float | None:
-        """Forward and backward, with whatever a system waits for in them."""
+        """Forward and backward, including any waits of a system within them."""
         found = [timing.compute_s for run in self.runs for timing in run.timings]
         return statistics.median(found) if found else None
 
     @property
     def link_bytes(self) -> float | None:
-        """The busiest link's bytes a step, sent or received."""
+        """The busiest link's bytes per step, sent or received."""
         moved = [
             max(max(link.sent, link.received) for link in run.links) / self.steps
             for run in self.runs
@@ -128,12 +128,12 @@ class Outcome:
 
     @property
     def metric(self) -> float | None:
-        """Of the final weights, the mean over workers."""
+        """The metric of the final weights, the mean over workers."""
         found = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
         return statistics.mean(found) if found else None
 
     def reached_s(self, good: Callable[[float], bool]) -> list[float | None]:
-        """By run: when a snapshot was first good enough, if one was."""
+        """By run: when a snapshot first reached the goal, if one did."""
         return [
             next((s.seconds for s in run.judgements[0].snapshots if good(s.metric)), None)
             for run in self.runs
@@ -147,7 +147,7 @@ class Ground:
         self, workers: int, servers: int, lab: Lab | None, ports: Iterator[int] | None = None
     ) -> None:
         self.workers, self.servers, self._lab = workers, servers, lab
-        # Another for each trial: the last one's first worker may still be on its way out.
+        # A new port for each trial: the first worker of the last trial may not have ended yet.
         self._ports = ports or itertools.count(PORT)
 
     def places(self, env: dict[str, str]) -> list[Place]:
@@ -191,7 +191,7 @@ def ground(comparison: Comparison) -> Iterator[Ground]:
 def compare(
     comparison: Comparison, workload: Workload, note: Callable[[str], None]
 ) -> tuple[list[Outcome], Bounds]:
-    """Run everything; ``note`` hears a line about each trial. Failed trials are in the outcomes."""
+    """Run all trials; ``note`` gets a line about each. Failed trials are in the outcomes."""
     bounds = wire_bounds(comparison, workload)
     steps = comparison.trial.steps or fitting_steps(bounds, comparison)
     ready = [system for system in comparison.systems if why_missing(system) is None]
@@ -216,7 +216,7 @@ def _run_once(
     bounds: Bounds,
     base_s: float | None,
 ) -> str:
-    # Everybody's delays follow from computing alone: a backward that waits for others is longer.
+    # All delays are multiples of the pure computation: a backward that waits for others is longer.
     trial = msgspec.structs.replace(
         comparison.trial, system=outcome.system, steps=outcome.steps, base_s=base_s
     )
@@ -230,9 +230,9 @@ def _run_once(
 
 
 def measure(trial: Trial, where: Ground, fork_server: ForkServer, bounds: Bounds) -> Run:
-    """One trial: warmed up, then timed from a standing start until all rounds are done.
+    """One trial: warmed up, then timed from a common start until all rounds are done.
 
-    Where workers miss rounds, the median one says when that was: another may still be busy with a
+    Where workers miss rounds, the median worker's end counts: another may still be busy with a
     gradient that will not count.
     """
     step_limit_s = 20.0 + 10.0 * (bounds.dense_s or 0.0)
@@ -295,7 +295,7 @@ def wire_bounds(comparison: Comparison, workload: Workload) -> Bounds:
 
 
 def model_shapes(workload: Workload, batch: int) -> list[Shape]:
-    """Every parameter of the workload's model; matrices of linear layers give a row a sample."""
+    """Every parameter of the workload's model; a linear layer has one row per sample."""
     from torch import nn
 
     model = workload.model()
@@ -325,7 +325,7 @@ def free_port() -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader has to know to place the figures."""
+    """Facts about the machine that a reader needs to interpret the results."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]

@@ -1,17 +1,17 @@
 """Emulated devices: nets that wait instead of computing, with real parameters and gradients.
 
-A layer's forward and backward take the time its table says; its gradient has the right shape and
-leaves autograd through the same hooks, layer by layer, as a real one's. Contents are noise that is
+A layer's forward and backward take the time in its table; its gradient has the right shape and
+leaves autograd through the same hooks, layer by layer, as a real one. Contents are noise that is
 made once: a gradient's memory is reused, and backward writes nothing to it. So many workers can
-share a few cores, and what is seen is communication.
+share a few cores, and the measurement shows the communication.
 
-Fully connected layers are ``nn.Linear``: X (K × N) is what a forward pre-hook sees, dY (K × M)
-what a hook on the output gets, both of them memory with K rows. Set ``on_factors`` to be offered
-both in backward *instead of* dense gradients for weight and bias; making a dense gradient from them
-(``rebuild``) then takes the time of its flops, at the device's speed in the table.
+Fully connected layers are ``nn.Linear``: a forward pre-hook sees X (K × N), and a hook on the
+output sees dY (K × M), both of them memory with K rows. Set ``on_factors`` to get
+both in backward *instead of* dense gradients for weight and bias; computing a dense gradient from
+them (``rebuild``) then takes the time of its flops, at the device's speed in the table.
 
-Branches run one after the other, in the table's order. The weight update is the one thing that is
-still computed; ``include_update`` counts it as part of the table's time.
+Branches run one after the other, in the table's order. Only the weight update is really
+computed; ``include_update`` counts it as part of the table's time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.errors import ConfigError
 WEIGHT_SCALE = 0.01
 GRADIENT_SCALE = 0.001
 
-Factors = Callable[[Tensor, Tensor], bool]  # is offered X and dY; whether it takes them
+Factors = Callable[[Tensor, Tensor], bool]  # gets X and dY; returns whether it takes them
 
 
 class Work:
@@ -64,7 +64,7 @@ class Work:
             if not is_wanted:
                 yield None
             elif parameter.grad is None:
-                # An alias that nobody else holds: autograd takes it as it is, without a copy.
+                # An alias without other references: autograd takes it without a copy.
                 yield memory.detach()
             else:
                 # Accumulating: the memory added to itself would double every time.
@@ -72,7 +72,7 @@ class Work:
 
 
 class _Occupy(torch.autograd.Function):
-    """Hands its input on, and keeps the device busy."""
+    """Returns its input, and keeps the device busy."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, work: Work, *_parameters: Tensor) -> Tensor:
@@ -118,14 +118,14 @@ class _Reshape(torch.autograd.Function):
         return ctx.input_gradients.take(ctx.rows), None, None
 
 
-# Torch's types do not say what ``apply`` takes and gives.
+# Torch's type stubs do not describe the arguments and result of ``apply``.
 occupy: Callable[..., Tensor] = _Occupy.apply
 multiply: Callable[..., Tensor] = _Multiply.apply
 reshape: Callable[..., Tensor] = _Reshape.apply
 
 
 class EmulatedLayer(nn.Module):
-    """Any layer but a fully connected one."""
+    """Any layer except a fully connected one."""
 
     def __init__(
         self, layer: Layer, batch: int, timeline: Timeline, weights: Noise, gradients: Noise
@@ -140,7 +140,7 @@ class EmulatedLayer(nn.Module):
 
 
 class EmulatedLinear(nn.Linear):
-    """A fully connected layer that multiplies nothing."""
+    """A fully connected layer without a multiplication."""
 
     def __init__(
         self, layer: Layer, batch: int, timeline: Timeline, weights: Noise, gradients: Noise
@@ -182,8 +182,8 @@ class Reshaping(nn.Module):
 class EmulatedNet(nn.Sequential):
     """A table's layers in order, on one device; ``seed`` makes the contents of its gradients.
 
-    It looks only at how many rows its input has, and takes a row's share of the table's time for
-    each. What comes out are rows of the last fully connected layer, good for any loss.
+    It uses only the number of rows of its input, and takes a row's share of the table's time for
+    each. The output has rows of the last fully connected layer, for any loss.
     """
 
     def __init__(self, table: Table, *, timeline: Timeline | None = None, seed: int = 0) -> None:
@@ -208,16 +208,16 @@ class EmulatedNet(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
         if input.dim() == 0 or len(input) == 0:
             raise ConfigError("an emulated net needs at least one row of input")
-        # It asks for a gradient so that layers without parameters have a backward too.
+        # It requires a gradient, so that layers without parameters have a backward too.
         signal = torch.zeros(len(input), 1, requires_grad=torch.is_grad_enabled())
         for layer in self:
             signal = layer(signal)
         return signal
 
     def include_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's own work as part of the step: a published speed has it in.
+        """Count the optimizer's own work as part of the step, since a published speed includes it.
 
-        Call it after the job has hooked into the optimizer, or waiting for others counts too.
+        Call it after the job has hooked into the optimizer; otherwise waits for others count too.
         """
         running = ExitStack()
         optimizer.register_step_pre_hook(lambda *_: running.enter_context(self.timeline.included()))

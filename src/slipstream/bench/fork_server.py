@@ -1,10 +1,11 @@
 """A process that loads torch and a workload once, and forks the workers of every trial.
 
-Many processes on few cores would otherwise spend most of a comparison importing. It reads a request
-a line from stdin, answers with a line that names the workers' processes, and writes another one
-when some have ended. Each worker enters its network namespace, if it has one, and talks to the
-bench over a Unix socket. They all die with this process, and it ends with its stdin. On request it
-kills those of a trial: it reaps them, so it alone knows whether a number is still a worker's.
+Many processes on few cores would otherwise spend most of a comparison importing. It reads one
+request per line from stdin, answers with a line that names the workers' processes, and writes
+another one when some have ended. Each worker enters its network namespace, if it has one, and
+talks to the bench over a Unix socket. All workers end with this process, and it ends when its stdin
+closes. On request it kills those of a trial: it reaps them, so only it knows whether a number still
+belongs to a worker.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SET_DEATH_SIGNAL = 1
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a worker runs, and what it finds in its environment."""
+    """Where a worker runs, and its environment."""
 
     env: dict[str, str]
     namespace: str | None = None
@@ -47,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillAll(msgspec.Struct, frozen=True, tag=True):
-    """Kill all workers that are left, and what they have started."""
+    """Kill all remaining workers and their children."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -57,13 +58,13 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reaped(msgspec.Struct, frozen=True, tag=True):
-    """Workers that have ended. From now on their numbers may be other processes'."""
+    """Workers that have ended. From now on their numbers may be reused."""
 
     pids: list[int]
 
 
 def serve(folder: str) -> None:
-    """Fork what is asked for until stdin ends; the bench has then ended, or been killed."""
+    """Fork on request until stdin closes; the bench has then ended, or was killed."""
     try:
         fork_on_request()
     finally:
@@ -93,7 +94,7 @@ def fork_on_request() -> None:
 
 
 def preload() -> None:
-    """What every worker would otherwise import for itself; nothing here starts a thread."""
+    """Import what every worker would otherwise import; nothing here starts a thread."""
     import torch
     import torch.distributed
     import torch.optim
@@ -116,7 +117,7 @@ def fork_all(request: Request) -> set[int]:
     trial = msgspec.json.decode(request.trial, type=Trial)
     loaded(trial)
     gc.collect()
-    gc.freeze()  # what workers share is not theirs to collect
+    gc.freeze()  # workers must not collect shared objects
     pids = []
     for rank, place in enumerate(request.places):
         pid = os.fork()
@@ -135,7 +136,7 @@ def reap(children: set[int]) -> None:
 
 
 def kill_all(children: set[int]) -> None:
-    """Numbers of children that nobody has waited for are theirs, running or not."""
+    """Numbers of children that are not reaped are not reused, so they are safe to kill."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
         with contextlib.suppress(ProcessLookupError):
@@ -153,7 +154,7 @@ def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
         die_with_parent()
         os.setsid()
         redirect(Path(request.folder) / f"rank{rank}.err")
-        # Whatever a killed worker leaves in temporary files goes with the trial's folder.
+        # Temporary files of a killed worker are removed with the trial's folder.
         os.environ |= place.env | {"TMPDIR": request.folder}
         if place.namespace is not None:
             enter(place.namespace)
@@ -167,12 +168,12 @@ def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
 
 
 def die_with_parent() -> None:
-    """However the parent ends, this process then ends too."""
+    """End this process when its parent ends, for any reason."""
     ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
 
 def redirect(errors: Path) -> None:
-    """Nothing to read, and all that is written goes to one file."""
+    """No input, and all output goes to one file."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for target, source in ((0, nowhere), (1, file), (2, file)):

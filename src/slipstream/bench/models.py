@@ -11,8 +11,8 @@ from slipstream.bench.data import SparseBatch
 from slipstream.bench.data.vocabulary import PADDING
 from slipstream.bench.tables import Table, table
 
-# The smallest image that leaves the last convolutions 3 × 3 places: every parameter has its shape,
-# and a step takes a fraction of the computing.
+# The smallest image that leaves the last convolutions 3 × 3 places: every parameter keeps its
+# shape, and a step takes a fraction of the computation.
 ALEXNET_SIDE = 63
 
 
@@ -77,7 +77,8 @@ def alexnet_net(scale: float = 1.0, *, classes: int = 1) -> nn.Sequential:
 
 
 def _ready_to_learn(model: nn.Sequential) -> nn.Sequential:
-    """Initial weights after He et al.; with torch's own, eight layers learn nothing for long."""
+    """Initial weights after He et al.; with torch's own, eight layers learn nothing for a long
+    time."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -113,7 +114,7 @@ def small_image_net(classes: int = 10) -> nn.Sequential:
 
 
 class SparseLogistic(nn.Module):
-    """Logistic regression on sparse rows: a weight a feature, and a bias."""
+    """Logistic regression on sparse rows: one weight per feature, and a bias."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class Factorisation(nn.Module):
 class TextNet(nn.Module):
     """GaDei's text model: embedding, parallel convolutions, max over time, softmax.
 
-    The paper draws it without sizes; these are those of Kim (2014) with a smaller embedding.
+    The paper gives no sizes; these are those of Kim (2014) with a smaller embedding.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Contents that cost next to nothing, for tensors whose bytes matter and whose values do not."""
+"""Cheap contents for tensors whose bytes matter and whose values do not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A real net that takes as long as it would on a given device, however few cores it shares.
+"""A real net that takes as long as on a given device, however few cores it shares.
 
-Every layer with parameters gets an even share of the step, a third of it forward. Forward, a layer
-ends no earlier than its share after it began, so that waiting for others is not made up for;
-backward, nothing waits for others, and layers end by one clock that starts with the first.
-Gradients therefore leave spread over the backward pass, as they would.
+Every layer with parameters gets an equal share of the step, a third of it forward. In the forward
+pass, a layer ends no earlier than its share after it began, so that waits for others are not
+caught up. In the backward pass, nothing waits for others, and layers end by one clock that starts
+with the first. So gradients become ready throughout the backward pass, as on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPIN_S = 0.0002
 
 
 class Pace:
-    """Hooks into a model; do this after slipstream has, or its waits count as computing."""
+    """Hooks into a model; create it after slipstream's hooks, or waits count as computation."""
 
     def __init__(self, model: nn.Module, step_s: float) -> None:
         layers = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
@@ -47,7 +47,7 @@ class Pace:
 
 
 def sleep_until(moment: float) -> None:
-    """A sleep ends late; so it ends early, and the rest is spun away."""
+    """Sleep, but end early, since a sleep ends late; spend the rest in a busy loop."""
     remaining = moment - time.perf_counter() - SPIN_S
     if remaining > 0:
         time.sleep(remaining)

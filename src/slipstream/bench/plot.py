@@ -1,4 +1,4 @@
-"""A comparison as a picture: step times with their spread and limits, and how learning went."""
+"""A comparison as a picture: step times with spread and bounds, and learning curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(
     goal: Goal | None,
     target: float | None,
 ) -> None:
-    """Write a PNG (or what else the file's name asks for)."""
+    """Write a PNG (or the format of the file's suffix)."""
     shown = [outcome for outcome in outcomes if outcome.runs]
     learns = goal is not None and any(run.judgements[0].snapshots for o in shown for run in o.runs)
     rows = 2 if learns else 1
@@ -60,7 +60,7 @@ def _steps(axis: Any, outcomes: Sequence[Outcome], bounds: Bounds) -> None:
         axis.text(median + over, name, label, va="center", fontsize=8, color=INK)
     limits = [
         (bounds.dense_s, "dense over the wire", "--"),
-        (bounds.exact_s, "cheapest exact road over the wire", ":"),
+        (bounds.exact_s, "cheapest exact route over the wire", ":"),
         (bounds.compute_s, "computing", "-."),
     ]
     for seconds, label, style in limits:

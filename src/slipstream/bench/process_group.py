@@ -1,4 +1,4 @@
-"""The bench's side of a trial: fresh workers, told when to go on, and never waited for long."""
+"""The bench's side of a trial: starts fresh workers, synchronizes them, limits every wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.bench.fork_server import KillAll, Place, Reaped, Request, Starte
 from slipstream.bench.trial import Trial
 from slipstream.errors import SlipstreamError
 
-# -P: a file in the current folder must not take a module's place.
+# -P: a file in the current folder must not replace a module.
 FORKING = (sys.executable, "-P", "-m", "slipstream.bench.fork_server")
 START_LIMIT_S = 180.0
 END_LIMIT_S = 30.0
@@ -30,11 +30,11 @@ TAIL_LINES = 25
 
 
 class TrialFailed(SlipstreamError):
-    """A trial that did not come to its end; says who is to blame and what they wrote."""
+    """A trial that did not finish; names the failed workers and shows their output."""
 
 
 class ForkServer:
-    """Starts the workers of one trial after the other; all are gone when the block ends."""
+    """Starts the workers of one trial after the other; all have ended when the block ends."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
@@ -58,7 +58,7 @@ class ForkServer:
             if isinstance(told, Reaped):
                 self._reaped |= set(told.pids)
             else:
-                self._reaped -= set(told.pids)  # of workers before, whose numbers these were
+                self._reaped -= set(told.pids)  # earlier workers with the same numbers
                 self._started.put(told.pids)
 
     def __exit__(self, *_: object) -> None:
@@ -83,7 +83,7 @@ class ForkServer:
                     process_group.accept(listener)
                     yield process_group
                 finally:
-                    with contextlib.suppress(TrialFailed):  # else they have died with it
+                    with contextlib.suppress(TrialFailed):  # else they have ended with it
                         self._ask(KillAll())
                     process_group.close()
             finally:
@@ -118,7 +118,7 @@ class ProcessGroup:
         self._lines: list[socket.socket] = []
 
     def accept(self, listener: socket.socket) -> None:
-        """Every worker's line, or the reason why one has none."""
+        """Accept every worker's connection, or raise why one is missing."""
         until = time.monotonic() + START_LIMIT_S
         while len(self._lines) < len(self._pids):
             listener.settimeout(0.2)
@@ -142,7 +142,7 @@ class ProcessGroup:
         self._heard.put({"rank": rank, "event": "gone", "content": None})
 
     def hear(self, event: str, limit_s: float) -> list[Any]:
-        """What every worker says at this point, by rank."""
+        """Every worker's message at this point, by rank."""
         until = time.monotonic() + limit_s
         said: dict[int, Any] = {}
         while len(said) < len(self._pids):
@@ -155,7 +155,7 @@ class ProcessGroup:
                     + self.tails()
                 ) from None
             if message["event"] == "gone":
-                # The first to end is not always the one at fault: let the others say so.
+                # The first to end is not always the cause: let the others report, too.
                 time.sleep(1.0)
                 raise TrialFailed(f"rank {message['rank']} ended before {event!r}\n{self.tails()}")
             if message["event"] == event:
@@ -163,13 +163,13 @@ class ProcessGroup:
         return [said[rank] for rank in sorted(said)]
 
     def tell(self) -> None:
-        """Let every worker go on."""
+        """Let every worker continue."""
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.sendall(b"\n")
 
     def end(self) -> None:
-        """Every worker leaves by itself."""
+        """Wait until every worker has ended by itself."""
         until = time.monotonic() + END_LIMIT_S
         while not self._reaped >= set(self._pids):
             if time.monotonic() > until:
@@ -177,7 +177,7 @@ class ProcessGroup:
             time.sleep(0.01)
 
     def tails(self) -> str:
-        """The end of what every worker wrote."""
+        """The end of every worker's output."""
         parts = []
         for rank in range(len(self._pids)):
             file = self._folder / f"rank{rank}.err"

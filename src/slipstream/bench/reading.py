@@ -1,4 +1,4 @@
-"""Files from outside: read whole, and refused with the file, the line and the way out."""
+"""Input files: read as a whole; errors give the file, the line and the fix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_bytes(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> bytes
 
 
 def read_text(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> str:
-    """UTF-8 where it is that, Latin-1 otherwise: older corpora are, and do not say so."""
+    """As UTF-8 if valid, else as Latin-1, which older corpora use without a declaration."""
     content = read_bytes(path, way_out, most_nbytes)
     try:
         return content.decode("utf-8-sig")
@@ -47,7 +47,7 @@ def read_text(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Split at newlines alone: ``str.splitlines`` also splits at control characters in a text."""
+    """Split at newlines only: ``str.splitlines`` also splits at control characters in a text."""
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
@@ -69,7 +69,7 @@ def columns_of(path: Path, reader: csv.DictReader[str]) -> Sequence[str]:
 
 
 def rows_of(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
-    """The lines after that."""
+    """The following lines."""
     try:
         yield from reader
     except csv.Error as error:

@@ -1,4 +1,4 @@
-"""A comparison's figures: a table for people, JSON for programs."""
+"""A comparison's results: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.printable import printable
 
 
 def heading(comparison: Comparison, workload: Workload, bounds: Bounds) -> list[str]:
-    """What was measured, on what, and how fast it could be."""
+    """What was measured, on which machine, and the lower bounds."""
     links = "unshaped loopback" if comparison.rate is None else f"links of {comparison.rate}"
     batch = comparison.trial.batch or workload.batch
     lines = [
@@ -34,7 +34,7 @@ def heading(comparison: Comparison, workload: Workload, bounds: Bounds) -> list[
     if bounds.dense_s is not None and bounds.exact_s is not None:
         lines.append(
             f"a step's least on the wire: {number(bounds.dense_s)} s dense, "
-            f"{number(bounds.exact_s)} s by the cheapest exact road of every layer"
+            f"{number(bounds.exact_s)} s by the cheapest exact route of every layer"
         )
     if bounds.compute_s is not None:
         lines.append(f"a step's least computing: {number(bounds.compute_s)} s")
@@ -89,14 +89,14 @@ def _time_to(outcome: Outcome, goal: Goal, target: float) -> str:
 
 
 def median_time(outcome: Outcome, goal: Goal, target: float) -> float | None:
-    """The median over runs; None where a run did not get there."""
+    """The median over runs; None if a run did not reach the target."""
     times = outcome.reached_s(lambda metric: goal.at(target).reached(metric))
     known = [seconds for seconds in times if seconds is not None]
     return statistics.median(known) if known and len(known) == len(times) else None
 
 
 def beyond_computing(outcome: Outcome, bounds: Bounds) -> float | None:
-    """What a step takes longer than without any exchange: waiting, and the exchange's own work."""
+    """The step time minus that without any exchange: waiting, and the exchange's own work."""
     if outcome.median_s is None or bounds.compute_s is None:
         return None
     return max(0.0, outcome.median_s - bounds.compute_s)

@@ -1,13 +1,13 @@
-"""Slow steps on purpose: ``lognormal:0.5``, ``pareto:2.5``, ``worker:3:x5``, joined by commas.
+"""Artificial stragglers: ``lognormal:0.5``, ``pareto:2.5``, ``worker:3:x5``, joined by commas.
 
-Each recipe says how many times as long a worker's step takes; several multiply. A delay is added
-to a step that has been computed, so a step never gets shorter than it is:
+Each recipe gives a factor for a worker's step time; several multiply. The delay is added
+to a step that has been computed, so a step never gets shorter:
 
-    lognormal:σ    max(1, exp(σz)), z normal: the tail that holds the others up; half are on time
+    lognormal:σ    max(1, exp(σz)), z normal: only the upper tail; half of the steps are on time
     pareto:α       p with P(p > x) = x^(−α), x ≥ 1
     worker:K:xF    F, for rank K alone
 
-What is drawn depends on (seed, rank, step) alone: any worker can tell any other's delay, and a run
+The draws depend on (seed, rank, step) only: any worker can compute any other's delay, and a run
 can be repeated.
 """
 
@@ -32,11 +32,11 @@ class Straggle(Protocol):
     """One recipe."""
 
     def slowdown(self, rank: int, uniform: float) -> float:
-        """How many times as long the step takes; ``uniform`` is drawn from (0, 1)."""
+        """The factor for the step time; ``uniform`` is drawn from (0, 1)."""
         ...
 
     def check(self, world: int) -> None:
-        """Refuse what this many workers cannot do."""
+        """Refuse a recipe that is impossible with so many workers."""
         ...
 
 
@@ -57,12 +57,12 @@ class Lognormal:
         return max(1.0, math.exp(self.sigma * _NORMAL.inv_cdf(uniform)))
 
     def check(self, world: int) -> None:
-        """Fits any number of workers."""
+        """Valid for any number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Every worker, every step; a few take very long."""
+    """Every worker, every step; a few steps take very long."""
 
     alpha: float
 
@@ -77,7 +77,7 @@ class Pareto:
         return float(uniform ** (-1 / self.alpha))
 
     def check(self, world: int) -> None:
-        """Fits any number of workers."""
+        """Valid for any number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class SlowWorker:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Recipes together; none at all delays nobody."""
+    """Recipes together; without recipes there is no delay."""
 
     recipes: tuple[Straggle, ...] = ()
 
@@ -116,7 +116,7 @@ class Stragglers:
             recipe.check(world)
 
     def delay_s(self, rank: int, step: int, *, seed: int, base_s: float) -> float:
-        """What to add to a step that takes ``base_s`` by itself."""
+        """The delay for a step that takes ``base_s`` by itself."""
         slowdown = math.prod(
             recipe.slowdown(rank, uniform(seed, rank, step, index))
             for index, recipe in enumerate(self.recipes)
@@ -125,14 +125,14 @@ class Stragglers:
 
 
 def uniform(*key: int) -> float:
-    """A number in (0, 1) that depends on the key alone, on every machine and for all time."""
+    """A number in (0, 1) that depends on the key only, the same on every machine."""
     text = ":".join(str(int(part)) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52
 
 
 def parse_stragglers(text: str) -> Stragglers:
-    """Read what a command line gives; empty text is no stragglers."""
+    """Parse the text of a command line; empty text means no stragglers."""
     return Stragglers(tuple(_recipe(part.strip()) for part in text.split(",") if part.strip()))
 
 

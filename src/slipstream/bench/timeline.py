@@ -1,4 +1,4 @@
-"""How long an emulated device is busy, kept to within microseconds over any number of waits."""
+"""The busy time of an emulated device, accurate to microseconds over any number of waits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# A sleep ends late by some 70 µs; so it is told to end early, and the rest is spun away.
+# A sleep ends late by about 70 µs; so it ends early, and the rest is spent in a busy loop.
 SPIN_S = 0.0001
-# A real device is fed ahead of time, so what the host does between two layers hides behind it.
+# A real device gets its work ahead of time, which hides the host's work between two layers.
 # A longer gap is no overhead: the host was waiting, for the network or for a straggler.
 SLACK_S = 0.0005
 
@@ -16,9 +16,9 @@ SLACK_S = 0.0005
 class Timeline:
     """One device's work, one piece after the other.
 
-    Waits are measured against where the device would be, not against when a wait was begun: what
-    a sleep or the host was late with one piece, the next one is shorter. Lateness is carried over
-    stalls too, but a stall itself is not made up for.
+    Waits are measured against the device's own time, not against the start of a wait: if a sleep
+    or the host was late with one piece, the next one is shorter. Lateness is carried over
+    stalls too, but a stall itself is not caught up.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Timeline:
 
     @property
     def late_s(self) -> float:
-        """What is carried over at the moment; far above a layer's time, the machine is too busy."""
+        """The current lateness; if it is far above a layer's time, the machine is too busy."""
         return 0.0 if self._busy_until is None else self._left - self._busy_until
 
     def run(self, seconds: float) -> None:
@@ -59,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def included(self) -> Iterator[None]:
-        """What is done within is part of the device's published speed already: carry it over."""
+        """Work within is already part of the device's published speed: carry it over."""
         begun = self._clock()
         yield
         self._left += self._clock() - begun

@@ -1,4 +1,4 @@
-"""One run of one system, as data: what a worker is told and what it answers."""
+"""One run of one system, as data: a worker's input and its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, for how long, and with what in the way."""
+    """What to train, for how long, and with which delays."""
 
     workload: str
     system: str = "local"
@@ -26,9 +26,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     data: str | None = None
     scale: float | None = None
-    device: str | None = None  # a table's name or file, or milliseconds a step
+    device: str | None = None  # a table's name or file, or milliseconds per step
     straggle: str = ""
-    base_s: float | None = None  # what stragglers multiply; by default the step's own computing
+    base_s: float | None = None  # what stragglers multiply; by default the computation
     lr: float | None = None
     momentum: float | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
@@ -36,7 +36,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paced_ms(self) -> float | None:
-        """What a step takes on the emulated device, where the net itself is a real one."""
+        """The time of a step on the emulated device, if the net itself is a real one."""
         try:
             return None if self.device is None else float(self.device)
         except ValueError:
@@ -44,14 +44,14 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def table(self) -> Table | None:
-        """The emulated net, where nothing is computed."""
+        """The emulated net, if nothing is computed."""
         if self.device is None or self.paced_ms is not None:
             return None
         found = table(self.device)
         return found if self.scale is None else found.scaled(self.scale)
 
     def load(self) -> Workload:
-        """The workload; refused here if it makes no sense, before any process starts."""
+        """The workload; raises if it is invalid, before any process starts."""
         parse_stragglers(self.straggle)
         if self.paced_ms is not None and not 0 < self.paced_ms < math.inf:
             raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms, and ends")
@@ -63,7 +63,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loaded(trial: Trial) -> Workload:
-    """The trial's workload; data that was read once is not read again."""
+    """The trial's workload; data is read only once."""
     bare = Trial(workload=trial.workload, data=trial.data, scale=trial.scale, device=trial.device)
     return _load(bare)
 
@@ -74,7 +74,7 @@ def _load(bare: Trial) -> Workload:
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """How good the model was, when."""
+    """The model's metric at a time."""
 
     step: int
     seconds: float
@@ -82,7 +82,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """What one worker measured, while nothing but training went on."""
+    """One worker's measurements, while only training ran."""
 
     elapsed_s: float
     cpu_s: float
@@ -91,7 +91,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What one worker found out afterwards."""
+    """One worker's evaluation afterwards."""
 
     metric: float | None
     snapshots: list[Snapshot]

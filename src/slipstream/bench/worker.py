@@ -1,7 +1,7 @@
-"""One worker of a trial: trains with one system and says how long the steps took.
+"""One worker of a trial: trains with one system and reports the step times.
 
-It says "ready" after warming up and waits for a word; "timed" with its times, and waits again, so
-that links are read with nothing on them; "judged" with what it found out about the model.
+It sends "ready" after the warm-up and waits for an answer; "timed" with its times, and waits again,
+so that link counters are read without traffic; "judged" with the evaluation of the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loop:
         self.compute_s: list[float] = []
 
     def run(self, steps: int, *, keep_weights: bool = False) -> list[float]:
-        """Take steps; returns how long each took."""
+        """Make steps; returns the duration of each."""
         begun = time.perf_counter()
         times = []
         kept = 0
@@ -63,7 +63,7 @@ class Loop:
         return times
 
     def _wants_weights(self, done: int, kept: int, steps: int) -> bool:
-        """Every so many rounds, or as soon after as this worker takes part in one."""
+        """Every so many rounds, or at the next round that this worker takes part in."""
         every = self._trial.evaluate_every
         return bool(every) and (done // every > kept // every or done == steps)
 
@@ -83,20 +83,20 @@ class Loop:
         self._step += 1
 
     def _delay_s(self) -> float:
-        """A slow worker's gradients are late, all of them."""
+        """All gradients of a slow worker's step are late."""
         base_s = self._base_s or (statistics.median(self.compute_s) if self.compute_s else 0.0)
         return self._stragglers.delay_s(
             self._rank, self._step, seed=self._trial.seed, base_s=base_s
         )
 
     def judge(self) -> Judgement:
-        """Evaluate what was kept on the way, and what there is at the end."""
+        """Evaluate the weights kept during training, and the final ones."""
         goal, stats = self._workload.goal, self._session.stats()
         if goal is None:
             return Judgement(None, [], stats)
         metric = goal.evaluate(bare(self._session.model))
-        judged = self._workload.model()  # the session's own belongs to the job
-        if self._weights:  # only one worker's; the others wait for it
+        judged = self._workload.model()  # the session's own model belongs to the job
+        if self._weights:  # only one worker keeps weights; the others wait for it
             torch.set_num_threads(os.cpu_count() or 1)
         snapshots = []
         for step, seconds, weights in self._weights:
@@ -106,12 +106,12 @@ class Loop:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, out of the one that DDP wraps around it."""
+    """The user's own module, without DDP's wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def emulate(trial: Trial, session: Session) -> Pace | None:
-    """What makes computing take as long as it would on the device, if there is one."""
+    """Makes the computation take as long as on the device, if there is one."""
     net = bare(session.model)
     if isinstance(net, EmulatedNet):
         net.include_update(session.inner or session.optimizer)
@@ -131,7 +131,7 @@ def device_step_s(trial: Trial, model: nn.Module) -> float | None:
 def work(
     trial: Trial, workload: Workload, rank: int, world: int, say: Say, wait: Callable[[], None]
 ) -> None:
-    """Everything one worker does."""
+    """One worker's whole trial."""
     torch.set_num_threads(trial.threads)
     torch.manual_seed(0)
     model = workload.model()

@@ -20,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# Whatever follows the script is the script's own, options and --help included.
+# Everything after the script belongs to the script, also options and --help.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(bench.bench)
 app.command()(plan.plan)

@@ -1,4 +1,4 @@
-"""``slipstream bench``: systems side by side on one workload, over links of a given rate."""
+"""``slipstream bench``: compares systems on one workload, over links of a given rate."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Compare = Annotated[
         "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
     ),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Workers, one a host.")]
+Workers = Annotated[int, typer.Option(min=1, help="Workers, one per host.")]
 Servers = Annotated[
-    int, typer.Option(min=0, help="Dedicated servers on hosts of their own; 0: beside workers.")
+    int, typer.Option(min=0, help="Dedicated servers on separate hosts; 0: colocated with workers.")
 ]
 Rate = Annotated[
-    str, typer.Option(help="Of every host's link, such as 200mbit; none is plain loopback.")
+    str, typer.Option(help="Rate of every host's link, such as 200mbit; none is plain loopback.")
 ]
 Repetitions = Annotated[int, typer.Option(min=1, help="Runs of each system, in turns.")]
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Timed steps a run; by default what fits 12 s.")
+    int | None, typer.Option(min=1, help="Timed steps per run; by default as many as fit 12 s.")
 ]
 Warmup = Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Samples a step and worker.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples per step and worker.")]
 LearningRate = Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")]
 Data = Annotated[Path | None, typer.Option(help="Folder of a real data set.")]
 Scale = Annotated[
@@ -60,7 +60,7 @@ Straggle = Annotated[
 ]
 Target = Annotated[float | None, typer.Option(help="Measure the time to this accuracy or error.")]
 Seed = Annotated[int, typer.Option(help="Seed of data and delays.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all results here.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them here (PNG).")]
 
 
@@ -86,7 +86,7 @@ def bench(
 ) -> None:
     """Compare systems on one workload, in turns within one run."""
     prepare_reports(json, plot)
-    # Here, because they import torch, and --help does not need it.
+    # Imported here, because they import torch, and --help does not need it.
     from slipstream.bench.comparison import Comparison
     from slipstream.bench.trial import Trial
 
@@ -119,7 +119,7 @@ def bench(
 
 
 def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | None) -> bool:
-    """Run the comparison, print the table and write the files; whether any trial failed."""
+    """Run the comparison, print the table and write the files; returns whether any trial failed."""
     from slipstream.bench import report
     from slipstream.bench.comparison import compare, machine_facts
 
@@ -134,7 +134,7 @@ def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | N
     )
     title = report.heading(comparison, loaded, bounds)
     console.print(printable_lines("\n".join(title)), markup=False)
-    # A figure that is cut off is of no use: on a narrow terminal lines wrap instead.
+    # A truncated number is useless: on a narrow terminal lines wrap instead.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(report.table(outcomes, bounds, loaded.goal, comparison.target))
     if json is not None:
@@ -149,7 +149,7 @@ def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | N
 
 
 def split_systems(text: str) -> list[str]:
-    """At commas, but not at those between parentheses."""
+    """Split at commas, but not within parentheses."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

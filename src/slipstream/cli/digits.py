@@ -1,8 +1,8 @@
-"""What ``slipstream train digits`` runs on every worker.
+"""The program that ``slipstream train digits`` runs on every worker.
 
 The loop is an ordinary one; slipstream is in two lines of ``train``. All workers draw the same
-order of samples, and each takes its own part of every batch, so that the batch of all workers
-together is the same however many there are.
+order of samples, and each takes its own part of every batch, so that the whole batch does
+not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEST_SAMPLES = 360
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is trained, apart from how the workers work together."""
+    """What is trained, independent of the strategy."""
 
     epochs: int
     batch: int
@@ -38,8 +38,8 @@ class Recipe:
 class Digits:
     """1,797 handwritten digits of 8 x 8 pixels; a fixed random fifth, put last, is for the test.
 
-    The same people wrote both parts (the data's own order would separate them, and costs three
-    points of accuracy): this shows that training works, it is not a benchmark of the model.
+    The same people wrote both parts (the data's own order would separate them, and cost three
+    points of accuracy): this shows that training works; it is not a benchmark of the model.
     """
 
     images: Tensor
@@ -68,7 +68,7 @@ class Digits:
             yield self.images[mine], self.labels[mine]
 
     def accuracy(self, model: nn.Module) -> float:
-        """Of the test samples; in a world of equal weights one worker can speak for all."""
+        """Accuracy on the test samples; where weights are equal, one worker is enough."""
         with torch.no_grad():
             guess = model(self.images[-TEST_SAMPLES:]).argmax(dim=1)
         return float((guess == self.labels[-TEST_SAMPLES:]).float().mean())

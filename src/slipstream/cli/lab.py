@@ -1,4 +1,4 @@
-"""``slipstream lab``: hosts with slow links, on this machine, for as long as you want them."""
+"""``slipstream lab``: hosts with slow links on this machine, until they are removed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RateText = Annotated[str, typer.Argument(metavar="RATE", help="Such as 50mbit, o
 def up(
     hosts: Annotated[int | None, typer.Option(min=1, help="How many hosts; 4 by default.")] = None,
     rate: Annotated[
-        str, typer.Option(help="Of every host's link; or one for each host, joined by commas.")
+        str, typer.Option(help="Rate of every host's link; or one for each host, joined by commas.")
     ] = "200mbit",
     tiers: Annotated[
         str | None,
         typer.Option(help="Racks x hosts in each, such as 2x4; a core joins the racks."),
     ] = None,
     core_rate: Annotated[
-        str | None, typer.Option(help="Of each rack's cable to the core; unshaped by default.")
+        str | None, typer.Option(help="Rate of each rack's link to the core; unshaped by default.")
     ] = None,
     delay_ms: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
     loss_percent: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
@@ -80,7 +80,7 @@ def status(name: LabName = None) -> None:
 def topology(
     name: LabName = None,
     servers: Annotated[
-        int, typer.Option(min=0, help="Dedicated servers, on the last hosts; 0: one beside each.")
+        int, typer.Option(min=0, help="Dedicated servers, on the last hosts; 0: colocated.")
     ] = 0,
 ) -> None:
     """Print the lab as a topology file, for `slipstream plan-tree` and parameter_flow(tree=…)."""
@@ -108,7 +108,7 @@ def execute(
 def down(
     name: Annotated[str | None, typer.Argument(metavar="LAB", help="Which lab.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every lab, those of running programs and of crashed too.")
+        bool, typer.Option("--all", help="Every lab, also of running and of crashed programs.")
     ] = False,
 ) -> None:
     """Remove a lab and end what runs in it."""
@@ -144,7 +144,7 @@ def link(
     state: Annotated[str, typer.Argument(metavar="up|down")],
     name: LabName = None,
 ) -> None:
-    """Pull a host's cable (down), or plug it in again (up)."""
+    """Disconnect a host's link (down), or connect it again (up)."""
     if state not in ("up", "down"):
         raise LaunchError(f"a link is up or down, not {state!r}")
     lab = find(name)
@@ -153,14 +153,14 @@ def link(
 
 @app.command()
 def freeze(host: HostNumber, name: LabName = None) -> None:
-    """Stop every program on a host, as if the machine had hung."""
+    """Stop every program on a host, as if the machine hung."""
     lab = find(name)
     lab.freeze(_host(lab, host))
 
 
 @app.command()
 def thaw(host: HostNumber, name: LabName = None) -> None:
-    """Let a frozen host go on."""
+    """Let a frozen host continue."""
     lab = find(name)
     lab.thaw(_host(lab, host))
 
@@ -173,7 +173,7 @@ def traffic(
     seconds: Annotated[float, typer.Option(min=0, help="For how long; for ever if 0.")] = 0.0,
     name: LabName = None,
 ) -> None:
-    """Send somebody else's UDP between two hosts at a steady rate, until Ctrl-C."""
+    """Send competing UDP traffic between two hosts at a constant rate, until Ctrl-C."""
     lab = find(name)
     for_s = seconds or math.inf
     with lab.traffic(_host(lab, source), _host(lab, sink), offered, for_s) as sender:
@@ -222,7 +222,7 @@ def _host(lab: Network, text: str) -> int:
 
 
 def _print(lab: Network) -> None:
-    """Cut off, an address is of no use: on a narrow terminal lines wrap instead."""
+    """A truncated address is useless: on a narrow terminal lines wrap instead."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(lab))

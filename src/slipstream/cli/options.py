@@ -1,4 +1,4 @@
-"""The options that every command which starts a job shares."""
+"""The options that all commands that start a job share."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Strategy = Annotated[
 ]
 Servers = Annotated[
     int,
-    typer.Option(min=0, help="Dedicated server processes; 0 puts one beside the first worker."),
+    typer.Option(min=0, help="Dedicated server processes; 0: colocated with the first worker."),
 ]
 MayLose = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Workers that may die while the rest go on, where the strategy can do without.",
+        help="Workers that may die while the rest continue, if the strategy allows it.",
     ),
 ]
 Restarts = Annotated[
@@ -55,12 +55,12 @@ Restarts = Annotated[
     typer.Option(
         min=0,
         show_default="10 with gadei, else 0",
-        help="How often, in all, a worker that was killed is started again, to come back where the "
-        "strategy lets it (ako, gadei).",
+        help="How many killed workers are started again, in all, if the strategy allows it "
+        "(ako, gadei).",
     ),
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the job's figures to this file at its end.")
+    Path | None, typer.Option("--json", help="Write the job's metrics to this file at its end.")
 ]
 LogFile = Annotated[Path | None, typer.Option("--log", help="Write a run log (JSON lines).")]
 TensorBoard = Annotated[
@@ -72,7 +72,7 @@ Prometheus = Annotated[
 SecretFile = Annotated[
     Path | None,
     typer.Option(
-        help="Read the job secret from this file; else SLIPSTREAM_SECRET, or one is made up."
+        help="Read the job secret from this file; else SLIPSTREAM_SECRET, or a random one."
     ),
 ]
 Encrypt = Annotated[
@@ -86,7 +86,7 @@ Encrypt = Annotated[
 ]
 Port = Annotated[
     int,
-    typer.Option(min=0, max=65535, help="Port where the workers meet; 0 takes a free one."),
+    typer.Option(min=0, max=65535, help="Port of the workers' rendezvous; 0 takes a free one."),
 ]
 Interface = Annotated[
     str | None,
@@ -110,9 +110,9 @@ def settings(
     port: Port = 0,
     interface: Interface = None,
 ) -> Settings:
-    """Checks what can be checked before any process starts."""
+    """Check what can be checked before any process starts."""
     if strategy is not None:
-        # Here, because the systems take a moment to import and --help does not need them.
+        # Imported here, because the systems are slow to import and --help does not need them.
         from slipstream.systems import parse
 
         parse(strategy)
@@ -133,11 +133,11 @@ def settings(
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of ``settings``, after its own, and a function that makes those.
+    """Add the options of ``settings`` to a command, after its own, and pass it a function.
 
     The command declares a parameter ``settings``, and calls it once its own checks have passed,
-    since that makes folders for results; of ``settings``' options it declares those that
-    it also wants for itself, or elsewhere in the order of ``--help``.
+    since the call creates folders for results. Of the options of ``settings``, the command declares
+    those that it also needs itself, or needs elsewhere in the order of ``--help``.
     """
     own = dict(inspect.signature(command, eval_str=True).parameters)
     del own["settings"]
@@ -166,7 +166,7 @@ def prepare_reports(json: Path | None, plot: Path | None) -> None:
 
 
 def prepare_file(option: str, file: Path) -> None:
-    """Hours later would be a bad time to find out that a result has no place to go."""
+    """Check early that a result file can be written, not hours later."""
     if file.is_dir():
         raise LaunchError(f"{option} {file}: that is a folder; name a file in it")
     try:
@@ -178,14 +178,14 @@ def prepare_file(option: str, file: Path) -> None:
 
 
 def write_report(file: Path, report: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """What ``--json`` asked for. It is printed if it cannot be written: measuring takes long."""
+    """Write the ``--json`` report. If that fails, print it: measuring takes long."""
     with writing("--json", file, instead=lambda: f"; here it is:\n{jsonlib.dumps(report)}"):
         write_json(file, report, indent=indent)
 
 
 @contextmanager
 def writing(option: str, file: Path, instead: Callable[[], str] = str) -> Iterator[None]:
-    """Within, a file that was asked for is written; that it cannot be is no bug of ours."""
+    """Within, a requested file is written; an OSError becomes a clear message."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Where the processes of a job go: this machine, or the hosts of a lab."""
+"""Where the processes of a job run: on this machine, or on hosts of a lab."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAB_PORT = 29400  # a lab's hosts are new: every port is free
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """A placement for every worker and every dedicated server, and settings that fit them."""
+    """A placement for every worker and every dedicated server, and the settings for them."""
 
     workers: list[Placement]
     servers: list[Placement]
@@ -29,7 +29,7 @@ class Places:
 def places(
     lab: str | None, workers: int | None, servers: int, settings: Settings
 ) -> Iterator[Places]:
-    """On this machine; or one to a host of a lab, which is made for the block if need be."""
+    """On this machine; or one per host of a lab, which is made for the block if necessary."""
     if lab is None:
         here = Placement()
         yield Places([here] * (workers or 1), [here] * servers, settings)
@@ -60,7 +60,7 @@ def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Setting
             f"{workers} workers and {servers} servers need a host each, and the lab has "
             f"{len(lab.hosts)}: take fewer, or a larger lab"
         )
-    # Hosts have no names, which torch's store would say once for every connection.
+    # Hosts have no names, and torch's store would print this for every connection.
     env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     on = [Placement(host.prefix, host.address, env) for host in lab.hosts]
     told = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)

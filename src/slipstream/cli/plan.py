@@ -1,4 +1,4 @@
-"""``slipstream plan``: what every layer of a model would do, without training anything."""
+"""``slipstream plan``: how every layer of a model would be sent, without training."""
 
 from __future__ import annotations
 
@@ -36,29 +36,31 @@ def plan(
     servers: Annotated[
         int,
         typer.Option(
-            min=0, max=MOST_MEMBERS, help="Dedicated servers; 0: none, or one beside each worker."
+            min=0,
+            max=MOST_MEMBERS,
+            help="Dedicated servers; 0: none, or one colocated with each worker.",
         ),
     ] = 0,
-    rate: Annotated[str, typer.Option(help="Of every link, such as 10gbit.")] = "10gbit",
+    rate: Annotated[str, typer.Option(help="Rate of every link, such as 10gbit.")] = "10gbit",
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST_ROWS, help="Samples a step and worker.")
+        int, typer.Option(min=1, max=MOST_ROWS, help="Samples per step and worker.")
     ] = 32,
     rows: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_ROWS, help="Rows a sample gives a linear layer (tokens, say)."
+            min=1, max=MOST_ROWS, help="Rows per sample of a linear layer (tokens, for example)."
         ),
     ] = 1,
     strategy: Annotated[str, typer.Option(help="The system, as in Python.")] = "poseidon",
     gemm_gflops: Annotated[
-        float, typer.Option(min=0.001, help="A worker's speed at matrix products.")
+        float, typer.Option(min=0.001, help="A worker's speed of matrix products.")
     ] = 5000.0,
     server_gbytes: Annotated[
-        float, typer.Option(min=0.001, help="A server's speed at summing, in GB/s.")
+        float, typer.Option(min=0.001, help="A server's speed of summing, in GB/s.")
     ] = 5.0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
-    """Show what travels how, layer by layer, and the predicted gain over plain dense."""
+    """Show how each layer would be sent, and the predicted gain over plain dense."""
     if json is not None:
         prepare_file("--json", json)
     specs = read_model(model)
@@ -95,14 +97,14 @@ def read_model(text: str) -> list[Spec]:
                 "file with one, or module:factory"
             )
         return list(table(text).specs)
-    sys.path.insert(0, "")  # as `python -m` would find it
+    sys.path.insert(0, "")  # as with `python -m`
     try:
         make = getattr(importlib.import_module(module), factory)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     try:
         made = make() if callable(make) else make
-    except (ImportError, AttributeError) as error:  # others are the model's own: with a traceback
+    except (ImportError, AttributeError) as error:  # others are the model's: traceback
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     if not hasattr(made, "named_parameters"):
         raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")

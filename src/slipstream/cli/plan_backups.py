@@ -36,7 +36,7 @@ ABOUT_ROUNDS = b'"rounds"'
 def plan_backups(
     runlog: Annotated[
         Path,
-        typer.Argument(metavar="RUNLOG", help="What --log wrote in a run with backup_workers."),
+        typer.Argument(metavar="RUNLOG", help="The --log file of a run with backup_workers."),
     ],
     iterations: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def plan_backups(
             help="Rounds to replay for every split.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the splits here.")] = None,
 ) -> None:
     """Replay a run's arrival times: how many workers should make a round, how many back them up."""
@@ -90,7 +90,7 @@ def replayed_rounds(asked: int | None, workers: int) -> int:
 
 
 def read_durations(runlog: Path) -> dict[int, list[float]]:
-    """Every worker's step durations, as the log's last line about rounds has them."""
+    """Every worker's step durations, from the log's last line about rounds."""
     found = None
     for line in _lines(runlog):
         if line.get("event") == "rounds":
@@ -174,12 +174,12 @@ def _lines(runlog: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(runlog: Path, number: int, line: bytes) -> dict[str, Any]:
-    """What a line says; of one that is not about rounds only that it is an object."""
+    """The content of a line; for one that is not about rounds, only check that it is an object."""
     content = None
     try:
         if ABOUT_ROUNDS in line:
             content = jsonlib.loads(line)
-        elif line[:1] + line[-1:] == b"{}":  # most of a long log: no time is spent on it
+        elif line[:1] + line[-1:] == b"{}":  # most lines of a long log: skip them fast
             content = {}
         else:
             line.decode()

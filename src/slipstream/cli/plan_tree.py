@@ -1,4 +1,4 @@
-"""``slipstream plan-tree``: over which trees servers should broadcast in a network."""
+"""``slipstream plan-tree``: the trees over which servers should broadcast in a network."""
 
 from __future__ import annotations
 
@@ -36,29 +36,30 @@ HOSTS_SHOWN = 24
 
 
 TopologyFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md says how.")
+    Path | None,
+    typer.Option(metavar="FILE", help="The network as TOML; docs/trees.md describes it."),
 ]
 Hosts = Annotated[
     int | None, typer.Option(min=1, help="Instead of a file: hosts with a worker each.")
 ]
 Racks = Annotated[int | None, typer.Option(min=1, help="Racks that the hosts fill in order.")]
-Rate = Annotated[str | None, typer.Option(help="Of every host's link; 1gbit by default.")]
+Rate = Annotated[str | None, typer.Option(help="Rate of every host's link; 1gbit by default.")]
 CoreRate = Annotated[
     str | None,
-    typer.Option(help="Of every rack's uplink; by default all that its hosts send passes."),
+    typer.Option(help="Rate of every rack's uplink; no limit by default."),
 ]
 Servers = Annotated[
     int | None,
-    typer.Option(min=0, help="Dedicated servers, on hosts of their own; 0: one beside each."),
+    typer.Option(min=0, help="Dedicated servers, on separate hosts; 0: colocated."),
 ]
-ModelMib = Annotated[float, typer.Option(help="What is broadcast, in MiB.")]
-BlockMib = Annotated[float, typer.Option(help="What is passed on at a time, in MiB.")]
-Degree = Annotated[int | None, typer.Option(min=1, help="Pin the tree: children at most (T).")]
-Depth = Annotated[int | None, typer.Option(min=1, help="Pin the tree: hops at most (H).")]
-Alpha = Annotated[float | None, typer.Option(min=0, help="Pin the tree: what a leaf costs.")]
-DrawnServer = Annotated[int, typer.Option(min=0, help="Whose tree is drawn.")]
+ModelMib = Annotated[float, typer.Option(help="Size of the broadcast, in MiB.")]
+BlockMib = Annotated[float, typer.Option(help="Size of a forwarded block, in MiB.")]
+Degree = Annotated[int | None, typer.Option(min=1, help="Limit the tree: most children (T).")]
+Depth = Annotated[int | None, typer.Option(min=1, help="Limit the tree: most hops (H).")]
+Alpha = Annotated[float | None, typer.Option(min=0, help="Limit the tree: cost of a leaf.")]
+DrawnServer = Annotated[int, typer.Option(min=0, help="The server whose tree is drawn.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write everything here, all trees too.")
+    Path | None, typer.Option("--json", help="Write everything here, also all trees.")
 ]
 PlotFile = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="Draw the tree and the times here.")
@@ -106,7 +107,7 @@ def plan_tree(
         report = _report(network, choice, drawn, model_mib * MIB, block_mib * MIB)
         write_report(json, report, indent=None)
     if plot is not None:
-        # Here, because matplotlib takes a moment to import, and may not be there.
+        # Imported here, because matplotlib is slow to import, and may be missing.
         from slipstream.cli.tree_plot import draw
 
         with writing("--plot", plot):
@@ -138,7 +139,7 @@ def read_network(topology: Path | None, given: dict[str, Any]) -> Network:
 def decide(
     network: Network, pins: dict[str, Any], model_mib: float, block_mib: float
 ) -> tuple[Choice, Candidate]:
-    """What was compared, and what is shown: the best, or the best of the trees asked for."""
+    """What was compared, and what to show: the best, or the best of the requested trees."""
     for option, size in (("--model-mib", model_mib), ("--block-mib", block_mib)):
         if not 0 < size < float("inf"):
             raise ConfigError(f"{option} {size}: give an amount above 0")
@@ -166,11 +167,11 @@ def _text(topology: Path) -> str:
         raise ConfigError(f"{topology} is not text; a topology file is TOML") from None
 
 
-# ---- what is printed
+# ---- output
 
 
 def _drawing(network: Network, drawn: Candidate, server: int) -> Branch:
-    """Who passes on to whom; links that leave a rack are marked."""
+    """Which rank forwards to which; links that leave a rack are marked."""
     placed = spots(network, server, drawn.children[server])
     branches: list[Branch] = []
     for spot in placed:
@@ -194,7 +195,7 @@ def _label(network: Network, server: int, spot: Spot) -> str:
 
 
 def _times(choice: Choice, drawn: Candidate) -> Table:
-    """Star and chain, and the soonest trees."""
+    """Star and chain, and the fastest trees."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     numbers = ("degree", "depth", "alpha", "seconds", "of star")
     for heading in ("overlay", *numbers, "busiest link", ""):
@@ -213,7 +214,7 @@ def _times(choice: Choice, drawn: Candidate) -> Table:
 
 
 def _against_star(one: Candidate, choice: Choice) -> float:
-    """Its share of a star's time; within one host no time passes in either."""
+    """Its share of a star's time; within one host both times are 0."""
     star_s = choice.star.prediction.seconds
     return one.prediction.seconds / star_s if star_s else 1.0
 
@@ -225,7 +226,7 @@ def _mark(one: Candidate, choice: Choice, drawn: Candidate) -> str:
 
 
 def _egress(network: Network, drawn: Candidate) -> Table:
-    """What each host sends, and in how many trees it passes on."""
+    """What each host sends, and in how many trees it forwards."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("host", "rack", "sends", "seconds", "relays in"):
         shown.add_column(heading, justify="left" if heading in ("host", "rack") else "right")

@@ -1,4 +1,4 @@
-"""``slipstream probe``: how much a path to another host has free."""
+"""``slipstream probe``: the available bandwidth of a path to another host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def probe(
     ] = False,
     threshold: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Say whether so much is free, such as 50mbit."),
+        typer.Option(metavar="RATE", help="Report whether this is available, such as 50mbit."),
     ] = None,
     fastest: Annotated[
         str, typer.Option(metavar="RATE", help="Try no rates above this one.")
@@ -50,9 +50,9 @@ def probe(
         Path | None,
         typer.Option(help="Read the secret from this file; else SLIPSTREAM_SECRET."),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
-    """Measure what the path from here to a listener has free, or be that listener."""
+    """Measure the available bandwidth of the path to a listener, or be that listener."""
     env = os.environ if secret_file is None else {"SLIPSTREAM_SECRET_FILE": str(secret_file)}
     secret = read_secret(env)
     if listen:
@@ -103,7 +103,7 @@ def read_amount(text: str) -> int:
 
 
 def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> list[str]:
-    """One line with the range, one with what it took, and one with the verdict if asked for."""
+    """One line with the range, one with the cost, and one with the verdict if requested."""
     lines = [
         f"available from here to {host}: {_range(found)}",
         f"{found.fleets} fleets, {found.streams} streams, {human_bytes(found.sent_nbytes)} sent in "

@@ -23,7 +23,7 @@ def run(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed to the script as they are."),
+        typer.Argument(metavar="ARGS", help="Passed to the script unchanged."),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, not a file.")] = False,
     workers: options.WorkersOrHosts = None,

@@ -1,4 +1,4 @@
-"""A job's figures, as a short table for the terminal."""
+"""A job's metrics, as a short table for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.units import human_bytes
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """What ``--json`` writes, for people."""
+    """The content of ``--json`` as a table."""
     traffic = summary["bytes"]
     table = Table(show_header=False)
     table.add_column(style="bold")

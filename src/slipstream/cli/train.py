@@ -19,7 +19,7 @@ app = typer.Typer(name="train", help="Train a built-in example.", no_args_is_hel
 
 @app.callback()
 def _examples() -> None:
-    pass  # keeps `digits` a word of its own while it is the only example
+    pass  # keeps `digits` a subcommand while it is the only example
 
 
 @app.command()
@@ -29,7 +29,7 @@ def digits(
     strategy: options.Strategy = None,
     servers: options.Servers = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training data.")] = 12,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step, over all workers.")] = 60,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step, over all workers.")] = 60,
     lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Seed of weights and of the data's order.")] = 0,
     *,
@@ -45,7 +45,7 @@ def digits(
             f"--batch {batch} leaves some of {workers} workers without a sample; raise it to "
             f"{workers} or more, or start fewer workers"
         )
-    # -P: a file in the current folder must not take a module's place.
+    # -P: a file in the current folder must not replace a module.
     command = [sys.executable, "-P", "-m", "slipstream.cli.digits"]
     command += [
         f"--{name}={value}"

@@ -1,4 +1,4 @@
-"""A broadcast tree as a picture, with predicted times and what each host sends."""
+"""A broadcast tree as a picture, with predicted times and the bytes that each host sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREES_SHOWN = 5
 
 
 def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server: int) -> None:
-    """Write a PNG (or what else the file's name asks for)."""
+    """Write a PNG (or the format of the file's suffix)."""
     placed = spots(network, server, drawn.children[server])
     columns = max(spot.x for spot in placed) + 1
     levels = max(spot.depth for spot in placed) + 1
@@ -41,7 +41,7 @@ def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server:
 
 
 def plain(name: str) -> str:
-    """Without formulas, which matplotlib would see between dollars."""
+    """Without formulas, which matplotlib would find between dollar signs."""
     return name.replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""Other people's traffic: UDP at a steady rate, whether or not there is room for it.
+"""Competing traffic: UDP at a constant rate, whether or not the link has capacity for it.
 
 Run as a script on two hosts of a lab (it imports the standard library only):
 
@@ -40,7 +40,7 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
         sent = 0
         while (now := time.monotonic() - begun) < seconds:
             due = int(now / interval_s)
-            # After a pause of the machine, what was missed is not sent in one burst.
+            # After a pause of the machine, do not send the missed packets in one burst.
             sent = max(sent, due - max(1, int(0.1 / interval_s)))
             while sent < due:
                 source.sendto(payload, (address, port))
@@ -49,7 +49,7 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
 
 
 if __name__ == "__main__":
-    # Ctrl-C is for whoever started this, and ends it.
+    # Ctrl-C is handled by the process that started this, which ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     what, address, port, *rest = sys.argv[1:]
     if what == "receive":

@@ -36,9 +36,10 @@ _COMMAND_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes a host has sent and received, as its link's kernel counters have them.
+    """Bytes a host has sent and received, from its link's kernel counters.
 
-    A super-packet's headers count once, so a large transfer shows as its payload and well under 1%.
+    A super-packet's headers count once, so a large transfer counts as its payload plus well under
+    1%.
     """
 
     sent: int
@@ -72,7 +73,7 @@ class Host:
 
     @property
     def prefix(self) -> Command:
-        """Put before a command, it makes the command run on this host."""
+        """A command prefix that runs the command on this host."""
         return self._site.prefix
 
     @property
@@ -95,7 +96,7 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a program on this host; ``env`` is added to this process's environment.
 
-        Its pid is the program's own. It ends with the lab at the latest.
+        Its pid is the program's own. It ends at the latest with the lab.
         """
         process = subprocess.Popen(
             [*self.prefix, *command],
@@ -116,7 +117,7 @@ class Host:
 
 
 class Network:
-    """A lab that exists: what can be seen and done while programs run in it."""
+    """A lab that exists: what can be observed and changed while programs run in it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -132,7 +133,7 @@ class Network:
 
     @property
     def rates(self) -> tuple[float | None, ...]:
-        """Every link's rate in bits per second, as the kernel has it; None where unshaped."""
+        """Every link's rate in bits per second, as set in the kernel; None if unshaped."""
         shaped = self._shaped()
         return tuple(shaped.get(site.port) for site in self._plan.sites)
 
@@ -174,26 +175,27 @@ class Network:
                 _run(command)
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Pull a host's cable, or plug it in again; its rate stays."""
+        """Disconnect a host's link, or connect it again; its rate stays."""
         _run(planning.set_link(self._plan, host, up=up))
 
     def freeze(self, host: int) -> None:
-        """Stop every program on a host, as if the machine had hung; its link stays up."""
-        # Again until nothing new appears: one that is being forked is found the next time.
+        """Stop every program on a host, as if the machine hung; its link stays up."""
+        # Repeat until nothing new appears: a process that was just forked is found the next time.
         seen: set[int] = set()
         while new := self.hosts[host].pids() - seen:
             signal_all([self.hosts[host].name], new, signal.SIGSTOP)
             seen |= new
 
     def thaw(self, host: int) -> None:
-        """Let a frozen host go on."""
+        """Let a frozen host continue."""
         signal_all([self.hosts[host].name], self.hosts[host].pids(), signal.SIGCONT)
 
     @contextlib.contextmanager
     def traffic(
         self, source: int, sink: int, rate: str | int | float, seconds: float = math.inf
     ) -> Iterator[subprocess.Popen[str]]:
-        """Somebody else's UDP from one host to another, at a steady rate, while the block runs."""
+        """Competing UDP traffic from one host to another, at a constant rate, while the block
+        runs."""
         bps, address = bits_per_second(rate), self.hosts[sink].address
         if source == sink:
             raise LaunchError("traffic from a host to itself crosses no link; name two hosts")
@@ -234,13 +236,13 @@ class Lab(Network):
             server = lab.hosts[0].popen(["python", "serve.py"])
             client = lab.hosts[1].popen(["python", "fetch.py", lab.hosts[0].address])
 
-    ``rate`` is one for all hosts or a sequence with one for each; None leaves a link unshaped. With
-    ``racks``, hosts are on switches of their own (the first rack has the first hosts), and a cable
-    of ``core_rate`` joins each to the core. The lab and every process in it are gone when the block
-    ends, however it ends; ``keep()`` makes one that stays instead.
+    ``rate`` is one rate for all hosts or a sequence with one for each; None leaves a link unshaped.
+    With ``racks``, hosts are on separate switches (the first rack has the first hosts), and a link
+    of ``core_rate`` connects each to the core. The lab and every process in it are removed when the
+    block ends, however it ends; ``keep()`` makes one that stays instead.
 
-    ``congestion`` is the hosts' TCP congestion control. Reno is the one every namespace may choose,
-    and with it results do not depend on the machine's default; BBR, for one, has left a fifth of a
+    ``congestion`` is the hosts' TCP congestion control. Every namespace may choose Reno,
+    and with it results do not depend on the machine's default; BBR, for example, left a fifth of a
     100 Mbit/s link unused that carried data one way and another flow's acknowledgements the other.
     None keeps the machine's default. ``delay_ms`` and ``loss_percent``, for each direction of each
     host's link, need a kernel with ``netem``.
@@ -302,7 +304,7 @@ class Lab(Network):
             remove(self.name)
             watchdog.terminate()
         finally:
-            # If the removal was cut short, the watchdog finishes it on its own.
+            # If the removal was interrupted, the watchdog finishes it.
             watchdog.stdin.close()
         for host in self.hosts:
             host._reap()
@@ -328,7 +330,7 @@ class Lab(Network):
 
 
 def find(name: str | None = None) -> Network:
-    """A lab that is there already: the one of this name, or the only one."""
+    """An existing lab: the one of this name, or the only one."""
     if (reason := missing_tools()) is not None:
         raise LaunchError(reason)
     names = existing()
@@ -343,7 +345,7 @@ def find(name: str | None = None) -> Network:
 
 
 def _seen(name: str) -> Plan:
-    """The plan of a lab, from what the kernel shows of it."""
+    """The plan of a lab, reconstructed from the kernel's state."""
     ports = {link["ifname"] for link in json.loads(_run(planning.counters(Plan(name, ()))))}
     hosts = sum(port.startswith(f"{name}-p") for port in ports)
     racks = sum(port.startswith(f"{name}-u") for port in ports)
@@ -366,7 +368,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def missing_tools() -> str | None:
-    """What this machine lacks for a lab, as far as a look tells; None if nothing."""
+    """What this machine lacks for a lab, without trying; None if nothing."""
     if not sys.platform.startswith("linux"):
         return f"the lab needs Linux network namespaces; this is {sys.platform}"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -390,7 +392,7 @@ def why_unavailable() -> str | None:
 
 
 def _run(command: Command) -> str:
-    # In a session of its own: Ctrl-C reaches this process, which then takes the lab down.
+    # In its own session: Ctrl-C reaches this process, which then removes the lab.
     result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

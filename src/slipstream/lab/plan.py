@@ -1,4 +1,4 @@
-"""The lab as data: who is called what, and the commands that make it. Pure; runs without root.
+"""The lab as data: names, and the commands that make it. Pure; runs without root.
 
     namespace slip1a2b3c-sw                      namespace slip1a2b3c-h0
     ┌──────────────────────────────┐             ┌──────────────────────────┐
@@ -7,7 +7,7 @@
     │   port slip1a2b3c-p1 …       │             │         10.26.43.1/24    │
     └──────────────────────────────┘             └──────────────────────────┘
 
-With several racks every rack has a bridge of its own (-b0, -b1, …) for its hosts, and a cable
+With several racks every rack has its own bridge (-b0, -b1, …) for its hosts, and a link
 (-u0 to -d0, …) from there to -br, which is then the core.
 
 The six hex digits are the lab's own: they make its names and its subnet, so labs coexist.
@@ -31,7 +31,7 @@ MOST_HOSTS = 250
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one host is: its namespace, its end of the cable, the switch's end, its address."""
+    """The place of one host: its namespace, both ends of its link, its address."""
 
     namespace: str
     interface: str
@@ -66,7 +66,7 @@ class Plan:
         return self.core if self.racks == 1 else f"{self.name}-b{rack}"
 
     def uplink(self, rack: int) -> tuple[str, str]:
-        """The ends of a rack's cable to the core: at the rack's switch, and at the core."""
+        """The ends of a rack's link to the core: at the rack's switch, and at the core."""
         return f"{self.name}-u{rack}", f"{self.name}-d{rack}"
 
     @property
@@ -135,7 +135,7 @@ def shape(lab: Plan, index: int, rate: Rate, trouble: Trouble) -> Iterator[Comma
 
 
 def shape_uplink(lab: Plan, rack: int, rate: Rate) -> Iterator[Command]:
-    """Both directions of a rack's cable to the core."""
+    """Both directions of a rack's link to the core."""
     for device in lab.uplink(rack):
         yield from _shape_device(lab.switch, device, rate, Trouble())
 
@@ -146,7 +146,7 @@ def _shape_device(namespace: str, device: str, rate: Rate, trouble: Trouble) -> 
 
 
 def new_rate(lab: Plan, index: int, rate: Rate, *, in_netem: bool) -> Iterator[Command]:
-    """Another rate for a host's link; delay and loss stay as they are."""
+    """Another rate for a host's link; delay and loss do not change."""
     site = lab.sites[index]
     for namespace, device in ((site.namespace, site.interface), (lab.switch, site.port)):
         arguments = bucket_within_netem(rate) if in_netem else ("root", *bucket_or_none(rate))
@@ -154,7 +154,7 @@ def new_rate(lab: Plan, index: int, rate: Rate, *, in_netem: bool) -> Iterator[C
 
 
 def set_link(lab: Plan, index: int, *, up: bool) -> Command:
-    """At the switch: the host sees its cable pulled."""
+    """At the switch: the host sees its link disconnected."""
     state = "up" if up else "down"
     return ("ip", "-n", lab.switch, "link", "set", lab.sites[index].port, state)
 
@@ -191,7 +191,7 @@ def _rack(lab: Plan, rack: int) -> Iterator[Command]:
 
 
 def _host(lab: Plan, site: Site) -> Iterator[Command]:
-    # Without link-local addresses the counters show next to nothing that no program sent.
+    # Without link-local addresses the counters show almost only what programs sent.
     on_host = ("ip", "-n", site.namespace)
     on_switch = ("ip", "-n", lab.switch)
     bridge = lab.bridge(site.rack)

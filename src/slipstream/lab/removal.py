@@ -1,10 +1,10 @@
-"""Labs are removed, whatever happens to whoever made them.
+"""Labs are removed, whatever happens to the process that made them.
 
 A lab is found by its name alone: namespaces ``slip1a2b3c-…`` belong to lab ``slip1a2b3c``. Removing
 it ends the processes inside, then deletes the namespaces, and with them every link.
 
-Run as a script, this file is a lab's watchdog: a process in a session of its own that waits for its
-maker to close a pipe or to die (killed, even with -9), and then removes what is left. It therefore
+Run as a script, this file is a lab's watchdog: a process in its own session that waits for its
+maker to close a pipe or to die (also by SIGKILL), and then removes what is left. It therefore
 imports the standard library only.
 """
 
@@ -29,7 +29,7 @@ _COMMAND_LIMIT_S = 20.0
 
 
 def lab_of(namespace: str) -> str | None:
-    """The lab a namespace belongs to, or None if it is not one of ours."""
+    """The lab of a namespace, or None if it is not a lab's namespace."""
     match = _NAMESPACE.fullmatch(namespace)
     return match[1] if match else None
 
@@ -37,7 +37,7 @@ def lab_of(namespace: str) -> str | None:
 def namespaces() -> list[str]:
     """Every namespace of every lab on this machine."""
     if shutil.which("ip") is None:
-        return []  # nobody can have made one
+        return []  # no lab can exist
     listed = (line.split()[0] for line in _output("ip", "netns", "list").splitlines() if line)
     return [name for name in listed if lab_of(name) is not None]
 
@@ -52,7 +52,7 @@ def remove(lab: str, *, grace_s: float = 2.0) -> None:
     mine = [name for name in namespaces() if lab_of(name) == lab]
     _end_processes(mine, grace_s=grace_s)
     for name in mine:
-        # Two removers may meet (the maker and its watchdog): the second finds nothing to do.
+        # The maker and its watchdog may both remove a lab: the second finds nothing to do.
         _output("ip", "netns", "delete", name)
 
 
@@ -78,16 +78,16 @@ def _end_processes(names: list[str], *, grace_s: float) -> None:
 
 
 def pids_in(names: list[str]) -> set[int]:
-    """Every process in these namespaces, but for this one."""
+    """Every process in these namespaces, except this one."""
     inside = {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
     return inside - {os.getpid()}
 
 
 def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None:
-    """Send a signal to all that are still in these namespaces.
+    """Send a signal to all processes that are still in these namespaces.
 
-    A process may have ended since it was listed, and its number be another's by now. So each one is
-    looked at again through a pidfd, which stays with one process.
+    A process may have ended since it was listed, and its number may be reused. So each one is
+    checked again through a pidfd, which stays with one process.
     """
     inside = {found for name in names if (found := _identity(f"{NETNS_FOLDER}/{name}"))}
     for pid in pids:
@@ -98,7 +98,7 @@ def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None
 
 @contextlib.contextmanager
 def _held(pid: int) -> Iterator[Callable[[int], None]]:
-    """How to signal the process that has this number now, and no later one."""
+    """A function that signals the process that has this number now, and no later one."""
     try:
         held = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -113,7 +113,7 @@ def _held(pid: int) -> Iterator[Callable[[int], None]]:
 
 
 def _identity(namespace: str) -> tuple[int, int] | None:
-    """What tells a namespace from others; None if it is gone."""
+    """What identifies a namespace; None if it no longer exists."""
     try:
         found = os.stat(namespace)
     except OSError:
@@ -122,7 +122,7 @@ def _identity(namespace: str) -> tuple[int, int] | None:
 
 
 def _output(*command: str) -> str:
-    # In a session of its own, so that Ctrl-C does not stop a removal half way.
+    # In its own session, so that Ctrl-C does not interrupt a removal.
     result = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -137,7 +137,7 @@ def _output(*command: str) -> str:
 
 
 def start_watchdog(lab: str) -> subprocess.Popen[bytes]:
-    """A process that removes ``lab`` once its stdin is closed or this process is gone."""
+    """A process that removes ``lab`` once its stdin is closed or this process has ended."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, lab, str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -148,7 +148,7 @@ def start_watchdog(lab: str) -> subprocess.Popen[bytes]:
 
 
 def _watch(lab: str, maker: int) -> None:
-    # The pipe alone is not enough: a process the maker forked holds a copy of its end.
+    # The pipe alone is not enough: a child of the maker holds a copy of its end.
     waiting_on = [sys.stdin.fileno()]
     with contextlib.suppress(OSError):
         waiting_on.append(os.pidfd_open(maker))

@@ -1,13 +1,14 @@
-"""How a link's rate becomes a token bucket: ``tc tbf rate … burst … limit …``.
+"""The token bucket of a link's rate: ``tc tbf rate … burst … limit …``.
 
 Burst
     Offloads stay on, so TCP hands ``tbf`` super-packets of up to 64 KiB. One that is larger than
-    the bucket is cut into frames, which costs a core; the bucket therefore holds at least two. It
-    also has to last until a busy machine wakes up, or tokens are lost: two milliseconds.
+    the bucket is cut into frames, which uses a core; so the bucket holds at least two. It
+    must also last until a busy machine wakes up, or tokens are lost: two milliseconds.
 Limit
-    The queue before the link, as deep as a switch's: 50 ms, and never fewer than sixteen
-    super-packets. Much shorter and a few senders to one host lose whole super-packets and wait for
-    retransmission timers; much longer and small messages wait seconds behind large ones.
+    The queue before the link, as deep as a switch's: 50 ms, and never less than sixteen
+    super-packets. With a much shorter one, a few senders to one host lose whole super-packets and
+    wait for retransmission timers; with a much longer one, small messages wait seconds behind large
+    ones.
 
 ``tbf`` counts every frame's headers, so TCP's payload gets 1448/1514 = 95.6% of the rate.
 
@@ -66,7 +67,7 @@ class Trouble:
         return self.delay_ms > 0 or self.loss_percent > 0
 
     def arguments(self, rate: Rate) -> tuple[str, ...]:
-        """Packets on their way are held by ``netem``; there must be room for all of them."""
+        """``netem`` holds packets in flight; its limit must have space for all of them."""
         bps = _FASTEST_BPS / 10 if rate is None else bits_per_second(rate)
         held = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
         return (
@@ -94,7 +95,7 @@ def bucket(rate: str | int | float) -> Bucket:
 
 
 def bucket_or_none(rate: Rate) -> tuple[str, ...]:
-    """What shapes a link of this rate, if anything does."""
+    """The arguments that shape a link of this rate, if any."""
     return ("noqueue",) if rate is None else bucket(rate).arguments
 
 
@@ -110,7 +111,7 @@ def bucket_within_netem(rate: Rate) -> tuple[str, ...]:
 
 
 def queue(rate: Rate, trouble: Trouble) -> tuple[tuple[str, ...], ...]:
-    """Where in a device's tree each queueing discipline goes, and what it is."""
+    """By place in a device's tree: its queueing discipline."""
     if not trouble:
         return (("root", *bucket_or_none(rate)),)
     outer = ("root", "handle", "1:", *trouble.arguments(rate))

@@ -1,1 +1,1 @@
-"""What is decided before training starts: chunks, holders, costs. Pure."""
+"""Decisions before training starts: chunks, holders, costs. Pure."""

@@ -7,12 +7,12 @@ gradients and needs more rounds; what counts is their product (Fig. 6):
     time to converge(N) = mean round time(N) × iterations(N)
 
 The paper reads the round time off order statistics: the N-th of n arrivals, all begun together
-(Fig. 4). But who comes late is still busy when the next round opens, and the true time is longer.
-Here recorded step durations are replayed by the rule that the servers follow, work carried over
-included.
+(Fig. 4). But a late worker is still busy when the next round opens, and the true time is longer.
+Here recorded step durations are replayed by the rule that the servers follow, including such
+unfinished steps.
 
-    iterations(N) = a + b/N, fitted to points that are given; else ∝ 1 + Nc/N with Nc = 4n, which is
-                    what the paper's Fig. 5 has at n = 100 (137,500 at N = 50; 76,200 at N = 100)
+    iterations(N) = a + b/N, fitted to given points; else ∝ 1 + Nc/N with Nc = 4n, which matches
+                    the paper's Fig. 5 at n = 100 (137,500 at N = 50; 76,200 at N = 100)
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from numpy.typing import NDArray
 from slipstream.errors import ConfigError
 from slipstream.printable import shown
 
-Durations = Mapping[int, Sequence[float]]  # by worker: from its weights to its whole gradient's end
-Iterations = Callable[[int], float]  # to converge, when so many workers make a round
+Durations = Mapping[int, Sequence[float]]  # by worker: seconds from weights to gradient
+Iterations = Callable[[int], float]  # to converge, by the number of workers of a round
 Floats = NDArray[np.float64]
 
-LEAST_STEPS = 8  # with fewer of a worker's, one odd step decides
+LEAST_STEPS = 8  # of a worker; with fewer, one odd step would decide
 ROUNDS = 4000  # replayed, unless there are very many workers
 MOST_ROUNDS = 50_000
 MOST_REPLAYED = 100_000_000  # rounds times workers²: some three seconds
 LEAST_ITERATIONS, MOST_ITERATIONS = 1e-9, 1e15
-BLOCK = 50  # steps that stay together when a recording is resampled
-STRETCH = 500  # rounds replayed in one go
+BLOCK = 50  # consecutive steps that resampling keeps together
+STRETCH = 500  # rounds per replay
 FIG_5_RATIO = 4.0  # Nc / n
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``first`` workers make a round, ``backup`` more take part: what that costs."""
+    """``first`` workers make a round, ``backup`` more take part, and the resulting cost."""
 
     first: int
     backup: int
     round_s: float
     iterations: float
-    relative_time: float  # to converge; waiting for all takes 1
+    relative_time: float  # to converge, relative to waiting for all
     dropped_share: float  # of all gradients
 
 
@@ -60,12 +60,12 @@ def compare_splits(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> list[Split]:
-    """Every split of the recorded workers, from one that makes a round to all of them.
+    """Every split of the recorded workers, from ``first=1`` to all of them.
 
     Args:
-        durations: By worker, the seconds that its steps took, in order.
+        durations: By worker, the seconds of its steps, in order.
         iterations: How many rounds it takes to converge, as a function of N or as points
-            (N, iterations) to fit one to; by default a shape like the paper's is assumed.
+            (N, iterations) for a fit; by default a curve like the paper's is assumed.
         rounds: How many rounds to replay for every split.
         seed: Of the resampling.
 
@@ -73,7 +73,7 @@ def compare_splits(
         The splits, by ``first``; ``best_split`` finds the fastest.
 
     Raises:
-        ConfigError: There are too few durations or points, or some make no sense.
+        ConfigError: There are too few durations or points, or some are invalid.
 
     >>> steady, slow = [1.0] * 8, [1.0, 3.0] * 4
     >>> splits = compare_splits({0: steady, 1: steady, 2: slow}, lambda first: 100.0, rounds=50)
@@ -100,24 +100,24 @@ def compare_splits(
 
 
 def affordable_rounds(workers: int) -> int:
-    """How many rounds of so many workers can be replayed while somebody waits."""
+    """How many rounds of so many workers can be replayed within a few seconds."""
     return max(1, min(MOST_ROUNDS, MOST_REPLAYED // workers**2))
 
 
-plan_backups = compare_splits  # by this name among the public ones, where "splits" says too little
+plan_backups = compare_splits  # the public name, since "splits" alone is unclear
 
 
 def best_split(splits: Sequence[Split]) -> Split:
-    """The fastest to converge; of equals, the one that drops least."""
+    """The fastest to converge; of equals, the one that drops fewest gradients."""
     return min(splits, key=lambda split: (split.relative_time, -split.first))
 
 
 @dataclass(frozen=True, slots=True)
 class Adapting:
-    """Chooses ``first`` anew while a run goes on, for whoever closes its rounds.
+    """Chooses ``first`` again and again during a run, for the holder that closes its rounds.
 
-    Every so many rounds all splits are compared on each worker's most recent steps; what is in use
-    stays unless another promises to be faster by ``gain``.
+    Every so many rounds all splits are compared on each worker's most recent steps; the current one
+    stays unless another is predicted to be faster by ``gain``.
     """
 
     every: int = 50
@@ -135,7 +135,7 @@ class Adapting:
             raise ConfigError(f"gain={self.gain}: give a share of 0 or more, such as 0.03")
 
     def first_after(self, rounds_made: int, durations: Durations, first: int) -> int:
-        """How many are to make a round from now on; ``first`` made the last one."""
+        """The ``first`` of the following rounds; the argument is that of the last one."""
         if rounds_made % self.every or len(durations) < 2:
             return first
         if min(map(len, durations.values())) < self.least_steps:
@@ -152,14 +152,14 @@ class Adapting:
 
 
 def assumed_iterations(workers: int) -> Iterations:
-    """1 + Nc/N: in proportion to the iterations that N of these workers need."""
+    """1 + Nc/N: proportional to the iterations that N of these workers need."""
     return lambda first: 1 + FIG_5_RATIO * workers / first
 
 
 def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
     """a + b/N through the points by least squares, a and b not below 0.
 
-    More workers never need more iterations, nor do twice as many need less than half.
+    More workers never need more iterations, and twice as many never need less than half.
     """
     for first, needed in points:
         if first < 1 or not LEAST_ITERATIONS <= needed <= MOST_ITERATIONS:
@@ -193,11 +193,11 @@ def _iterations(given: Iterations | Sequence[tuple[int, float]] | None, workers:
 
 
 def resample(recorded: Sequence[Floats], steps: int, random: np.random.Generator) -> Floats:
-    """As many steps of each worker, in blocks from anywhere in its recording; a row a worker.
+    """So many steps of each worker, in blocks from anywhere in its recording; one row per worker.
 
-    Blocks keep slow periods together. All workers' begin at the same share of their recordings,
-    hence at about the same moment of the run: what slows all at once, such as a shared link, must
-    not look like stragglers that backups could stand in for.
+    Blocks keep slow periods together. The blocks of all workers begin at the same relative position
+    of their recordings, so at about the same moment of the run: a common slowdown, such as of a
+    shared link, must not look like stragglers that backups could replace.
     """
     begins = random.random(-(-steps // BLOCK))
     rows = []
@@ -209,19 +209,19 @@ def resample(recorded: Sequence[Floats], steps: int, random: np.random.Generator
 
 
 def replay(steps: Floats) -> tuple[Floats, Floats]:
-    """Mean round time, and gradients dropped a round, when the first N make one: N = 1 … n.
+    """Mean round time, and gradients dropped per round, for N = 1 … n.
 
     ``steps`` has a row of durations for each worker, one more than there are rounds to replay. In
     a round a worker is busy with a step begun for it, or with one of an older round: that gradient
-    comes late and is dropped, and the worker at once begins a step for the round now open. Either
-    way it has one moment at which it could count, and the N-th of these closes the round. The N
-    that made it begin the next; the others stay busy.
+    arrives late and is dropped, and the worker at once begins a step for the open round. Either
+    way there is one moment at which its gradient could count, and the N-th of these closes the
+    round. The N workers of the round begin the next; the others stay busy.
     """
     workers, rounds = steps.shape[0], steps.shape[1] - 1
     worker = np.arange(workers)
-    split = worker[:, None]  # all splits side by side: row i is N = i + 1
+    split = worker[:, None]  # all splits in parallel: row i is N = i + 1
     counts = worker <= split
-    ends = np.tile(steps[:, 0], (workers, 1))  # of the step that a worker is busy with
+    ends = np.tile(steps[:, 0], (workers, 1))  # end of each worker's current step
     begun = np.ones((workers, workers), np.int64)
     late = np.zeros((workers, workers), np.bool_)
     made = np.empty((workers, workers), np.bool_)
@@ -245,8 +245,8 @@ def replay(steps: Floats) -> tuple[Floats, Floats]:
 def _mean_round(
     recorded: Sequence[Floats], rounds: int, random: np.random.Generator
 ) -> tuple[Floats, Floats]:
-    """As `replay` gives it. In one long replay, workers that take fewer steps would lag behind in
-    their recordings, and no longer be slow at the same moments."""
+    """The result of ``replay``, in short pieces. In one long replay, workers with fewer steps would
+    lag behind in their recordings, and would no longer be slow at the same moments."""
     stretches = -(-rounds // STRETCH)
     steps = -(-rounds // stretches) + 1
     replayed = [replay(resample(recorded, steps, random)) for _ in range(stretches)]

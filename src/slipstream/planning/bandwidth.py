@@ -1,19 +1,20 @@
-"""How much of a path is free: self-loading periodic streams (SLoPS), and transfers themselves.
+"""Available bandwidth of a path: self-loading periodic streams (SLoPS), and passive measurement.
 
 Jain & Dovrolis, "End-to-end available bandwidth" (2003), which Parameter Flow's section 3.3.3 uses
-to tell sufficient links from insufficient ones. A stream of K packets leaves at a steady rate R. If
-R is above A, which is what the path has free, a queue grows somewhere and every packet is delayed
-a little more than the one before; if not, delays stay level. So:
+to distinguish sufficient links from insufficient ones. A stream of K packets leaves at a constant
+rate R. If R is above A, the available bandwidth, a queue grows somewhere and every packet is
+delayed a little more than the one before; if not, delays stay level. So:
 
     trend(stream)     one stream: does its delay increase?
     vote(trends)      a fleet of streams at one rate: is R above A, below, or in the grey region?
     Search            bisection over R: next_rate(search), after(search, verdict)
 
-The delays come from two clocks that nobody has set, so only differences count; and clocks that
-drift apart by less than LARGEST_SKEW are not taken for a queue.
+The delays come from two clocks that are not synchronized, so only differences count; a drift
+of less than LARGEST_SKEW does not count as a queue.
 
-``knee`` reads a train sent as fast as possible: the rate behind a token bucket, and the bucket's
-size. A stream that starts on a full bucket sees no queue until that is empty, whatever its rate.
+``knee`` evaluates a train sent as fast as possible: the rate behind a token bucket, and the
+bucket's size. A stream that starts with a full bucket sees no queue until it is empty, whatever its
+rate.
 
 Rates are bytes/s throughout. Pure.
 """
@@ -29,19 +30,19 @@ from statistics import median
 
 from slipstream.errors import ConfigError
 
-# Pathload's thresholds: above the first a test says "increasing", below the second "not".
+# Pathload's thresholds: above the first a test means "increasing", below the second "not".
 PCT_THRESHOLDS = (0.66, 0.54)
 PDT_THRESHOLDS = (0.55, 0.45)
-# Clocks kept by NTP drift apart by 500 ppm at the most, whereas a stream that is 1% too fast is
+# Clocks kept by NTP drift apart by at most 500 ppm, whereas a stream that is 1% too fast is
 # delayed by another 10,000 ppm of its length.
 LARGEST_SKEW = 0.001
-# A queue that overflows does not grow any more: such losses are a sign of their own.
+# A queue that overflows does not grow any more: such losses are a separate sign.
 LARGEST_LOSS = 0.1
 FEWEST_DELAYS = 9  # three groups of three
 
 
 class Trend(Enum):
-    """What one stream's delays do."""
+    """How one stream's delays change."""
 
     INCREASING = "increasing"
     LEVEL = "level"
@@ -49,7 +50,7 @@ class Trend(Enum):
 
 
 class Verdict(Enum):
-    """Where a fleet's rate lies, against what the path has free."""
+    """A fleet's rate, compared with the available bandwidth."""
 
     ABOVE = "above"
     BELOW = "below"
@@ -60,16 +61,16 @@ class Verdict(Enum):
 
 
 def trend(sent_s: Sequence[float], arrived_s: Sequence[float | None]) -> Trend:
-    """Of packets in the order in which they were sent; None never arrived.
+    """``sent_s``: by packet, in the order of sending; ``arrived_s``: None for a lost packet.
 
-    The two clocks may differ by any offset. In which order packets arrived does not matter.
+    The two clocks may differ by any offset. The order of arrival does not matter.
     """
     pairs = [(at, there) for at, there in zip(sent_s, arrived_s, strict=True) if there is not None]
     if len(pairs) < (1 - LARGEST_LOSS) * len(sent_s):
         return Trend.INCREASING
     if len(pairs) < FEWEST_DELAYS:
         return Trend.AMBIGUOUS
-    # Relative to the first packet: a float of seconds since 1970 has no room for nanoseconds.
+    # Relative to the first packet: a float of seconds since 1970 cannot represent nanoseconds.
     first_sent, first_arrived = pairs[0]
     middles = group_medians([(there - first_arrived) - (at - first_sent) for at, there in pairs])
     if middles[-1] - middles[0] <= LARGEST_SKEW * (pairs[-1][0] - first_sent):
@@ -78,20 +79,20 @@ def trend(sent_s: Sequence[float], arrived_s: Sequence[float | None]) -> Trend:
 
 
 def group_medians(delays: Sequence[float]) -> list[float]:
-    """√K medians of √K neighbours each: a packet that waited for somebody's burst does not show."""
+    """√K medians of √K neighbours each: single delayed packets do not matter."""
     groups = math.isqrt(len(delays))
     edges = [len(delays) * index // groups for index in range(groups + 1)]
     return [median(delays[low:high]) for low, high in pairwise(edges)]
 
 
 def pct(middles: Sequence[float]) -> float:
-    """Pairwise comparison test: the share of steps that go up. Level: about 0.5, or 0 if exact."""
+    """Pairwise comparison test: the share of increases. Level: about 0.5, or 0 if exact."""
     steps = [later > earlier for earlier, later in pairwise(middles)]
     return sum(steps) / len(steps)
 
 
 def pdt(middles: Sequence[float]) -> float:
-    """Pairwise difference test: how much of the way is progress, −1 to 1. Level: about 0."""
+    """Pairwise difference test: net change over total change, −1 to 1. Level: about 0."""
     travelled = sum(abs(b - a) for a, b in pairwise(middles))
     return (middles[-1] - middles[0]) / travelled if travelled else 0.0
 
@@ -104,7 +105,7 @@ def _judge(value: float, thresholds: tuple[float, float]) -> Trend:
 
 
 def _together(one: Trend, other: Trend) -> Trend:
-    """One test may be unsure; two that contradict each other say nothing."""
+    """One test may be unsure; two that contradict each other give no result."""
     clear = {one, other} - {Trend.AMBIGUOUS}
     return clear.pop() if len(clear) == 1 else Trend.AMBIGUOUS
 
@@ -113,7 +114,7 @@ def _together(one: Trend, other: Trend) -> Trend:
 
 
 def vote(trends: Sequence[Trend], *, agreeing: float = 0.7) -> Verdict:
-    """Of all streams at one rate. Ambiguous ones do not vote, but half of the fleet has to."""
+    """The vote of all streams at one rate. Ambiguous ones do not vote, but half must vote."""
     rising = trends.count(Trend.INCREASING)
     voters = rising + trends.count(Trend.LEVEL)
     if 2 * voters < len(trends) or not voters:
@@ -124,7 +125,7 @@ def vote(trends: Sequence[Trend], *, agreeing: float = 0.7) -> Verdict:
 
 
 def decided(trends: Sequence[Trend], fleet: int, *, agreeing: float = 0.7) -> bool:
-    """Whether the rest of a fleet could not change its vote: those streams need not be sent."""
+    """Whether the rest of a fleet could not change its vote, and need not be sent."""
     rest = fleet - len(trends)
     outcomes = {
         vote([*trends, *[last] * rest], agreeing=agreeing)
@@ -138,10 +139,11 @@ def decided(trends: Sequence[Trend], fleet: int, *, agreeing: float = 0.7) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Bisection between ``low``, which had room, and ``high``, which had none.
+    """Bisection between ``low``, which was below the available bandwidth, and ``high``, above it.
 
-    Rates at which the fleets disagreed make up the grey region between them: what is free varied
-    around these. It counts as part of the result; the search goes on outside of it. ``resolution``
+    Rates at which a fleet disagreed make up the grey region between them: the available bandwidth
+    varied around these. It is part of the result; the search continues outside of it.
+    ``resolution``
     is relative to ``high``.
     """
 
@@ -151,7 +153,7 @@ class Search:
     most_fleets: int = 16
     grey: tuple[float, float] | None = None
     fleets: int = 0
-    # A limit that the search was given is not one it has seen.
+    # A limit that was given to the search is not a measured one.
     low_seen: bool = False
     high_seen: bool = False
 
@@ -169,7 +171,7 @@ class Search:
 
 
 def next_rate(search: Search) -> float | None:
-    """The next fleet's rate; None when the range is as narrow as it will get."""
+    """The next fleet's rate; None when the range is within the resolution."""
     if search.fleets >= search.most_fleets:
         return None
     width = search.resolution * search.high
@@ -180,7 +182,7 @@ def next_rate(search: Search) -> float | None:
 
 
 def after(search: Search, verdict: Verdict) -> Search:
-    """What is known once the fleet at ``next_rate(search)`` has voted."""
+    """The search after the vote of the fleet at ``next_rate(search)``."""
     rate = next_rate(search)
     if rate is None:
         raise ValueError("the search is over: no fleet was due")
@@ -188,7 +190,7 @@ def after(search: Search, verdict: Verdict) -> Search:
     if verdict is Verdict.GREY:
         low, high = search.grey or (rate, rate)
         return replace(search, grey=(min(low, rate), max(high, rate)))
-    # A clear vote on the far side of the grey region means that it has moved since.
+    # A clear vote on the far side of the grey region means that it has moved.
     if verdict is Verdict.ABOVE:
         grey = search.grey if search.grey is not None and search.grey[1] < rate else None
         return replace(search, high=rate, high_seen=True, grey=grey)
@@ -198,10 +200,10 @@ def after(search: Search, verdict: Verdict) -> Search:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """What a path had free while it was measured.
+    """The available bandwidth of a path while it was measured.
 
-    An end that was not seen is the limit of the search: ``low_bytes_s`` is then 0, and
-    ``high_bytes_s`` the fastest rate that was allowed or that could be paced.
+    An end that was not found is the limit of the search: ``low_bytes_s`` is then 0, and
+    ``high_bytes_s`` the highest rate that was allowed or that could be paced.
     """
 
     low_bytes_s: float
@@ -211,7 +213,7 @@ class Available:
     ended: str
     fleets: int
     streams: int
-    late_streams: int  # that the sender was too busy to keep in time; they did not vote
+    late_streams: int  # that the sender was too busy to pace; they did not vote
     sent_nbytes: int
     seconds: float
     fastest_bytes_s: float
@@ -222,7 +224,7 @@ class Available:
         return (self.low_bytes_s + self.high_bytes_s) / 2
 
     def sufficient(self, threshold_bytes_s: float) -> bool | None:
-        """Whether so much is free; None if the threshold lies within the range."""
+        """Whether the threshold is available; None if it lies within the range."""
         if self.low_bytes_s >= threshold_bytes_s:
             return True
         return False if self.high_seen and self.high_bytes_s < threshold_bytes_s else None
@@ -233,7 +235,7 @@ class Available:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """A train's rate once the path's burst allowance is used up, and that allowance."""
+    """A train's rate after the path's burst allowance is used up, and that allowance."""
 
     rate_bytes_s: float
     burst_nbytes: int
@@ -241,15 +243,15 @@ class Knee:
 
     @property
     def clear(self) -> bool:
-        """Whether the train went on for long enough after the knee to tell."""
+        """Whether the train was long enough after the knee."""
         return 2 * self.burst_nbytes <= self.train_nbytes
 
 
 def knee(arrived_s: Sequence[float | None], packet_nbytes: int) -> Knee | None:
-    """Of a train sent as fast as possible; None if too little of it arrived.
+    """The knee of a train sent as fast as possible; None if too little of it arrived.
 
-    Bytes that have come by time t are at most burst + rate·t. The last third gives the rate, the
-    packet that is furthest ahead of it the burst.
+    Bytes that have arrived by time t are at most burst + rate·t. The last third gives the rate, the
+    packet that is furthest ahead of it gives the burst.
     """
     times = sorted(at for at in arrived_s if at is not None)
     if len(times) < FEWEST_DELAYS:
@@ -263,24 +265,23 @@ def knee(arrived_s: Sequence[float | None], packet_nbytes: int) -> Knee | None:
     return Knee(rate, max(0, round(max(ahead))), len(times) * packet_nbytes)
 
 
-# ---- no probing at all
+# ---- passive measurement
 
 
 class Passive:
-    """What transfers themselves say of a link.
+    """Estimates the rate of a link from its transfers.
 
-    It is told what a transfer moved and for how long the link was busy with it: from its first byte
-    until its last had left, without the time in which there was nothing to send. The estimate is
+    ``tell`` gets the bytes of a transfer and how long the link was busy with it: from its first
+    byte until its last had left, without time in which there was nothing to send. The estimate is
 
         Σ wᵢ bytesᵢ / Σ wᵢ secondsᵢ,   w halved by every ``half_life_s`` of busy time since.
 
-    So it is a mean over time, in which a slow second counts as much as a fast one, and the clock
-    stands still while the link is idle: an idle gap leaves the estimate as it was. Transfers of
-    less than ``least_nbytes`` are left out: their time is mostly latency. Where only such come,
-    nothing is known, and it says so.
+    So it is a mean over busy time, in which a slow second counts as much as a fast one; idle time
+    does not change the estimate. Transfers of less than ``least_nbytes`` are ignored: their time is
+    mostly latency. If there are only such transfers, the estimate is None.
 
-    Probing measures what is free; this, what was had. A link that is never filled shows less than
-    it has, so a threshold that transfers do not reach is better settled by a probe.
+    Probing measures the available bandwidth; this measures the used one. A link that is never full
+    shows less than it has, so to test a threshold that transfers do not reach, use a probe.
     """
 
     def __init__(
@@ -299,30 +300,30 @@ class Passive:
         self._margin = margin
         self._nbytes = 0.0
         self._seconds = 0.0
-        self._answer: tuple[float, bool] | None = None  # to which threshold
+        self._answer: tuple[float, bool] | None = None  # for which threshold
 
     def tell(self, nbytes: int, busy_s: float) -> None:
-        """A transfer of so many bytes kept the link busy for so long."""
+        """A transfer of ``nbytes`` kept the link busy for ``busy_s``."""
         if nbytes < 0 or not 0 <= busy_s < math.inf:
             raise ValueError(f"{nbytes} bytes in {busy_s} s: no transfer is like that")
         if nbytes < self._least_nbytes or not busy_s:
             return
         kept = 0.5 ** (busy_s / self._half_life_s)
-        # The transfer's own beginning is older than its end, too: its weight is the mean over it.
+        # A transfer's beginning is older than its end: its weight is the mean over its duration.
         weight = (1 - kept) / math.log(2) * self._half_life_s / busy_s
         self._nbytes = kept * self._nbytes + weight * nbytes
         self._seconds = kept * self._seconds + weight * busy_s
 
     @property
     def bytes_s(self) -> float | None:
-        """None until a transfer was large enough to tell."""
+        """The estimate; None until a transfer was large enough."""
         return self._nbytes / self._seconds if self._seconds else None
 
     def sufficient(self, threshold_bytes_s: float) -> bool | None:
-        """Whether the link has so much; None if nothing is known.
+        """Whether the link reaches the threshold; None if nothing is known.
 
-        An answer stands until the estimate is past the threshold by ``margin``, so that one which
-        hovers around it does not change the answer with every transfer.
+        The answer changes only when the estimate is past the threshold by ``margin``, so that an
+        estimate near the threshold does not change the answer with every transfer.
         """
         rate = self.bytes_s
         if rate is None:

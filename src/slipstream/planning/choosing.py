@@ -1,4 +1,4 @@
-"""Dense or compact, layer by layer: the chooser that Poseidon calls BestScheme. Pure."""
+"""Dense or compact, layer by layer: the rule that Poseidon calls BestScheme. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slipstream.planning.costs import (
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How dense tensors travel here: by how many workers and servers (none: collectives, or what
-    part of a tensor every worker sends to each other one)."""
+    """How dense tensors are sent here: by how many workers and servers (0 servers: collectives, or
+    the share of a tensor that every worker sends to each peer)."""
 
     workers: int
     servers: int = 0
@@ -30,13 +30,13 @@ class Ways:
     to_each: float = 0.0
 
     def dense_bytes(self, nbytes: float) -> float:
-        """The busiest link's, each way, for a dense tensor of this size."""
+        """Bytes of the busiest link, each way, for a dense tensor of this size."""
         if self.to_each:
             return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
 
     def dense_seconds(self, nbytes: float, speeds: Speeds) -> float:
-        """The busiest link's time, and a server's for summing where there are servers."""
+        """Time of the busiest link, plus a server's for summing where there are servers."""
         link_s = 8 * self.dense_bytes(nbytes) / speeds.link_bits_per_s
         summed_bytes = self.workers * nbytes / self.servers if self.servers else 0.0
         return link_s + summed_bytes / speeds.server_bytes_per_s
@@ -44,17 +44,17 @@ class Ways:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was chosen for a layer, what it moves over a worker's link each way, and why."""
+    """The choice for a layer, its bytes over a worker's link each way, and the reason."""
 
     compact: bool
     link_bytes: float
     seconds: float | None
     why: str
-    place: str = "mesh"  # where a compact gradient goes
+    place: str = "mesh"  # the topology of a compact gradient
 
 
 class Chooser(Protocol):
-    """A frozen rule that every worker applies alike."""
+    """A frozen rule that gives the same result on every worker."""
 
     def choose(
         self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
@@ -62,7 +62,7 @@ class Chooser(Protocol):
 
 
 class ByBytes(Part, frozen=True):
-    """The paper's Algorithm 1: whichever moves fewer floats through a node.
+    """The paper's Algorithm 1: the form that moves fewer floats through a node.
 
     >>> fc = LayerShape("fc", "factors", outputs=4096, inputs=4096)
     >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8), item_bytes=None).compact
@@ -90,7 +90,7 @@ class ByBytes(Part, frozen=True):
 
 
 class ByTime(Part, frozen=True):
-    """Whichever is predicted to take less time.
+    """The form with the shorter predicted time.
 
     Args:
         speeds: Of links, GEMM and servers; None: they are measured when a job starts.
@@ -106,7 +106,7 @@ class ByTime(Part, frozen=True):
         return self.speeds is None
 
     def measured(self, speeds: Speeds | None) -> ByTime:
-        """The same with speeds, unless it has some."""
+        """The same with speeds, unless it already has them."""
         return self if self.speeds is not None else msgspec.structs.replace(self, speeds=speeds)
 
     def choose(

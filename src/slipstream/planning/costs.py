@@ -1,4 +1,4 @@
-"""What a layer's gradient costs on each road: Poseidon's Table 1, and predicted time.
+"""The cost of a layer's gradient on each route: Poseidon's Table 1, and predicted time.
 
 Symbols of the paper: a layer's matrix is M × N, K rows in a worker's batch, P1 workers, P2 servers.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# What a layer's gradient is made of. "factors": dYᵀX of a fully connected layer, M outputs and N
-# inputs; "rows": the touched rows of an embedding, M rows of N values.
+# The compact form of a layer's gradient. "factors": dYᵀX of a fully connected layer, M outputs and
+# N inputs; "rows": the used rows of an embedding, M rows of N values.
 Form = Literal["factors", "rows"]
 ID_BYTES = 8
-# Dense tensors share messages; a layer's rows are one of their own for every peer.
+# Dense tensors share messages; a layer's rows are a separate message to every peer.
 MESSAGE_S = 50e-6
 
 
@@ -39,7 +39,7 @@ class LayerShape:
         return rows * (self.outputs + self.inputs) * size
 
     def rebuild_flops(self, rows: float) -> float:
-        """To make the dense gradient from this many rows; adding up rows of a table is no GEMM."""
+        """Flops to compute the dense gradient from this many rows; 0 for a table: no GEMM."""
         return 0.0 if self.form == "rows" else 2.0 * rows * self.outputs * self.inputs
 
 
@@ -55,7 +55,7 @@ def ps_worker(m: int, n: int) -> float:
 
 
 def ps_both(m: int, n: int, p1: int, p2: int) -> float:
-    """A node that is worker and server."""
+    """A node that is both worker and server."""
     return 2 * m * n * (p1 + p2 - 2) / p2
 
 
@@ -64,7 +64,7 @@ def sfb(m: int, n: int, k: int, p1: int) -> float:
 
 
 def adam_server(m: int, n: int, k: int, p1: int) -> float:
-    """The heaviest one: factors in from every worker, the matrix out to every worker."""
+    """The busiest server: factors in from every worker, the matrix out to every worker."""
     return p1 * m * n + p1 * k * (m + n)
 
 
@@ -86,7 +86,7 @@ def best_scheme(m: int, n: int, k: int, p1: int, p2: int) -> Literal["SFB", "PS"
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What was measured, or given: a link each way, one worker's GEMM, one server's summing."""
+    """Measured or given speeds: a link each way, one worker's GEMM, one server's summing."""
 
     link_bits_per_s: float
     gemm_flops_per_s: float
@@ -96,7 +96,7 @@ class Speeds:
 def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bool) -> float:
     """The busiest link's bytes, each way, for a dense tensor.
 
-    Without servers: a ring. With servers beside workers: their shard's traffic on top of the
+    Without servers: a ring. With colocated servers: their shard's traffic in addition to the
     workers' own. With dedicated servers: the busier of a worker's and a server's link.
     """
     if not servers:
@@ -109,7 +109,7 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
 def compact_seconds(
     shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: int | None = None
 ) -> float:
-    """To every peer; and the dense gradient of all rows made here, instead of that of one's own."""
+    """Time to send to every peer, and to compute the gradient of all rows instead of own rows."""
     link = (workers - 1) * shape.compact_bytes(rows, item_bytes)
     extra = shape.rebuild_flops(rows * (workers - 1))
     messages = (workers - 1) * MESSAGE_S

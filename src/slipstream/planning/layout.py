@@ -1,4 +1,4 @@
-"""Cut tensors into chunks of at most a fixed size, in the order backward makes them ready."""
+"""Cut tensors into chunks of at most a fixed size, in the order of the backward pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lay_out(
     shares: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Layout:
-    """Chunks of at most ``chunk_bytes``, shrunk so that ``shares`` holders get equal loads."""
+    """Chunks of at most ``chunk_bytes``, smaller where ``shares`` holders then get equal loads."""
     members: dict[Group, list[int]] = {}
     for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
         members.setdefault(groups[tensor], []).append(tensor)
@@ -67,7 +67,7 @@ def lay_out(
 
 
 def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
-    """Elements a chunk: the largest size within ``chunk_bytes`` that gives equal shares."""
+    """Elements per chunk: the largest size within ``chunk_bytes`` that gives equal shares."""
     size = ITEM_BYTES[dtype]
     largest = max(1, chunk_bytes // size)
     rounds = max(1, -(-total // (max(1, shares) * largest)))

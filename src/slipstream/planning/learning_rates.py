@@ -1,7 +1,7 @@
 """Learning rates for many workers, by the rules of the paper on synchronous SGD (A.3). Pure.
 
-"Revisiting Distributed Synchronous SGD", Chen et al., 2016. Its symbols: N gradients a step, γ₀ the
-initial rate, β its decay, t the step, T = |X|/B the batches of one worker's size in the data set.
+"Revisiting Distributed Synchronous SGD", Chen et al., 2016. Its symbols: N gradients per step, γ₀
+the initial rate, β its decay, t the step, T = |X|/B the number of one worker's batches per epoch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from slipstream.errors import ConfigError
 
 
 def synchronous_rate(base: float, workers: int) -> float:
-    """γ₀ = base · N: what suits one worker's batch, for the mean of ``workers`` gradients.
+    """γ₀ = base · N: the rate for the mean of ``workers`` gradients.
 
-    With backup workers, count the gradients that a round takes, not the workers that run.
+    With backup workers, count the gradients of a round, not the workers that run.
 
     Args:
         base: The rate for one worker's batch.
@@ -32,11 +32,11 @@ def synchronous_rate(base: float, workers: int) -> float:
 
 
 def asynchronous_rate(base: float, workers: int) -> float:
-    """base / n: what suits one worker alone, for ``workers`` that never wait for each other.
+    """base / n: the rate for ``workers`` workers that never wait for each other.
 
-    A gradient is then about n − 1 updates old, and what training bears is the product of rate and
+    A gradient is then about n − 1 updates old, and stability depends on the product of rate and
     age. (The paper's own rate for asynchronous training, 0.045, was found with all workers running
-    and is used as it is.) Keep momentum near 0 as well: it makes every gradient count again later.
+    and needs no division.) Also keep momentum near 0: it makes every gradient count again later.
 
     Args:
         base: The rate for one worker alone.
@@ -54,10 +54,10 @@ def asynchronous_rate(base: float, workers: int) -> float:
 
 
 def stale_rate(staleness: int) -> float:
-    """sin(π / (4s + 2)): how much of a learning rate is left when updates are s steps late.
+    """sin(π / (4s + 2)): the factor for a learning rate when updates are s steps late.
 
-    It is by how much the highest stable rate of gradient descent on a quadratic shrinks: to a half
-    with s = 1, to 0.31 with s = 2, to about 0.8/s further on.
+    The highest stable rate of gradient descent on a quadratic shrinks by this factor: to a half
+    with s = 1, to 0.31 with s = 2, to about 0.8/s for larger s.
 
     Args:
         staleness: s.
@@ -76,23 +76,23 @@ def stale_rate(staleness: int) -> float:
 def decayed_rate(
     initial: float, *, step: int, batches_per_epoch: float, workers: int = 1, decay: float = 0.94
 ) -> float:
-    """γ₀ β^(tN/(2T)): after every two passes over the data, ``decay`` times as high.
+    """γ₀ β^(tN/(2T)): multiplied by ``decay`` after every two passes over the data.
 
     Args:
         initial: γ₀.
         step: t, which counts updates from 0.
         batches_per_epoch: T: examples in the data set over examples in one worker's batch.
-        workers: How many gradients an update is the mean of, so that rates agree after as many
+        workers: How many gradients an update averages, so that rates agree after the same number of
             examples: N when synchronous, 1 when asynchronous.
         decay: β.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> round(decayed_rate(1.0, step=200, batches_per_epoch=100), 2)
     0.94
 
-    As a schedule, over the rate that the optimizer was made with::
+    As a schedule, relative to the initial rate of the optimizer::
 
         optimizer = torch.optim.SGD(model.parameters(), lr=synchronous_rate(0.045, N))
         LambdaLR(

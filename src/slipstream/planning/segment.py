@@ -1,8 +1,8 @@
-"""Where everything lies in the memory that the processes of one machine share. Pure.
+"""The layout of the memory that the processes of one machine share. Pure.
 
-All tensors of a model are in one piece, its weights. A slot holds a gradient of each trained one,
-and before them: a word that says in which form it came, what the optimizer is set to, and the
-version of the weights it was computed on.
+All tensors of a model lie together, its weights. A slot holds a gradient of each trained tensor;
+before the gradients it has a word with the form of each, the optimizer's settings, and the
+version of the weights from which they were computed.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ABSENT, DENSE, ROWS = 0, 1, 2  # ROWS + n: in n rows there is something else than zeros
-SETTINGS = 8  # numbers that an optimizer is set to, by parameter group
+ABSENT, DENSE, ROWS = 0, 1, 2  # ROWS + n: n rows are not zero
+SETTINGS = 8  # numbers per parameter group
 WORD = 8
-LINE = 64  # whatever is written by different hands begins on a cache line of its own
+LINE = 64  # data of different writers begins on separate cache lines
 FROZEN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor of the model: what every learner must know of it alike."""
+    """A tensor of the model, as it must be on every learner."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     item_bytes: int
-    group: int = FROZEN  # of the optimizer's; FROZEN: it is shared, and no gradient of it comes
+    group: int = FROZEN  # of the optimizer; FROZEN: shared, but without a gradient
     in_rows: bool = False
 
     @property
@@ -44,17 +44,17 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Where a trained tensor's gradient is in a slot, in bytes from its beginning."""
+    """The place of a trained tensor's gradient in a slot, in bytes from its start."""
 
     tensor: int
     at: int
     numbers_at: int
-    width: int  # values in a row; 0 where rows do not travel
+    width: int  # values in a row; 0 if it is never sent as rows
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Places in bytes: of tensors within the weights, of gradients within a slot."""
+    """Places in bytes: of tensors within the weights, and of gradients within a slot."""
 
     tensors: tuple[SharedTensor, ...]
     weights_at: tuple[int, ...]
@@ -93,7 +93,7 @@ class SegmentPlan:
         )
 
     def places(self) -> list[tuple[int, int, int, int, int, int, bool]]:
-        """What ``_native.Update`` must know of each gradient."""
+        """What ``_native.Update`` needs to know of each gradient."""
         return [
             (
                 self.weights_at[gradient.tensor],
@@ -124,7 +124,7 @@ class Ledger:
         return max(LINE, -(-self._end // LINE) * LINE)
 
 
-# ---- what an optimizer is set to, as the numbers that its rule reads
+# ---- an optimizer's settings, as the numbers that its rule reads
 
 RULES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adam", "RMSprop": "rmsprop"}
 
@@ -134,7 +134,7 @@ _READ = {
     "rmsprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
 }
 
-# What they are called in a group.
+# Their names in a group.
 SET = (
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "betas", "eps", "alpha",
     "centered", "decoupled_weight_decay",

@@ -1,4 +1,4 @@
-"""Into how many partitions an update is cut, from what links carry (Ako's cost model). Pure."""
+"""The number of partitions of an update, from the rate of links (Ako's cost model). Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from slipstream.errors import ConfigError
 
-FULL = 0.9  # of a link; nearer to all of it the queue decides, not the rate
-WORTH_CHANGING = 0.2  # how far bandwidth or steps may move before p is worked out again
+FULL = 0.9  # of a link; above it, queueing dominates
+WORTH_CHANGING = 0.2  # relative change of bandwidth or step time before p is recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A worker's steps a second γ, the model's bytes m, n workers, and a link's bytes/s B."""
+    """γ steps per second of a worker, a model of m bytes, n workers, and links of B bytes/s."""
 
     steps_s: float
     model_bytes: float
@@ -26,15 +26,15 @@ class Load:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a number above 0")
 
     def used_bytes_s(self, partitions: int) -> float:
-        """γ·m·(n − 1) / p: what a worker's link carries each way, if it can."""
+        """γ·m·(n − 1) / p: the load of a worker's link, each way."""
         return self.steps_s * self.model_bytes * (self.workers - 1) / partitions
 
     def partitions(self) -> int:
-        """p = ⌈γ·m·(n − 1) / (0.9·B)⌉: the fewest with which the link keeps up."""
+        """p = ⌈γ·m·(n − 1) / (0.9·B)⌉: the fewest with which the link is not overloaded."""
         return max(1, math.ceil(self.used_bytes_s(1) / (FULL * self.bytes_s)))
 
     def differs(self, other: Load) -> bool:
-        """Whether p should be worked out again: other workers, or a fifth more or less."""
+        """Whether p should be recomputed: the number of workers changed, or a rate by a fifth."""
         if self.workers != other.workers:
             return True
         pairs = ((self.steps_s, other.steps_s), (self.bytes_s, other.bytes_s))

@@ -1,4 +1,4 @@
-"""How old a gradient may be when it is applied, while training warms up. Pure."""
+"""The staleness of gradients while training warms up. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from slipstream.errors import ConfigError
 
 
 def ramped_staleness(step: int, *, staleness: int, ramp_up: int) -> int:
-    """0 at step 0, ``staleness`` from step ``ramp_up`` on; between them a line, rounded down.
+    """0 at step 0, ``staleness`` from step ``ramp_up`` on; linear between them, rounded down.
 
     The paper on synchronous SGD raises staleness over the first three epochs (section 2.1), as if
-    workers joined one by one; beyond about 15 steps, training that starts stale tends to blow up.
+    workers joined one by one; beyond about 15 steps, training that starts stale tends to diverge.
 
     Args:
         step: Counted from 0.
-        staleness: How old gradients are in the end, in steps.
-        ramp_up: After how many steps; 0: from the start.
+        staleness: The final age of gradients, in steps.
+        ramp_up: The number of steps until then; 0: from the start.
 
     Raises:
         ConfigError: A value is below 0.

@@ -1,4 +1,4 @@
-"""A plan for people: every tensor's way, what it moves, how long that takes, and why. Pure."""
+"""A plan as a table: every tensor's route, its bytes, its time, and the reason. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.units import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layer that was weighed as a whole, or one tensor that was not."""
+    """One layer for which there was a choice, or one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums of the rows, and what computing would have to hide behind."""
+    """Sums of the rows, and the time that the computation would have to hide."""
 
     link_bytes: float
     dense_link_bytes: float
@@ -37,7 +37,7 @@ class Totals:
 
     @property
     def speedup(self) -> float | None:
-        """Of the exchange alone, against all dense."""
+        """Speed-up of the exchange alone, against all dense."""
         if not self.seconds or self.dense_seconds is None:
             return None
         return self.dense_seconds / self.seconds
@@ -51,7 +51,7 @@ def tabulate(
     shapes: Mapping[str, LayerShape],
     speeds: Speeds | None,
 ) -> list[Row]:
-    """``schemes[i]`` and ``ways[i]`` are those of tensor i where it travels dense."""
+    """``schemes[i]`` and ``ways[i]`` are those of tensor i on its dense route."""
     rows: list[Row] = []
     done: set[str] = set()
     for spec, scheme, way in zip(specs, schemes, ways, strict=True):
@@ -98,7 +98,7 @@ def total(rows: Sequence[Row]) -> Totals:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Columns for a terminal, and what they add up to."""
+    """Columns for a terminal, and their totals."""
     heads = ("layer", "shape", "scheme", "each way", "ms", "why")
     cells = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
@@ -136,7 +136,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def as_tables(tables: Sequence[str]) -> str:
-    """Several pairs' tables, each under the number of its pair; one as it is."""
+    """Several pairs' tables, each under the number of its pair; one table is unchanged."""
     if len(tables) == 1:
         return tables[0]
     return "\n\n".join(f"pair {number}\n{table}" for number, table in enumerate(tables))

@@ -1,1 +1,1 @@
-"""What a network carries, measured with bursts of packets."""
+"""Available bandwidth of a network, measured with bursts of packets."""

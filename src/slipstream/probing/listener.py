@@ -1,4 +1,4 @@
-"""Who answers a prober: when each packet of its streams arrived."""
+"""The listener: answers a prober with the arrival time of each packet of its streams."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from slipstream.probing.packets import (
 
 MOST_SESSIONS = 64
 SESSION_S = 60.0
-# The constant is in no Python yet; these kernels agree on it.
+# Python does not have this constant yet; these kernels agree on it.
 _SO_TIMESTAMPNS = 35 if sys.platform == "linux" and struct.calcsize("l") == 8 else None
 _TIMESPEC = struct.Struct("@ll")
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a listener has seen."""
+    """What a listener has received."""
 
     sessions: int = 0
     streams: int = 0
     packets: int = 0
     untracked: int = 0  # no session of that name, or the wrong tag
-    malformed: int = 0  # no packet of ours, or one that does not fit what went before
+    malformed: int = 0  # not one of our packets, or not valid in its session
     turned_away: int = 0  # too many sessions
     received_nbytes: int = 0
     sent_nbytes: int = 0
@@ -65,7 +65,7 @@ class _Session:
 
 
 class Reception:
-    """What the listener knows; it is handed datagrams and says what to answer. No I/O, no clock."""
+    """The listener's state; it gets datagrams and returns answers. No I/O, no clock."""
 
     def __init__(self, secret: bytes | None) -> None:
         self.counts = Counts()
@@ -73,7 +73,7 @@ class Reception:
         self._sessions: dict[bytes, _Session] = {}
 
     def take(self, datagram: bytes, arrived_ns: int, now_s: float) -> bytes | None:
-        """``arrived_ns`` on any clock that runs on; never 0, which means "did not arrive"."""
+        """``arrived_ns``: on any monotonic clock; never 0, which means "did not arrive"."""
         self.counts.received_nbytes += len(datagram)
         answer = self._answer(datagram, arrived_ns, now_s)
         if answer is not None:
@@ -103,7 +103,7 @@ class Reception:
     def _welcome(
         self, packet: Packet, session: _Session | None, nbytes: int, now_s: float
     ) -> bytes | None:
-        """The same answer to a HELLO that comes twice."""
+        """A repeated HELLO gets the same answer."""
         if nbytes < HEAD_NBYTES + NONCE_NBYTES:
             self.counts.malformed += 1
             return None
@@ -125,7 +125,7 @@ class Reception:
             del self._sessions[nonce]
 
     def _noted(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
-        """A session has one stream at a time; a straggler of an earlier one is too late."""
+        """A session has one stream at a time; a late packet of an earlier one is ignored."""
         if not packet.index < packet.count <= MOST_PACKETS or packet.stream < session.stream:
             return False
         if packet.stream > session.stream:
@@ -140,7 +140,7 @@ class Reception:
 
 
 def _reportable(session: _Session, packet: Packet, nbytes: int) -> bool:
-    """Of a stream that was lost as a whole, all that can be said is that nothing came."""
+    """Of a stream that was lost completely, the report is that nothing arrived."""
     lost = packet.stream > session.stream
     current = packet.stream == session.stream and packet.count == len(session.arrivals)
     return (
@@ -159,13 +159,13 @@ def _report(session: _Session, packet: Packet) -> bytes:
 
 
 class Listener:
-    """Answers probers in a thread of its own, for as long as the block runs.
+    """Answers probers in its own thread, for as long as the block runs.
 
         with Listener("10.0.0.7", secret=secret) as listener:
             ...  # a job
             listener.counts.streams
 
-    Arrivals are stamped by the kernel where it does that: the thread may then be late.
+    The kernel timestamps arrivals where it can: the thread may then be late.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Listener:
                 f"cannot listen on {self.address}, UDP port {self.port}: {error.strerror}; choose "
                 "another"
             ) from error
-        self.address, self.port = self._socket.getsockname()[:2]  # 0 became a free one
+        self.address, self.port = self._socket.getsockname()[:2]  # port 0 became a free one
         self._stamped = _stamp_arrivals(self._socket)
         self._thread = threading.Thread(target=self._serve, name="probe-listener", daemon=True)
         self._thread.start()
@@ -210,7 +210,7 @@ class Listener:
         self._socket.settimeout(0.1)
         while not self._over.is_set():
             try:
-                # One byte more than the largest, so that one which is too large shows.
+                # One byte more than the largest packet, so that a larger one is detected.
                 received = self._socket.recvmsg(LARGEST_NBYTES + 1, 64)
             except (TimeoutError, ConnectionError):
                 continue
@@ -233,7 +233,7 @@ def _stamp_arrivals(into: socket.socket) -> bool:
 
 
 def _stamp(notes: Sequence[tuple[int, int, bytes]]) -> int:
-    """0, as if it had not arrived, for a packet without a stamp: clocks must not be mixed."""
+    """0, as if it had not arrived, for a packet without a timestamp: clocks must not be mixed."""
     for level, kind, content in notes:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack_from(content)

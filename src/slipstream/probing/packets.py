@@ -1,16 +1,16 @@
-"""Streams of UDP packets that measure what a path has free: who sends them, and who answers.
+"""Streams of UDP packets that measure the available bandwidth of a path: the protocol.
 
     prober                                   listener
     HELLO  nonce                 ─────────▶
                                  ◀─────────  WELCOME  nonce of its own
-    FILL … PROBE 0 … PROBE K−1   ─────────▶  notes when each arrived
+    FILL … PROBE 0 … PROBE K−1   ─────────▶  records when each arrived
     ASK page p                   ─────────▶
                                  ◀─────────  REPORT  arrival times of 168 packets
 
 A packet is a header, a tag and padding. The tag is an HMAC of the header, and of the body where
-there is one, with a key that follows from the secret and both nonces; whatever does not carry the
-right one is counted and gets no answer. An answer is never larger than its question, which is
-padded, so nobody can use a listener to flood somebody else.
+there is one, with a key derived from the secret and both nonces; a packet without the
+right one is counted and gets no answer. An answer is never larger than its request, which is
+padded, so a listener cannot be used to flood another host.
 
 Rates and sizes count whole frames: Ethernet, IP and UDP headers, and the payload.
 """
@@ -39,13 +39,13 @@ HEAD_NBYTES = HEADER.size + TAG_NBYTES
 LARGEST_NBYTES = 1400  # leaves room for tunnels in a frame of 1500
 PAGE_PACKETS = (LARGEST_NBYTES - HEAD_NBYTES) // 8
 MOST_PACKETS = 1024
-# Where a kernel buffer is full, packets are lost that the path would have carried. 4 MiB hold
+# If a kernel buffer is full, packets are lost that the path would have carried. 4 MiB hold
 # MOST_PACKETS even if every packet takes a page.
 BUFFER_NBYTES = 4 << 20
 
 
 class Kind(IntEnum):
-    """What a packet is, in the order of the drawing above."""
+    """The type of a packet, in the order of the drawing above."""
 
     HELLO = 1
     WELCOME = 2
@@ -74,7 +74,7 @@ class Packet:
 
 
 def parse(datagram: bytes) -> Packet | None:
-    """The header of anything that could be a packet of ours; whose it is, the tag tells."""
+    """The header of anything that could be one of our packets; the tag authenticates it."""
     if not HEAD_NBYTES <= len(datagram) <= LARGEST_NBYTES:
         return None
     magic, kind, session, stream, index, count = HEADER.unpack_from(datagram)
@@ -84,14 +84,14 @@ def parse(datagram: bytes) -> Packet | None:
 
 
 def genuine(datagram: bytes, key: bytes, body_nbytes: int = 0) -> bool:
-    """Whether the tag is that of whoever knows the key."""
+    """Whether the tag was made with the key."""
     body = datagram[HEAD_NBYTES : HEAD_NBYTES + body_nbytes]
     said = datagram[HEADER.size : HEAD_NBYTES]
     return hmac.compare_digest(tag_of(key, datagram[: HEADER.size] + body), said)
 
 
 def greeting_key(secret: bytes | None) -> bytes:
-    """Without a secret, which only loopback allows, it keeps out accidents and nobody else."""
+    """Without a secret, which only loopback allows, the key prevents accidents, not attacks."""
     master = stretch(secret) if secret else b""
     return Credentials.for_run(master, b"probe", encrypt=False).derive("greeting")
 

@@ -1,4 +1,4 @@
-"""What a path has free: trains and fleets of streams to a listener, and a bisection."""
+"""Measures available bandwidth: trains and fleets of streams to a listener, and a bisection."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from slipstream.units import human_bytes
 
 __all__ = ["LOOPBACK", "PORT", "Counts", "Listener", "measure"]
 
-# Trains double until one tells the path's rate. Between them a bucket fills up again.
+# Trains double in length until one shows the path's rate. Between them a bucket fills up again.
 _SHORTEST_TRAIN = 64
 _SHORTEST_REST_S = 0.25
 _LONGEST_REST_S = 2.0
-# Of the speed at which packets leave when nothing waits, what is left for keeping a schedule.
+# The share of the maximum sending speed at which packets can still be paced.
 _PACEABLE = 0.8
-# What is free is no more than a train's own rate; it is measured with some error.
+# The available bandwidth is at most a train's own rate, which has some error.
 _ABOVE_TRAIN = 1.25
-# More than would do. What is too much makes a queue that drains, and what is too little leaves
-# some of the bucket, while the first third of a stream passes; that third does not count.
+# More than needed. Too much makes a queue that drains, and too little leaves some of the bucket,
+# during the first third of a stream; that third does not count.
 _OVERFILL = 1.25
-# How often a stream is sent, on average over a fleet, before it is given up.
+# How often a stream is sent, on average over a fleet, before the prober gives up.
 _MOST_ATTEMPTS = 3
 LEAST_TRAFFIC_NBYTES = 10_000_000
 
 
 class _Spent(Exception):
-    """What a measurement was allowed is used up; it ends with what it knows."""
+    """A limit of the measurement is reached; it ends with what is known."""
 
 
 @dataclass(slots=True)
 class _Allowance:
-    """What a measurement may still send, and until when; and the streams it has sent."""
+    """What a measurement may still send, and until when; and the number of streams sent."""
 
     streams: Streams
     at_most_nbytes: int
@@ -59,7 +59,7 @@ class _Allowance:
     late: int = 0
 
     def spent(self, shape: Shape, fill: int = 0) -> str:
-        """Which limit such a stream would break; empty if none."""
+        """The limit that such a stream would exceed; empty if none."""
         cost_nbytes = self.streams.cost_nbytes(shape, fill)
         if self.streams.sent_nbytes + cost_nbytes > self.at_most_nbytes:
             return "traffic"
@@ -71,7 +71,7 @@ class _Allowance:
         return self.streams.send(shape, fill)
 
     def send_stream(self, shape: Shape, path: _Path) -> Trend | None:
-        """None if this machine was too busy to send it as it should be."""
+        """Send a stream; None if this machine was too busy to pace it."""
         frame_nbytes = self.streams.largest_frame_nbytes
         fill = path.fill(frame_nbytes)
         flight = self.send(shape, fill)
@@ -95,10 +95,10 @@ def measure(
     limit_s: float = 60.0,
     answer_limit_s: float = 5.0,
 ) -> Available:
-    """What the path from here to a listener has free, in bytes/s.
+    """The available bandwidth of the path from here to a listener, in bytes/s.
 
     It ends when the range is within ``resolution`` of its upper end, or when ``at_most_nbytes``
-    have been sent or ``limit_s`` are over: ``Available.ended`` says which. Rates below
+    were sent, or after ``limit_s``: ``Available.ended`` has the reason. Rates below
     ``least_bytes_s``, above ``most_bytes_s`` and above what this machine can pace are not tried.
     """
     if at_most_nbytes < LEAST_TRAFFIC_NBYTES:
@@ -135,7 +135,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """What trains showed: how fast packets can leave here, and what the path does to them."""
+    """What trains showed: how fast packets can leave here, and the path's rate and bucket."""
 
     fastest_bytes_s: float
     seen: Knee | None  # None if they arrived as fast as they left, or not at all
@@ -145,14 +145,14 @@ class _Path:
         return 0 if self.seen is None else self.seen.burst_nbytes
 
     def fill(self, frame_nbytes: int) -> int:
-        """Packets that empty the bucket, although it is being filled while they are sent."""
+        """Number of packets that empty the bucket, although it fills while they are sent."""
         if self.seen is None:
             return 0
         share = 1 - self.seen.rate_bytes_s * _PACEABLE / self.fastest_bytes_s
         return min(MOST_PACKETS, math.ceil(_OVERFILL * self.burst_nbytes / share / frame_nbytes))
 
     def emptied(self, fill_nbytes: int, filled_s: float) -> bool:
-        """Whether they did: not if the sender was held up meanwhile."""
+        """Whether the bucket is empty: not if the sender was delayed meanwhile."""
         refilled = 0.0 if self.seen is None else self.seen.rate_bytes_s * filled_s
         return fill_nbytes - refilled >= self.burst_nbytes
 
@@ -164,7 +164,7 @@ class _Path:
 
 
 def _bisect(allowance: _Allowance, search: Search, path: _Path, fleet: int) -> tuple[Search, str]:
-    """The search at its end, and why it ended."""
+    """The search at its end, and the reason of the end."""
     shape = allowance.streams.shape
     try:
         while (rate := next_rate(search)) is not None:
@@ -175,10 +175,10 @@ def _bisect(allowance: _Allowance, search: Search, path: _Path, fleet: int) -> t
 
 
 def _send_trains(allowance: _Allowance) -> _Path:
-    """Packets as fast as they go, until a train is long enough to show the path's own rate.
+    """Send packets as fast as possible, until a train is long enough to show the path's own rate.
 
-    Only a train that follows one which showed the rate had a rest that surely filled the bucket. A
-    bucket that was not full looks smaller than it is, so the largest one seen counts.
+    Only after a train that showed the rate, the pause is known to fill the bucket. A
+    bucket that was not full looks smaller than it is, so the largest one counts.
     """
     packets, fastest_bytes_s, rest_s = _SHORTEST_TRAIN, 0.0, _SHORTEST_REST_S
     knees: list[Knee] = []
@@ -204,15 +204,15 @@ def _send_trains(allowance: _Allowance) -> _Path:
 
 
 def _rest_s(seen: Knee) -> float:
-    """Long enough for the bucket to be full again, even if others use most of the link."""
+    """Long enough for the bucket to be full again, even if other traffic uses most of the link."""
     filled_s = 4 * seen.train_nbytes / seen.rate_bytes_s
     return min(max(filled_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
 
 def _seen_by(train: Flight, fastest_bytes_s: float) -> Knee | None:
-    """None if the train arrived as fast as any can leave, or says nothing.
+    """None if the train arrived as fast as any can leave, or shows nothing.
 
-    Its own speed is no measure: where a full link makes work for the sender's core, a train slows
+    Its own sending speed is no measure: where a full link uses the sender's core, a train slows
     down as soon as the bucket is empty.
     """
     found = knee(train.arrived_s, train.shape.frame_nbytes) if train.unbroken else None
@@ -220,7 +220,7 @@ def _seen_by(train: Flight, fastest_bytes_s: float) -> Knee | None:
 
 
 def _send_train(allowance: _Allowance, shape: Shape, rest_s: float) -> Flight:
-    """While a sender is held up the bucket fills: such a train shows nothing, and is repeated."""
+    """While a sender is delayed the bucket fills: such a train shows nothing, and is repeated."""
     flight = allowance.send(shape)
     for _ in range(_MOST_ATTEMPTS - 1):
         if flight.unbroken:
@@ -233,9 +233,9 @@ def _send_train(allowance: _Allowance, shape: Shape, rest_s: float) -> Flight:
 
 
 def _send_fleet(allowance: _Allowance, shape: Shape, path: _Path, fleet: int) -> Verdict:
-    """Streams until the vote is decided, each followed by a rest of its own length.
+    """Streams until the vote is decided, each followed by a pause of its own length.
 
-    One that this machine was too busy to send in time is sent again, within limits.
+    A stream that this machine was too busy to pace is sent again, within limits.
     """
     trends: list[Trend] = []
     for _ in range(_MOST_ATTEMPTS * fleet):
@@ -249,10 +249,11 @@ def _send_fleet(allowance: _Allowance, shape: Shape, path: _Path, fleet: int) ->
 
 
 def trend_of(flight: Flight) -> Trend | None:
-    """Of the packets that left in time; None if those are less than a quarter of any third.
+    """The trend of the packets that left in time; None if those are less than a quarter of any
+    third.
 
-    A sender that was held up and never caught up again has not sent at the rate. The first
-    third still shows what went before the stream, and is left out.
+    A sender that was delayed and never caught up has not sent at the rate. The first
+    third is still affected by what was sent before the stream, and is ignored.
     """
     tolerable_s = max(TOLERABLE_LAG_S, flight.shape.gap_ns / 1e9)
     due_s = (index * flight.shape.gap_ns / 1e9 for index in range(flight.shape.packets))

@@ -1,4 +1,4 @@
-"""Streams of UDP packets that measure what a path has free: who sends them."""
+"""Streams of UDP packets that measure available bandwidth: the sender."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from slipstream.probing.packets import (
     session_key,
 )
 
-# As many bytes at any rate: other people's bursts, too, take less time on a faster link. Shorter
-# streams would drown in what an operating system does to packets, longer ones try one's patience.
+# The same number of bytes at any rate, since bursts of other traffic, too, take less time on a
+# faster link. Shorter streams would be dominated by the operating system's delays; longer ones take
+# too long.
 STREAM_NBYTES = 500_000
 SHORTEST_STREAM_S = 0.01
 LONGEST_STREAM_S = 0.5
 FEWEST_PACKETS = 100  # ten groups of ten
 ASK_AGAIN_S = 0.25
-# A sleep may end this late; the rest of a gap is spun away.
+# A sleep may end this late; the rest of a gap is spent in a busy loop.
 _OVERSLEEP_NS = 200_000
-# A packet that left later than this, and than a gap, says nothing: while a sender is held up its
-# queue drains, and what it then sends at once waits for nobody but itself. Once it has caught up,
-# the queue is what it would have been.
+# A packet that left later than this, and later than a gap, is ignored: while a sender is delayed
+# its queue drains, and the packets that it then sends at once queue behind each other. Once it has
+# caught up, the queue is as it would have been.
 TOLERABLE_LAG_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """So many packets of so many bytes, frame headers included, one every ``gap_ns``."""
+    """``packets`` packets of ``frame_nbytes`` bytes, with frame headers, one every ``gap_ns``."""
 
     packets: int
     frame_nbytes: int
@@ -69,23 +70,23 @@ class Flight:
     shape: Shape
     sent_s: list[float]
     arrived_s: list[float | None]
-    filled_s: float = 0.0  # how long it took to send what went before
+    filled_s: float = 0.0  # how long it took to send the packets before
 
     @property
     def sent_bytes_s(self) -> float:
-        """The speed at which packets left, on the whole."""
+        """The mean speed at which packets left."""
         spent_s = max(self.sent_s[-1] - self.sent_s[0], 1e-9)
         return (len(self.sent_s) - 1) * self.shape.frame_nbytes / spent_s
 
     @property
     def unbroken(self) -> bool:
-        """Whether the sender was never held up for a good part of the time."""
+        """Whether the sender was never delayed for a large part of the time."""
         longest_s = max(b - a for a, b in pairwise(self.sent_s))
         return longest_s <= max(TOLERABLE_LAG_S, 0.2 * (self.sent_s[-1] - self.sent_s[0]))
 
 
 class Streams:
-    """A session with a listener: streams of any shape go there, arrival times come back."""
+    """A session with a listener: sends streams of any shape, receives arrival times."""
 
     def __init__(
         self, host: str, port: int = PORT, secret: bytes | None = None, answer_limit_s: float = 5.0
@@ -126,7 +127,7 @@ class Streams:
         return LARGEST_NBYTES + self.headers_nbytes
 
     def shape(self, bytes_s: float) -> Shape:
-        """A stream at this rate, of packets that are smaller where they would be too few."""
+        """A stream at this rate; packets are smaller where they would otherwise be too few."""
         wanted = bytes_s * min(max(STREAM_NBYTES / bytes_s, SHORTEST_STREAM_S), LONGEST_STREAM_S)
         least = HEAD_NBYTES + self.headers_nbytes
         frame = min(max(int(wanted / FEWEST_PACKETS), least), self.largest_frame_nbytes)
@@ -134,12 +135,12 @@ class Streams:
         return Shape(packets, frame, frame / bytes_s * 1e9)
 
     def cost_nbytes(self, shape: Shape, fill: int) -> int:
-        """All that ``send`` sends, if no question has to be repeated."""
+        """All bytes that ``send`` sends, if no request has to be repeated."""
         pages = -(-shape.packets // PAGE_PACKETS)
         return shape.nbytes + (fill + pages) * self.largest_frame_nbytes
 
     def send(self, shape: Shape, fill: int = 0) -> Flight:
-        """One stream, after ``fill`` large packets as fast as they go."""
+        """One stream, after ``fill`` large packets as fast as possible."""
         self._stream += 1
         payload = shape.frame_nbytes - self.headers_nbytes
         packets = [
@@ -153,7 +154,7 @@ class Streams:
         filled_s = time.monotonic() - begun_s
         sent_s = self._pace(packets, shape.gap_ns)
         arrivals = self._collect(shape.packets)
-        # Before they become floats: nanoseconds since 1970 do not fit into one.
+        # Subtract before converting to float, which cannot represent nanoseconds since 1970.
         first = next((at for at in arrivals if at), 0)
         arrived_s = [(at - first) / 1e9 if at else None for at in arrivals]
         return Flight(shape, sent_s, arrived_s, filled_s)
@@ -179,7 +180,7 @@ class Streams:
             self._transmit(packet)
 
     def _pace(self, packets: Sequence[bytes], gap_ns: float) -> list[float]:
-        """Sends by a schedule, and catches up when held up; seconds since its beginning."""
+        """Send by a schedule, and catch up after a delay; returns seconds since its beginning."""
         sent_s = []
         self._socket.setblocking(False)
         begun_ns = time.monotonic_ns()
@@ -190,7 +191,7 @@ class Streams:
         return sent_s
 
     def _transmit(self, packet: bytes) -> None:
-        """What the kernel does not take is lost, as on a path that is full."""
+        """A packet that the kernel does not take is lost, as on a full path."""
         try:
             self._socket.send(packet)
         except OSError:
@@ -198,7 +199,7 @@ class Streams:
         self.sent_nbytes += len(packet) + self.headers_nbytes
 
     def _collect(self, count: int) -> list[int]:
-        """Arrival times, by packet; 0 for what did not arrive."""
+        """Arrival times, by packet; 0 for a packet that did not arrive."""
         pages: dict[int, tuple[int, ...]] = {}
         wanted = range(-(-count // PAGE_PACKETS))
 
@@ -223,7 +224,7 @@ class Streams:
         return [at for page in wanted for at in pages[page]][:count]
 
     def _answers(self, ask: Callable[[], list[bytes]], what: str) -> Iterator[bytes]:
-        """Whatever comes back, asking again and again; a limit ends it."""
+        """All answers; repeats the request until a limit."""
         until_s = time.monotonic() + self._limit_s
         while (now_s := time.monotonic()) < until_s:
             self._socket.setblocking(False)
@@ -237,12 +238,12 @@ class Streams:
                 except TimeoutError:
                     break
                 except ConnectionRefusedError:
-                    pass  # nobody has the port, yet
+                    pass  # no listener at the port yet
         raise WaitLimit(what, self._limit_s, [self._peer])
 
 
 def _wait_until(due_ns: int) -> int:
-    """Sleeps where a gap is long enough for that; the time at which it returned."""
+    """Sleep if a gap is long enough for that; returns the time at its end."""
     ahead_ns = due_ns - time.monotonic_ns()
     if ahead_ns > 2 * _OVERSLEEP_NS:
         time.sleep((ahead_ns - _OVERSLEEP_NS) / 1e9)

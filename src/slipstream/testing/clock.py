@@ -1,4 +1,4 @@
-"""Time that moves only when told to."""
+"""Time that moves only by ``advance``."""
 
 from __future__ import annotations
 

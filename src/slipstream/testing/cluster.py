@@ -1,4 +1,4 @@
-"""The network of a simulation and everybody on it; decides who acts and what arrives next."""
+"""The network and the members of a simulation; decides who acts and what arrives next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACTION_S = 0.01
 
 
 class Stage:
-    """Servers are told the plan when it is set up."""
+    """Servers get the plan when the stage is set up."""
 
     def __init__(self, plan: Plan, seed: int, optimizer: OptimizerRecipe | None) -> None:
         self.plan = plan
@@ -41,7 +41,7 @@ class Stage:
         self._playing = False
         self._stuck: set[Worker] = set()  # since the last message
         self._to_give_up: list[Worker] = []
-        self._dead: set[str] = set()  # who handles no messages any more, either
+        self._dead: set[str] = set()  # members that no longer handle messages, either
         self._network = MemoryNetwork(seed)
         nodes = [*plan.cluster.worker_nodes, *plan.cluster.server_nodes]
         names = [plan.cluster.name(node) for node in nodes]
@@ -86,7 +86,7 @@ class Stage:
                 raise ConfigError(f"{name} refused the plan: {reason}")
 
     def move(self) -> bool:
-        """One message arrives and is handled; False when none is under way."""
+        """One message arrives and is handled; False if none is in flight."""
         receiver = self._network.deliver()
         if receiver in self._dead:
             self.members[receiver].transport.receive(0.0)
@@ -100,8 +100,8 @@ class Stage:
             pass
 
     def retire(self, rank: int, speaker: str) -> None:
-        """A worker says that it has left, or rank 0 that it is lost."""
-        # Not before: it imports torch, which most simulations can do without.
+        """A worker reports that it has left, or rank 0 reports that it is lost."""
+        # Imported here: it imports torch, which most simulations do not need.
         from slipstream.runtime.servers.shards import Shards
 
         shards = Shards(tuple(server.member.name for server in self.servers))
@@ -124,7 +124,7 @@ class Stage:
         return owed
 
     def held(self) -> Tensors:
-        """The weights that servers have, by tensor."""
+        """The servers' weights, by tensor."""
         if not self.plan.update.holder_applies:
             return ()
         whole = [zeros(spec) for spec in self.plan.specs]
@@ -139,7 +139,7 @@ class Stage:
         return tuple(values.data.tobytes() for values in whole)
 
     def play(self, cast: Sequence[Worker]) -> int:
-        """Let workers act and messages arrive until all are done; how far workers were apart."""
+        """Let workers act and messages arrive until all are done; returns the largest spread."""
         running = {worker: worker.train() for worker in cast}
         speed = self.random.uniform(0.3, 0.7)  # of the network
         spread = 0
@@ -179,7 +179,7 @@ class Stage:
             self.members[server.member.name].take(arrived=0)
 
     def _pass_time(self, running: Sequence[Worker]) -> bool:
-        """Until somebody comes back, or a round is over because of the time; False: for nothing."""
+        """Until a worker comes back, or a round closes by time; False if neither will happen."""
         before = len(self.trace)
         back = [worker.conduct.back_at for worker in running if not worker.here]
         rule = self.plan.consistency.admit
@@ -190,7 +190,7 @@ class Stage:
         return bool(back) or len(self.trace) > before
 
     def _give_up(self, running: Sequence[Worker]) -> None:
-        """Nobody can go on: say so as the runtime would, once all know how far the others are."""
+        """No worker can continue: raise the runtime's error, once all know the others' progress."""
         self._playing = False
         for _ in range(2):
             self.clock.advance(BEAT_S)

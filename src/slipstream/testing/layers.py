@@ -1,4 +1,4 @@
-"""Layers that travel in compact form in a simulation: what workers have of them, and the maths."""
+"""Layers in compact form in a simulation: the workers' matrices, and the maths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rows = Callable[[int, int, Unit], LayerRows | None]  # rank, round, unit; None: 
 
 
 def whole_numbers(seed: int) -> Rows:
-    """Small whole numbers, whose sums and products are exact; every worker has rows of its own."""
+    """Small integers, whose sums and products are exact; every worker has its own rows."""
 
     def rows(rank: int, round_: int, unit: Unit) -> LayerRows | None:
         layer = unit.layer
@@ -53,7 +53,7 @@ def whole(numbers: np.random.Generator, rows: int, columns: int, dtype: str) -> 
 
 
 def dense(plan: Plan, layer: Layer, rows: LayerRows) -> dict[int, bytes]:
-    """The gradient that a worker's matrices stand for, by tensor."""
+    """The gradient of a worker's matrices, by tensor."""
     made, count = LayerGradients(plan), len(rows.first)
     first, second = raw(rows.first), raw(rows.second)
     if layer.form == "rows":
@@ -69,7 +69,7 @@ def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bool) -> None:
-    """As a worker does: X in the forward pass if it is ``early``, the rest after backward."""
+    """As a worker does: X in the forward pass if ``early``, the rest after backward."""
     if rows is None:
         channel.ready_layer(unit.index, None)
         return

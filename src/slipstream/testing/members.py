@@ -1,4 +1,4 @@
-"""Who plays in a simulation: the runtime's own members, workers and servers, without threads."""
+"""The members of a simulation: the runtime's own classes, without threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Chunk, Spec, Values
 
 FOREVER_S = 1e9
-POISON = 0xFF  # four of them are no number
+POISON = 0xFF  # four of them are a NaN
 Tensors = tuple[bytes | None, ...]  # by tensor; None: no contribution, or no result
 Owed = dict[int, np.ndarray[Any, np.dtype[np.float32]]]
 
@@ -36,7 +36,7 @@ class Event:
 
 
 class SimulatedWaiter(Waiter):
-    """Waits by letting messages move; a wait that would never end runs into its limit at once.
+    """Waits by letting messages move; a wait that would never end reaches its limit at once.
 
     So does any wait while the stage decides what happens next (``waits()`` is False): the worker
     tries again later.
@@ -71,7 +71,7 @@ class Trace:
 
 
 class SimulatedMember(Member):
-    """A member without threads, on virtual time; the stage tells it when messages arrive."""
+    """A member without threads, on virtual time; the stage delivers its messages."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SimulatedMember(Member):
         )
 
     def take(self, arrived: int) -> None:
-        """Handle so many messages that have arrived, and all that this member sends to itself."""
+        """Handle so many messages that have arrived, and all messages of this member to itself."""
         try:
             while self.pump.own_queue or arrived:
                 arrived -= not self.pump.own_queue
@@ -107,8 +107,8 @@ class SimulatedMember(Member):
 
 
 class ByteSlots:
-    """A worker's tensors. As in training, a mean is written over the contribution, and weights that
-    servers send have memory of their own."""
+    """A worker's tensors. As in training, a mean overwrites the contribution, and weights from
+    servers have their own memory."""
 
     def __init__(self, specs: Sequence[Spec], *, weights_return: bool = False) -> None:
         self._held = [zeros(spec) for spec in specs]
@@ -124,17 +124,17 @@ class ByteSlots:
             if content is not None:
                 memoryview(self._gradients[tensor].data)[:] = content
             elif self._gradients is self._held:
-                self._held[tensor].data[:] = POISON  # as new memory, which may hold anything
+                self._held[tensor].data[:] = POISON  # like new memory, which may hold anything
 
     def results(self) -> Tensors:
-        """What came back; None for tensors that nobody contributed to."""
+        """The results; None for tensors without a contribution."""
         return tuple(
             content if tensor in self._settled else None
             for tensor, content in enumerate(self.contents())
         )
 
     def contents(self) -> tuple[bytes, ...]:
-        """All there is, whenever it came."""
+        """All current tensors."""
         return tuple(held.data.tobytes() for held in self._held)
 
     def source(self, tensor: int) -> Values | None:
@@ -154,7 +154,7 @@ def zeros(spec: Spec) -> Values:
 
 
 def owed_by(plan: Plan, chunks: Sequence[Chunk], memories: Callable[[int], Sequence[Any]]) -> Owed:
-    """What codecs remember of these chunks, by tensor."""
+    """What codecs hold back of these chunks, by tensor."""
     owed: Owed = {}
     for chunk in chunks:
         for segment, memory in zip(chunk.segments, memories(chunk.index), strict=True):

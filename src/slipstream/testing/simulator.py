@@ -1,7 +1,7 @@
 """A whole job in one thread, on virtual time, in an order that a seed decides.
 
 The workers' exchanges, the servers and their holders are the runtime's own objects; only threads,
-sockets and the clock are played. What a seed shows, it shows again.
+sockets and the clock are simulated. The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SLOW = 0.05  # how often a slow worker acts, compared with the others
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened."""
+    """The record of a simulation."""
 
     plan: Plan
     steps: tuple[tuple[Step, ...], ...]  # by rank
-    updates: tuple[tuple[Tensors, ...], ...]  # by rank: what each applied, where it runs ahead
-    final: tuple[Tensors, ...]  # by rank: what each had at the end
+    updates: tuple[tuple[Tensors, ...], ...]  # by rank: applied updates, where it runs ahead
+    final: tuple[Tensors, ...]  # by rank: its tensors at the end
     held: Tensors  # weights at the servers at the end, where these update
     owed: tuple[Owed, ...]  # by rank: what codecs still hold back, by tensor
     owed_back: Owed  # the same at the servers
     figures: tuple[ServerFigures, ...]  # by server
     trace: tuple[Event, ...]
-    max_spread: int  # rounds between the foremost and the hindmost worker, at most
+    max_spread: int  # most rounds between the fastest and the slowest worker
     sent: tuple[Counter[str], ...]  # by rank: payload bytes by scheme
     received: tuple[Counter[str], ...]
     refused: int
@@ -82,15 +82,15 @@ def simulate(
         servers: How many servers.
         rounds: How many rounds.
         seed: Of the order in which members act and messages arrive, and of contributions.
-        contribute: What a worker gives, by rank, round and tensor; normally distributed by default.
+        contribute: A worker's contribution, by rank, round and tensor; by default normal numbers.
         slow: The rank of a worker that acts seldom.
-        conduct: By rank, how else a worker is unlike the others.
+        conduct: By rank, how else a worker differs from the others.
         optimizer: Runs at servers, where these update, on weights that begin at zero.
-        rows: What workers have of layers that travel in compact form; by default small whole
-            numbers.
+        rows: Workers' matrices of layers that are sent in compact form; by default small
+            integers.
 
     Returns:
-        What happened.
+        The record of the simulation.
 
     Raises:
         ConfigError: The strategy is refused, or cannot be simulated.
@@ -116,7 +116,7 @@ def simulate(
 
 
 def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
-    """What members have when all is over."""
+    """The members' state at the end."""
     return Simulation(
         plan=stage.plan,
         steps=tuple(tuple(worker.steps) for worker in cast),
@@ -136,7 +136,7 @@ def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
 
 
 def normal(specs: Sequence[Spec], seed: int) -> Contribute:
-    """Everybody contributes to everything, every time something else."""
+    """Every worker contributes to every tensor, with new random numbers each time."""
 
     def contribute(rank: int, round_: int, tensor: int) -> bytes:
         spec = specs[tensor]

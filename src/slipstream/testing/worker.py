@@ -1,4 +1,4 @@
-"""A worker of a simulation: what it does, step by step, and how it differs from the others."""
+"""A worker of a simulation: its actions, step by step, and how it differs from the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.types import Unit
 if TYPE_CHECKING:
     from slipstream.testing.cluster import Stage
 
-SPEEDS = Speeds(1e9, 1e10, 1e9)  # where a strategy chooses by measured ones
+SPEEDS = Speeds(1e9, 1e10, 1e9)  # for strategies that choose by measured speeds
 
 Contribute = Callable[[int, int, int], bytes | None]  # rank, round, tensor
 
@@ -32,7 +32,7 @@ class Conduct:
 
     Args:
         speed: How often it acts, compared with others.
-        steps: After how many steps of its own it leaves.
+        steps: After how many of its own steps it leaves.
         away_at: From this time on it does nothing.
         back_at: From this time on it acts again.
         given_up: Whether it counts as lost meanwhile.
@@ -47,7 +47,7 @@ class Conduct:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a worker: the round it was for, what the worker had then, and what it gave."""
+    """One step of a worker: its round, the worker's tensors at that time, and its contribution."""
 
     round: int
     had: Tensors
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(eq=False)
 class Worker:
-    """One worker and what it does; ``train`` yields after every action whether it could go on."""
+    """One worker and its actions; ``train`` yields after every action whether it could continue."""
 
     rank: int
     stage: Stage
@@ -72,7 +72,7 @@ class Worker:
         self.delivers_every_result = plan.delivers_every_result
         self.member = self.stage.members[plan.cluster.name(self.rank)]
         self.slots = ByteSlots(plan.specs, weights_return=plan.update.holder_applies)
-        self._read: dict[int, bytes | None] = {}  # by tensor, as the forward pass found it
+        self._read: dict[int, bytes | None] = {}  # by tensor, the value in the forward pass
         self._layers = [unit for unit in plan.over_links() if unit.layer is not None]
         math = ByteLayers(plan, self.slots)
         self.exchange = round_channel(
@@ -126,12 +126,12 @@ class Worker:
         return owed_by(plan, plan.chunks, lambda index: exchange.memories(plan.chunks[index]))
 
     def last(self) -> Tensors:
-        """What it has when all is over."""
+        """Its tensors at the end."""
         self.driver.refresh()
         return self._has()
 
     def _has(self) -> Tensors:
-        """Where all make every round, what has come back in it; else all, whenever it came."""
+        """Where all make every round, the results of the round; else all current tensors."""
         return self.slots.results() if self.delivers_every_result else self.slots.contents()
 
     def train(self) -> Iterator[bool]:
@@ -153,7 +153,7 @@ class Worker:
             self.stage.retire(self.rank, self.member.name)
 
     def _next_round(self) -> int | None:
-        """The round that this worker is to make next; None: it has not been told yet."""
+        """The round that this worker makes next; None if it is not known yet."""
         rule = self.stage.plan.consistency
         if not (rule.agreed or rule.alone):
             return len(self.steps)
@@ -178,11 +178,11 @@ class Worker:
         return self._could(self.exchange.drain)
 
     def _decided(self) -> bool:
-        """Whether it is known which layers travel in compact form in this step."""
+        """Whether it is decided which layers are sent in compact form in this step."""
         return self.choices is None or self._could(self.choices.decide)
 
     def _could(self, act: Callable[[], None]) -> bool:
-        """Whether it was done; False if it would have to wait for messages."""
+        """Do it; False if that would have to wait for messages."""
         try:
             act()
         except WaitLimit:
@@ -225,7 +225,7 @@ class Worker:
         yield True
 
     def _leaves_early(self, unit: Unit, round_: int) -> bool:
-        """Whether X leaves in the forward pass: in every second step, if it is sure to be used."""
+        """Whether X is sent in the forward pass: in every second step, if it is sure to be used."""
         factors = unit.layer is not None and unit.layer.form == "factors"
         certain = self.choices is None or self.choices.is_certain(unit.index)
         return factors and certain and (self.rank + round_) % 2 == 0

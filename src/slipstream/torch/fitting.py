@@ -290,7 +290,7 @@ def check_residuals(tensors: Tensors, model: nn.Module) -> None:
             continue
         whose, _, name = full.removeprefix(RESIDUAL).partition("/")
         if not re.fullmatch(r"servers|[0-9]{1,9}", whose) or name not in sizes:
-            raise ValueError(f"it holds {full!r}, which belongs to nobody")
+            raise ValueError(f"it holds {full!r}, which belongs to no rank or tensor")
         if residual.dtype != torch.float32 or residual.shape != (sizes[name],):
             raise ValueError(
                 f"{full!r} is {tuple(residual.shape)} {residual.dtype}, not "

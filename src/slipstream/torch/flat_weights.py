@@ -29,7 +29,7 @@ class FlatWeights:
         for name, tensor in named:
             if not tensor.is_contiguous():
                 raise ConfigError(
-                    f"{name!r} is not laid out row by row, as slices of it are: call "
+                    f"{name!r} is not contiguous, as partial exchange needs it: call "
                     "model.to(memory_format=torch.contiguous_format) before job.distribute"
                 )
         self._parameters = [tensor for _, tensor in named]

@@ -128,7 +128,7 @@ class Learner:
         """Within, only this learner uses the weights, if they must be consistent."""
         consistent = self._about.consistent
         if consistent and not self.rings.begin_writing(self.rank, self._limit_s):
-            raise WaitLimit("the others to let go of the weights", self._limit_s, ["learners"])
+            raise WaitLimit("learners to release the weights", self._limit_s, ["learners"])
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ class Learner:
         """Within, the weights do not change, if they must be consistent."""
         consistent = self._about.consistent
         if consistent and not self.rings.begin_reading(self.rank, self._limit_s):
-            raise WaitLimit("whoever changes the weights", self._limit_s, ["server"])
+            raise WaitLimit("the lock of the weights", self._limit_s, ["server"])
         try:
             yield
         finally:

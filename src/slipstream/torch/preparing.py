@@ -56,7 +56,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
         )
     if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
         raise ConfigError(
-            "LBFGS runs backward itself, several times a step, so nobody can run ahead of its "
+            "LBFGS runs backward itself, several times per step, so no worker can run ahead of its "
             "updates: use another optimizer, or rounds of all workers, such as push_pull()"
         )
     check(strategy)

@@ -69,7 +69,7 @@ def check_start(strategy: Strategy, membership: Membership) -> None:
         )
     if membership.env.incarnation and strategy.rotation is None:
         raise LaunchError(
-            f"a worker cannot come back with {strategy.name}: only where workers exchange slices, "
+            f"a worker cannot come back with {strategy.name}: only with partial exchange, "
             "as ako does; start the job again from a checkpoint"
         )
 

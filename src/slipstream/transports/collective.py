@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed: a process group of our own, beside any the user has."""
+"""Collectives by torch.distributed: slipstream's own process group, independent of the user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK_AROUND = timedelta(seconds=1)
 
 
 class Collectives:
-    """All-reduce over gloo (CPU) or NCCL (CUDA); waits look out for faults of the job."""
+    """All-reduce over gloo (CPU) or NCCL (CUDA); waits also check for faults of the job."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Collectives:
         """Wait for an operation; raises the fault of the job, or WaitLimit."""
         deadline = time.monotonic() + self._limit_s
         if self.device.type == "cuda":
-            # NCCL takes a time given to wait() for the operation's own limit, and aborts at it.
+            # NCCL treats a timeout of wait() as the operation's own limit, and aborts at it.
             while not work.is_completed() and time.monotonic() < deadline:
                 self._check()
                 time.sleep(0.0005)
@@ -81,5 +81,5 @@ class Collectives:
         raise WaitLimit("a collective, which broke off", self._grace_s, []) from error
 
     def close(self) -> None:
-        """End the process group, and operations under way."""
+        """End the process group, and running operations."""
         self._group.abort()

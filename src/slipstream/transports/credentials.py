@@ -1,8 +1,8 @@
-"""Who may connect: keys derived from the job secret, checked before a single message is read.
+"""Who may connect: keys derived from the job secret, checked before any message is read.
 
-The secret is stretched once (scrypt), so that guessing a weak one from something it has signed is
-slow. Every run of a job has a key of its own, derived from the stretched secret and from what is
-fresh in that run; what was signed or sent in another run is worthless.
+The secret is stretched once (scrypt), so that guessing a weak one from a signature is
+slow. Every run of a job has its own key, derived from the stretched secret and from values that
+are fresh in that run; signatures and messages of another run are invalid.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ SCRYPT_COST, SCRYPT_BLOCK, SCRYPT_SALT = 1 << 14, 8, b"slipstream job secret"
 
 
 def stretch(secret: bytes) -> bytes:
-    """A key from a secret that a person may have chosen."""
+    """A key from a secret that may be weak."""
     return hashlib.scrypt(secret, salt=SCRYPT_SALT, n=SCRYPT_COST, r=SCRYPT_BLOCK, p=1, dklen=32)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Everything that follows from the key of one run: all of its members can derive all of it.
+    """Everything derived from the key of one run: all of its members can derive all of it.
 
     ``encrypt=True`` is ZeroMQ CURVE: authenticated and encrypted, both ways. ``encrypt=False`` is
-    PLAIN: a peer that connects shows a token, which is enough where nobody else can read the
-    network. Each listener has a token of its own: a process that takes a dead member's port is
-    shown a token that no other member accepts.
+    PLAIN: a connecting peer sends a token, which is enough where nobody else can read the
+    network. Each listener has its own token: a process that takes a dead member's port
+    receives a token that no other member accepts.
     """
 
     key: bytes
@@ -40,7 +40,7 @@ class Credentials:
 
     @classmethod
     def for_run(cls, master: bytes, run: bytes, *, encrypt: bool) -> Credentials:
-        """From the job's key, and bytes that no other run has."""
+        """From the job's key, and bytes that are unique to this run."""
         return cls(hmac.digest(master, b"slipstream/run/" + run, "sha256"), encrypt)
 
     def derive(self, purpose: str) -> bytes:
@@ -73,7 +73,7 @@ class Credentials:
             socket.plain_server = True
 
     def token(self, listener: str) -> bytes:
-        """What a listener's peers show, in hexadecimal."""
+        """The token that a listener's peers send, in hexadecimal."""
         return self.derive(f"token/{listener}").hex().encode()
 
     def present(self, socket: zmq.Socket[bytes], listener: str) -> None:
@@ -86,7 +86,7 @@ class Credentials:
             socket.plain_password = self.token(listener)
 
     def admits(self, mechanism: bytes, proof: list[bytes], listener: str) -> bool:
-        """Whether a proof shows membership to this listener."""
+        """Whether a proof is valid for this listener."""
         if mechanism == b"CURVE" and self.encrypt and len(proof) == 1:
             return hmac.compare_digest(proof[0], z85.decode(self._keys("connect")[0]))
         if mechanism == b"PLAIN" and not self.encrypt and len(proof) == 2:
@@ -102,5 +102,5 @@ class Credentials:
 
 
 def process_number(nonce: bytes) -> int:
-    """A number for a process, from bytes that no other process has."""
+    """A number for a process, from bytes that are unique to it."""
     return int.from_bytes(nonce[:8], "big") >> 2

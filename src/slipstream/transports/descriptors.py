@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from slipstream.errors import OutOfDescriptors
 
 WANTED = 65536
-SHARE = 2  # connections are cut when so large a part of the limit is in use
-IDLE_MS = 1000  # a member that has just connected sends earlier
+SHARE = 2  # connections are closed when 1/SHARE of the limit is in use
+IDLE_MS = 1000  # a member sends sooner after it has connected
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
-TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # of tcp_info: up to when data last came in and went out
-LAST_DATA_RECEIVED = 19  # in milliseconds, among these
+TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # tcp_info up to the times of the last data in and out
+LAST_DATA_RECEIVED = 19  # its index among these; in milliseconds
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as the system lets it ask for, up to ``WANTED``.
+    """Raise this process's limit of descriptors as far as the system allows, up to ``WANTED``.
 
-    A peer costs about ten, and anybody who reaches a port may open connections to it.
+    A peer costs about ten, and anyone who reaches a port may open connections to it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
@@ -47,37 +47,38 @@ def open_descriptors() -> list[int]:
 
 
 def out_of_descriptors(doing: str) -> OutOfDescriptors:
-    """The error of something that needs one more."""
+    """The error of an operation that needs one more."""
     return OutOfDescriptors(doing, descriptor_limit())
 
 
 class ConnectionGuard:
-    """Keeps connections of others than the members from using up this process's descriptors.
+    """Prevents connections of non-members from using up this process's descriptors.
 
-    ZeroMQ and torch's store take any number of connections; ZeroMQ ends those that do not
-    authenticate after some seconds, the store never ends one. When descriptors run short, this ends
-    idle connections: to the store, which ranks need only until they have met, and to ``link_port``,
-    unless a member has sent messages over them (``used``: the descriptors of those).
+    ZeroMQ and torch's store accept any number of connections; ZeroMQ closes those that do not
+    authenticate after some seconds, the store never closes one. When descriptors run short, this
+    closes idle connections: to the store, which ranks need only for the rendezvous, and to
+    ``link_port``, unless a member has sent messages over them (``used``: the descriptors of those).
     """
 
     def __init__(self, link_port: int, used: Collection[int]) -> None:
         self._link_port, self._used = link_port, used
         self.store_port: int | None = None
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        # Connections are examined at this number. It is replaced, never given back, because the
-        # threads that accept connections would take a descriptor that is free for a moment.
+        # Connections are copied to this descriptor to examine them. It is replaced, never closed,
+        # because the threads that accept connections would take a descriptor that is free for a
+        # moment.
         self._copy = os.dup(self._null)
         self._closed = False
 
     def tick(self) -> int:
-        """Call it now and then, always from one thread; how many connections it has ended."""
+        """Call it regularly, always from one thread; returns how many connections it has closed."""
         if self._closed:
             return 0
         limit = descriptor_limit()
         try:
             opened: Collection[int] = open_descriptors()
         except OSError:
-            opened = range(limit)  # none is left to read the list with
+            opened = range(limit)  # no descriptor is left for reading the list
         if len(opened) <= limit // SHARE:
             return 0
         ended = sum(self._end(fd) for fd in opened if fd not in (self._null, self._copy))
@@ -107,7 +108,7 @@ class ConnectionGuard:
 
 @contextmanager
 def borrowed(fd: int, copy: int) -> Iterator[socket.socket | None]:
-    """A socket that other code owns and may close at any time, copied to the number ``copy``.
+    """A socket that other code owns and may close at any time, copied to descriptor ``copy``.
 
     Yields None if ``fd`` is not a socket. The copy stays open afterwards.
     """
@@ -124,9 +125,9 @@ def borrowed(fd: int, copy: int) -> Iterator[socket.socket | None]:
 
 
 def copied(fd: int, copy: int) -> bool:
-    """Copy a socket to the number ``copy``; False if ``fd`` is none."""
+    """Copy a socket to the descriptor ``copy``; False if ``fd`` is not a socket."""
     try:
-        # Of a file, closing a copy would release the locks that this process has on it.
+        # Only sockets: closing a copy of a file would release this process's locks on it.
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return False
         os.dup2(fd, copy, inheritable=False)
@@ -136,7 +137,7 @@ def copied(fd: int, copy: int) -> bool:
 
 
 def came_in_at(connection: socket.socket) -> int | None:
-    """The port of this process that a TCP connection was made to; None for anything else."""
+    """The local port of an incoming TCP connection; None for anything else."""
     try:
         connection.getpeername()  # raises for a socket that listens
         return int(connection.getsockname()[1])
@@ -145,7 +146,7 @@ def came_in_at(connection: socket.socket) -> int | None:
 
 
 def is_idle(connection: socket.socket) -> bool:
-    """Whether nothing has come in for a while."""
+    """Whether nothing was received for a while."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_TIMES.size)
         return bool(TCP_INFO_TIMES.unpack(info)[LAST_DATA_RECEIVED] >= IDLE_MS)

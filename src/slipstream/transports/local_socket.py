@@ -1,7 +1,7 @@
 """Messages between two processes of one machine over a socket that both were started with.
 
-Nobody else can connect: such a socket has no address. A message is a typed msgpack body, and may
-bring a descriptor along.
+No other process can connect: such a socket has no address. A message is a typed msgpack body, and
+may carry a descriptor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from slipstream.errors import FrameRefused
 
 LARGEST = 64 * 1024 * 1024
-HEAD = struct.Struct("<IB")  # how many bytes follow, and how many descriptors came along
+HEAD = struct.Struct("<IB")  # number of following bytes, and of descriptors
 Body = TypeVar("Body")
 
 
@@ -44,7 +44,7 @@ class LocalSocket(Generic[Body]):
         return self._end.fileno()
 
     def send(self, body: object, descriptor: int | None = None) -> None:
-        """``Hangup`` if nobody is there, ``TimeoutError`` if nobody listens."""
+        """Raises ``Hangup`` if the other side is closed, ``TimeoutError`` if it does not read."""
         content = self._encoder.encode(body)
         frame = HEAD.pack(len(content), int(descriptor is not None)) + content
         with self._sending:
@@ -59,12 +59,12 @@ class LocalSocket(Generic[Body]):
                 raise Hangup(str(error)) from error
 
     def has_input(self) -> bool:
-        """Whether there is something to receive; two messages may have come as one."""
+        """Whether there is something to receive; two messages may arrive as one."""
         return bool(self._received) or bool(select.select([self._end], [], [], 0)[0])
 
     def receive(self, limit_s: float | None = None) -> tuple[Body, int | None]:
-        """The next message, and the descriptor that came with it. ``Hangup`` if there is none, and
-        ``TimeoutError`` if none comes in time."""
+        """The next message, and its descriptor. Raises ``Hangup`` if the other side is closed, and
+        ``TimeoutError`` if no message arrives in time."""
         self._fill(HEAD.size, limit_s)
         nbytes, descriptors = HEAD.unpack_from(self._received)
         if nbytes > LARGEST:
@@ -97,7 +97,7 @@ class LocalSocket(Generic[Body]):
             self._descriptors += descriptors
 
     def hang_up(self) -> None:
-        """End the connection for both sides, whichever process has this end too."""
+        """End the connection for both sides, even if other processes have this end too."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -110,7 +110,7 @@ class LocalSocket(Generic[Body]):
 
 
 def is_socket(descriptor: int) -> bool:
-    """A process that a worker started finds its variables, but not its descriptors."""
+    """False in a child of a worker: it inherits the variables, but not the descriptors."""
     try:
         return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
     except OSError:
@@ -118,7 +118,7 @@ def is_socket(descriptor: int) -> bool:
 
 
 def socket_pair(send_s: float | None = None) -> tuple[socket.socket, socket.socket]:
-    """The first gives up sending (``TimeoutError``) if the other does not listen for so long."""
+    """The first raises ``TimeoutError`` in sending if the other does not read for so long."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     if send_s is not None:
         limit = struct.pack("ll", int(send_s), int(send_s % 1 * 1e6))

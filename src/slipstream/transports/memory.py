@@ -33,13 +33,13 @@ class Waiting:
     header: bytes = field(compare=False)
     frames: Sequence[Buffer] = field(compare=False)
     ticket: DeliveryTicket = field(compare=False)
-    address: str | None = field(compare=False)  # where the peer was when it was sent
+    address: str | None = field(compare=False)  # the peer's address when it was sent
 
 
 class MemoryNetwork:
-    """Links between endpoints; ``deliver`` moves one message, most urgent first on its link.
+    """Links between endpoints; ``deliver`` moves one message, the most urgent of its link.
 
-    Frames are read at delivery, not when sent, as a real link would.
+    Frames are read at delivery, not when sent, as on a real link.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -67,18 +67,18 @@ class MemoryNetwork:
         return waiting.ticket
 
     def cut(self, source: str, peer: str) -> None:
-        """What is under way is gone."""
+        """Drop the messages in flight."""
         self._links[source, peer].clear()
 
     def deliver(self) -> str | None:
-        """Move one message over a randomly chosen busy link; its receiver, None if all are idle."""
+        """Move one message over a random busy link; returns its receiver, None if all are idle."""
         busy = sorted(link for link, waiting in self._links.items() if waiting)
         if not busy:
             return None
         source, peer = self._random.choice(busy)
         waiting = heapq.heappop(self._links[source, peer])
         if waiting.address is not None and waiting.address != self._endpoints[peer].address:
-            return self.deliver()  # nobody listens there any more
+            return self.deliver()  # no listener there any more
         frames = tuple(bytes(memoryview(frame)) for frame in waiting.frames)
         waiting.ticket.done = True
         self._endpoints[peer].arrive(waiting.header, frames)
@@ -118,7 +118,7 @@ class MemoryTransport:
         header = encode_header(self.name, body, self.process, pair)
         self.sent[peer] += len(header) + sum(memoryview(frame).nbytes for frame in frames)
         known = self._peers[peer]
-        address = known if known.startswith(SCHEME) else None  # what a test made up stands for any
+        address = known if known.startswith(SCHEME) else None  # invented by a test: any
         return self._network.post(self.name, peer, header, frames, priority, address)
 
     def arrive(self, header: bytes, frames: Sequence[Buffer]) -> None:
@@ -134,13 +134,13 @@ class MemoryTransport:
         self._inbox.append(Message(envelope.sender, envelope.body, frames, process, pair))
 
     def receive(self, timeout_s: float) -> Message[Any] | None:
-        """The next arrived message; lets the network move while there is none."""
+        """The next message; lets the network move while there is none."""
         while not self._inbox and self._network.deliver():
             pass
         return self._inbox.popleft() if self._inbox else None
 
     def link_alive(self, peer: str) -> bool:
-        """Never known: there is nothing below the messages."""
+        """Unknown: there is nothing below the messages."""
         return False
 
     def delivered(self, peer: str) -> tuple[int, float]:
@@ -150,7 +150,7 @@ class MemoryTransport:
         return False
 
     def wake(self) -> None:
-        """Nothing to do: one thread does everything."""
+        """Nothing to do: there is only one thread."""
 
     def close(self, linger_s: float) -> None:
         self._peers.clear()

@@ -1,4 +1,4 @@
-"""The seam between what decides and what moves bytes."""
+"""The interface between the code that decides and the code that sends bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer
 
-# For heartbeats and faults: these have a lane of their own, so that seconds of gradients queued on
-# a slow link do not look like silence. They keep no order with other messages.
+# Priority of heartbeats and faults: these have their own queue, so that seconds of gradients queued
+# on a slow link do not look like silence. They keep no order with other messages.
 CONTROL = -1_000_000
 
 
 class Ticket(Protocol):
-    """Tells when a message's frames may be changed again."""
+    """Reports when a message's frames may be changed again."""
 
     @property
     def done(self) -> bool:
@@ -34,7 +34,7 @@ class Transport(Protocol):
         ...
 
     def connect(self, peer: str, address: str) -> None:
-        """Set where a peer listens; another address than before cuts the old link."""
+        """Set a peer's address; a new address closes the old link."""
 
     def send(
         self,
@@ -65,9 +65,9 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make a ``receive`` under way on another thread return."""
+        """Make a ``receive`` on another thread return."""
         ...
 
     def close(self, linger_s: float) -> None:
-        """Free everything, after up to ``linger_s`` for what is still queued."""
+        """Free all resources, after up to ``linger_s`` for queued messages."""
         ...

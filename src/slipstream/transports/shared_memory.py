@@ -15,7 +15,7 @@ from slipstream.errors import LaunchError
 
 
 class SharedMemory:
-    """A mapped piece; ``descriptor`` is what others map it by."""
+    """Mapped memory; other processes map it by its ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -27,7 +27,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
-        """Zeros, of a size that nobody can change: what is mapped stays there."""
+        """Zeros, of a size that cannot change, so that mappings stay valid."""
         if sys.platform != "linux":
             raise LaunchError("learners that share memory need Linux; use async_sgd elsewhere")
         try:
@@ -46,9 +46,9 @@ class SharedMemory:
         return cls(descriptor)
 
     def view(self, at: int, nbytes: int) -> memoryview:
-        """So many bytes from ``at`` on."""
+        """``nbytes`` bytes from ``at`` on."""
         return memoryview(self.memory)[at : at + nbytes]
 
     def close(self) -> None:
-        """What is mapped stays mapped for as long as something looks at it."""
+        """Existing views stay mapped as long as they are referenced."""
         os.close(self.descriptor)

@@ -13,9 +13,9 @@ _COUNTER = struct.Struct("@Q")
 
 
 def acknowledged(fd: int, port: int) -> tuple[int, float]:
-    """Bytes that the other end has acknowledged, and in how many seconds some were under way.
+    """Bytes that the other end has acknowledged, and the seconds in which data was in flight.
 
-    Both are 0 where the kernel does not count, or where the descriptor is by now another's than the
+    Both are 0 if the kernel does not count them, or if the descriptor is no longer the
     connection to this port.
     """
     if sys.platform != "linux":

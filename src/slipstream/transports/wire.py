@@ -1,8 +1,8 @@
 """The messages between members: typed headers, raw payload frames, nothing that runs code.
 
 A message is one msgpack header frame and any number of payload frames. Headers are decoded into
-the types below and nothing else; payload frames are checked against the announced plan by the
-receiver before they are touched.
+the types below and nothing else; the receiver checks payload frames against the announced plan
+before it uses them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Push(Body, tag="push", frozen=True):
 
     ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
     are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
-    rate as a part of the highest so far. Where ``early`` is True, the first frames of a layer have
-    come before, in an Early.
+    rate relative to the highest so far. If ``early`` is True, the first frames of a layer were
+    sent before, in an Early.
     """
 
     unit: Count
@@ -60,10 +60,10 @@ class Push(Body, tag="push", frozen=True):
 
 class Publish(Body, tag="publish", frozen=True):
     """A holder's result for one chunk of a unit (``part``: which of its chunks); ``counts`` are the
-    frames of each segment, 0 where nobody contributed.
+    frames of each segment, 0 where no worker contributed.
 
-    ``dropped`` are ranks that get this result although their own contribution is not in it: what
-    they sent goes back into their residual.
+    ``dropped`` are ranks that get this result although it does not contain their own contribution:
+    they add it back to their residual.
     """
 
     unit: Count
@@ -75,8 +75,8 @@ class Publish(Body, tag="publish", frozen=True):
 
 
 class Early(Body, tag="early", frozen=True):
-    """The first frames of a layer's contribution to a round, known since its forward; the Push says
-    whether they are valid."""
+    """The first frames of a layer's contribution to a round, known since its forward; the Push
+    confirms whether they are valid."""
 
     unit: Count
     round: Count
@@ -86,10 +86,10 @@ class Early(Body, tag="early", frozen=True):
 class Part(Body, tag="part", frozen=True):
     """A worker's updates of some weights since it last sent these: fp32, from weight ``start`` on.
 
-    Where ``packed`` is not 0, so many values are packed as the filter packs them: zeros are left
-    out. ``steps`` is how many the worker has made, known to be complete with the ``last`` message
-    of a part. ``number`` counts the messages on this link in this ``incarnation`` of the worker, so
-    that a lost one is noticed.
+    If ``packed`` is not 0, it is the number of values, which are packed as by the filter, without
+    zeros. ``steps`` is the number of steps of the worker; it holds once the ``last`` message of a
+    part has arrived. ``number`` counts the messages on this link in this ``incarnation`` of the
+    worker, so that a lost one is detected.
     """
 
     incarnation: Count
@@ -112,8 +112,8 @@ class Tail(Body, tag="tail", frozen=True):
 
 
 class HandoverDone(Body, tag="handover_done", frozen=True):
-    """A worker to rank 0, after all that it has sent before: from now on the sender itself sends
-    its updates to ``rank``, which has come back in incarnation ``back_in``."""
+    """A worker to rank 0, in order after all that it has sent before: from now on the sender itself
+    sends its updates to ``rank``, which has come back in incarnation ``back_in``."""
 
     incarnation: Count
     number: Count
@@ -122,7 +122,7 @@ class HandoverDone(Body, tag="handover_done", frozen=True):
 
 
 class Return(Body, tag="return", frozen=True):
-    """A worker that was started again to rank 0: asks to be admitted."""
+    """A restarted worker to rank 0: asks to be admitted."""
 
     address: Address
     incarnation: Count
@@ -139,12 +139,12 @@ class Returned(Body, tag="returned", frozen=True):
 
 
 class Greeting(Body, tag="greeting", frozen=True):
-    """A worker to one that has come back: the sender takes its updates."""
+    """A worker to a restarted one: the sender accepts its updates."""
 
 
 class Welcome(Body, tag="welcome", frozen=True):
-    """Rank 0 to one that has come back: the state of the job, its peers, and of peers that have
-    come back before, their address and process.
+    """Rank 0 to a restarted worker: the state of the job, its peers, and the address and process of
+    peers that were restarted before.
 
     Rank 0's weights follow as updates, to be added to zeros.
     """
@@ -206,19 +206,19 @@ class WorkerLeft(Body, tag="retire", frozen=True):
 
 
 class Lost(Body, tag="lost", frozen=True):
-    """Rank 0 to workers: ``rank`` is lost, and the rest go on; pass results on without it."""
+    """Rank 0 to workers: ``rank`` is lost, and the rest continue; forward results without it."""
 
     rank: Count
 
 
 class RouteUpdated(Body, tag="route_updated", frozen=True):
-    """A worker to servers: the sender passes results on without ``rank``."""
+    """A worker to servers: the sender forwards results without ``rank``."""
 
     rank: Count
 
 
 class Lease(Body, tag="lease", frozen=True):
-    """A worker to server 0: asks for a batch, of so many an epoch.
+    """A worker to server 0: asks for a batch, of ``batches`` per epoch.
 
     It gives back the last ``returned`` batches that it leased, unused.
     """
@@ -239,13 +239,13 @@ class Snapshot(Body, tag="snapshot", frozen=True):
 
 
 class Dump(Body, tag="dump", frozen=True):
-    """Server 0 to all servers: send this worker the state of your chunks, as it is now."""
+    """Server 0 to all servers: send this worker the current state of your chunks."""
 
     rank: Count
 
 
 class Final(Body, tag="final", frozen=True):
-    """Rank 0 to workers: nobody trains any more; ``copied``: rank 0's weights follow."""
+    """Rank 0 to workers: no worker trains any more; ``copied``: rank 0's weights follow."""
 
     copied: bool
 
@@ -275,8 +275,8 @@ class Contribute(Body, tag="contribute", frozen=True):
     """A rank to rank 0: the sender takes part in the gathering of this key; the payload is its
     value.
 
-    Values come from ``source``: every rank, whichever rank is the first to give one, or one rank. A
-    rank that ``asks`` is sent the values; one that has none to give sends no payload.
+    Values come from ``source``: every rank, the first rank that gives one, or one given rank. A
+    rank that ``asks`` gets the values; one that has no value sends no payload.
     """
 
     key: Key
@@ -292,7 +292,7 @@ class Gathered(Body, tag="gathered", frozen=True):
 
 
 class Rejoin(Body, tag="rejoin", frozen=True):
-    """A worker that was started again to rank 0, before all else: its address."""
+    """A restarted worker to rank 0, before all other messages: its address."""
 
     address: Address
     incarnation: Count
@@ -301,8 +301,8 @@ class Rejoin(Body, tag="rejoin", frozen=True):
 class Beat(Body, tag="beat", frozen=True):
     """A heartbeat: rounds begun, by member.
 
-    Rank 0 sends all members' rounds to all, who is done, and by key of a gathering, for whom it
-    still waits.
+    Rank 0 sends the rounds of all members to all, which members are done, and by key of a
+    gathering, the ranks for which it still waits.
     """
 
     rounds: dict[Name, Count]
@@ -313,9 +313,9 @@ class Beat(Body, tag="beat", frozen=True):
 class Leave(Body, tag="leave", frozen=True):
     """The sender is done (or failed, with the reason); the payload is its summary.
 
-    ``reported``: the sender prints the reason itself, so nobody else has to.
+    ``reported``: the sender prints the reason itself, so no other rank has to.
     ``round``: rounds begun, when done; a worker that begins more would wait for the sender in vain.
-    ``about``: the member that the sender has seen fail, if it is not the sender itself.
+    ``about``: the member that failed, if it is not the sender itself.
     """
 
     reason: Text | None = None
@@ -337,17 +337,17 @@ class Configure(Body, tag="configure", frozen=True):
 
 
 class Release(Body, tag="release", frozen=True):
-    """Rank 0 to a server: the pair is not trained under this number; forget its shard."""
+    """Rank 0 to a server: the pair is no longer trained under this number; delete its shard."""
 
 
 class Ready(Body, tag="ready", frozen=True):
-    """A server to rank 0: plan understood, links made; or the reason why not."""
+    """A server to rank 0: it has the plan and its links; or the reason why not."""
 
     reason: Text | None = None
 
 
 class Piece(Body, tag="piece", frozen=True):
-    """Bytes of one tensor of rank 0's model, relayed from rank to rank."""
+    """Bytes of one tensor of rank 0's model, forwarded from rank to rank."""
 
     sync: Count
     tensor: Count
@@ -356,7 +356,7 @@ class Piece(Body, tag="piece", frozen=True):
 
 
 class Load(Body, tag="load", frozen=True):
-    """The weights of a chunk, one frame a segment, for a server that updates them."""
+    """The weights of a chunk, one frame per segment, for a server that updates them."""
 
     chunk: Count
     crc: Checksum
@@ -371,7 +371,7 @@ class Fetch(Body, tag="fetch", frozen=True):
 class State(Body, tag="state", frozen=True):
     """State of a chunk, either way: a frame for each (segment, entry, dtype).
 
-    ``round`` is how many updates it has had.
+    ``round`` is its number of updates.
     """
 
     chunk: Count
@@ -387,7 +387,7 @@ else:
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header frame: who sends, from which process, what, and for which pair.
+    """The header frame: the sender and its process, the body, and the pair.
 
     A name belongs to one process; messages of another process under this name are refused. A pair
     is a model with its optimizer; what concerns the whole job is for pair 0.

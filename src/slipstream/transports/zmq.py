@@ -1,8 +1,8 @@
-"""Messages over ZeroMQ: one listening socket a member, a connection out to each peer.
+"""Messages over ZeroMQ: one listening socket per member, an outgoing connection to each peer.
 
 All socket work happens inside ``receive``, on the thread that calls it; ``send`` only queues and
-wakes that thread. ZeroMQ gets few messages of a link at a time, so that an urgent one queued
-later still overtakes the rest.
+wakes that thread. ZeroMQ gets only a few messages of a link at a time, so that an urgent one queued
+later can still overtake the rest.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from slipstream.types import LARGEST_CHUNK_BYTES, Buffer
 IN_FLIGHT = 2  # messages of a link that ZeroMQ holds
 RECEIVE_QUEUE = 32  # messages of a link that may wait to be read
 PING_S, PONG_LIMIT_S = 0.5, 3.0  # a link that does not answer a ping is down
-REFUSALS = 3  # connections in a row that were not made, until the host is asked why
+REFUSALS = 3  # failed connections in a row, before the port is checked
 ASKING_S = 0.2
-MAKE_ROOM_S = 3.0  # for a descriptor; a member may be silent for longer
-HANDSHAKE_S = 5.0  # a connection that stays silent longer is cut
+MAKE_ROOM_S = 3.0  # time to wait for a descriptor; shorter than the silence limit
+HANDSHAKE_S = 5.0  # a connection that does not authenticate sooner is closed
 MOST_SOCKETS = 65535  # ZeroMQ's own limit is 1023; a peer takes six
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
-# A server's port takes a flow from each worker, and the other way round. With the kernel's own,
-# much larger buffers these flows overrun the switch's queue, and the unlucky one of a round waits
-# for retransmissions. Flows share a link as their buffers are: a worker's get more than those of a
-# server beside it, because what a server answers first needs every worker's part; when answers
-# hold parts up, links fall idle (6% of a step at 200 Mbit/s).
+# A server's port receives a flow from each worker, and vice versa. With the kernel's own,
+# much larger buffers these flows overrun the switch's queue, and one flow of a round waits
+# for retransmissions. Flows share a link in proportion to their buffers: a worker's are larger than
+# those of a colocated server, because a server can answer only when it has every worker's part;
+# when answers delay parts, links become idle (6% of a step at 200 Mbit/s).
 WORKER_SEND_BUFFER_BYTES = 192 * 1024
 SERVER_SEND_BUFFER_BYTES = 64 * 1024
 Lane = tuple[str, bool]  # a peer, and whether for control messages
@@ -77,7 +77,7 @@ class SendTicket:
 
 @dataclass(slots=True)
 class Posted:
-    """A message on its way; sorts by urgency, then by age."""
+    """A message in flight; sorts by urgency, then by age."""
 
     priority: int
     order: int
@@ -89,14 +89,14 @@ class Posted:
 
 
 class Outbound:
-    """One lane to one peer: a socket and what waits for it, most urgent first."""
+    """One lane to one peer: a socket and its queue, most urgent first."""
 
     def __init__(self, link: zmq.Socket[bytes]) -> None:
         self.link = link
         self.waiting: list[Posted] = []
 
     def flush(self) -> bool:
-        """Hand over as much as ZeroMQ takes; True when nothing is left waiting."""
+        """Hand over as much as ZeroMQ takes; True when the queue is empty."""
         while self.waiting:
             first = self.waiting[0]
             # Small frames are copied and done at once; each is tracked, not only the last.
@@ -117,7 +117,7 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def refuses(address: str) -> bool:
-    """Whether the host is there and refuses connections to the port."""
+    """Whether the host is reachable and refuses connections to the port."""
     try:
         socket.create_connection(place_of(address), ASKING_S).close()
     except ConnectionRefusedError:
@@ -157,7 +157,7 @@ class ZmqTransport:
         self._monitors: dict[zmq.Socket[bytes], Lane] = {}
         self._connections: dict[str, int] = {}  # descriptors of data lanes, which ZeroMQ owns
         self._alive: set[str] = set()
-        self._retried: Counter[str] = Counter()  # connections in a row that were not made
+        self._retried: Counter[str] = Counter()  # failed connections in a row
         self._blocked: set[Lane] = set()
         self._waking = False
         self._woken, self._wake = socket.socketpair()
@@ -198,12 +198,12 @@ class ZmqTransport:
         return inbound
 
     def connect(self, peer: str, address: str) -> None:
-        """Where a peer listens; messages sent later open the link."""
+        """Set a peer's address; messages sent later open the link."""
         self._posted.append((peer, address))
         self.wake()
 
     def _open(self, lane: Lane) -> Outbound:
-        """A new link; where descriptors have run out, others' connections are ended first."""
+        """Open a link; if no descriptor is free, connections of non-members are closed first."""
         deadline = time.monotonic() + MAKE_ROOM_S
         while True:
             try:
@@ -237,9 +237,9 @@ class ZmqTransport:
         link.ipv6 = "[" in address
         self._credentials.present(link, address)
         if for_control:
-            # Answered by ZeroMQ's own thread, so also while Python is busy with something else. Not
-            # on other links: where no answer comes they would be cut, and lose what is under way to
-            # a peer that was only stopped for a while.
+            # ZeroMQ's own thread answers, so also while Python is busy. Not on data links: without
+            # an answer they would be closed, and lose the messages in flight to a peer that was
+            # only stopped for a while.
             link.heartbeat_ivl = round(PING_S * 1000)
             link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
         self._watch(lane, link)  # first: an existing connection causes no event
@@ -265,7 +265,7 @@ class ZmqTransport:
         elif event == zmq.EVENT_DISCONNECTED:
             self._alive.discard(peer)
         elif event == zmq.EVENT_CONNECTED:
-            self._retried[peer] = 0  # a process that is stopped is still connected to
+            self._retried[peer] = 0  # the system still accepts connections of a stopped process
         else:
             self._retried[peer] += 1
 
@@ -279,7 +279,7 @@ class ZmqTransport:
     def link_refused(self, peer: str) -> bool:
         if peer in self._alive or self._retried[peer] < REFUSALS:
             return False
-        self._retried[peer] = 0  # a host that cannot be reached is asked again, but not at once
+        self._retried[peer] = 0  # check an unreachable host again, but not at once
         return refuses(self._addresses[peer])
 
     def send(
@@ -300,8 +300,8 @@ class ZmqTransport:
         return posted.ticket
 
     def wake(self) -> None:
-        """Make a ``receive`` under way on another thread look around."""
-        # One byte is enough for all that is posted before the reader has taken it.
+        """Make a ``receive`` on another thread check its queues."""
+        # One byte is enough for all messages posted before the reader has taken it.
         if not self._waking:
             self._waking = True
             self._wake.send(b"\0")
@@ -332,7 +332,7 @@ class ZmqTransport:
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
-        self._waking = False  # only now: a thread that posts from here on writes a byte of its own
+        self._waking = False  # only now: a thread that posts later writes a new byte
 
     def _dispatch_posted(self) -> None:
         touched = []
@@ -352,11 +352,11 @@ class ZmqTransport:
             heapq.heappush(self._outbound[lane].waiting, posted)
             touched.append(lane)
         for lane in dict.fromkeys(touched):
-            if lane in self._outbound:  # else it was cut since
+            if lane in self._outbound:  # else it was closed since
                 self._push_out(lane)
 
     def _cut(self, peer: str) -> None:
-        """A peer listens somewhere else now; what was on its way to the old place is gone."""
+        """A peer has a new address; drop messages in flight to the old one."""
         for lane in ((peer, True), (peer, False)):
             outbound = self._outbound.pop(lane, None)
             if outbound is None:
@@ -401,7 +401,7 @@ class ZmqTransport:
 
     def close(self, linger_s: float) -> None:
         deadline = time.monotonic() + linger_s
-        with contextlib.suppress(OutOfDescriptors):  # it was raised before, and ends the job
+        with contextlib.suppress(OutOfDescriptors):  # already raised, and ends the job
             self._dispatch_posted()
         while self._blocked and time.monotonic() < deadline:
             for lane in tuple(self._blocked):
@@ -409,7 +409,7 @@ class ZmqTransport:
             self._poller.poll(20)
         self.guard.close()
         self._inbound.close(0)
-        # First of all: ZeroMQ's thread would wait for ever to report to a monitor that is closed.
+        # First: ZeroMQ's thread would wait for ever to report to a closed monitor.
         for outbound in self._outbound.values():
             outbound.link.disable_monitor()
         for monitor in self._monitors:

@@ -1,7 +1,7 @@
-"""Who is compared: slipstream's systems by their own names, and peers beside them.
+"""The compared systems: slipstream's own by their names, and those of other libraries.
 
-A contestant makes a model and an optimizer data-parallel for as long as a block runs. A peer that
-is not installed is refused with what to install.
+A contestant makes a model and an optimizer data-parallel for as long as a block runs. If a library
+is not installed, the error says what to install.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Train = Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's system; ``needs`` is a module beyond torch, ``extra`` what installs it."""
+    """Another library's system; ``needs`` is a module beyond torch, ``extra`` what installs it."""
 
     train: Train
     needs: str | None = None
@@ -35,7 +35,7 @@ class Peer:
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
-    """No exchange at all: what computing takes by itself."""
+    """No exchange at all: the time of the computation."""
     yield Session(model, optimizer)
 
 
@@ -51,7 +51,7 @@ PEERS: dict[str, Peer] = {
 
 
 def check(system: str) -> None:
-    """Refuse a name that is neither a peer's nor a strategy of ours."""
+    """Refuse a name that is neither another library's nor a strategy of slipstream."""
     if system not in PEERS:
         try:
             parse(system)
@@ -60,7 +60,7 @@ def check(system: str) -> None:
 
 
 def why_missing(system: str) -> str | None:
-    """What has to be installed before this one can take part; None if nothing."""
+    """What has to be installed before this system can take part; None if nothing."""
     peer = PEERS.get(system)
     if peer is None or peer.needs is None or find_spec(peer.needs) is not None:
         return None
@@ -70,7 +70,7 @@ def why_missing(system: str) -> str | None:
 def training(
     system: str, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> AbstractContextManager[Session]:
-    """The contestant of this name, at work within the block."""
+    """Train with the contestant of this name within the block."""
     peer = PEERS.get(system)
     train: Train = peer.train if peer is not None else partial(ours.train, system)
     return contextmanager(train)(model, optimizer)

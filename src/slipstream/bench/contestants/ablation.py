@@ -1,4 +1,4 @@
-"""Systems with a part taken out, to show what it is worth; no user has a use for them."""
+"""Systems without one of their parts, to show its effect; not for users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.runtime.exchange import slice_sender
 
 
 class LastOnly(PeerAccumulators):
-    """Keeps no more than the last update: what was not sent of those before is lost."""
+    """Keeps only the last update: unsent parts of earlier updates are lost."""
 
     def add(self, update: Floats) -> None:
         for accumulator in self.accumulators:
@@ -24,7 +24,7 @@ class LastOnly(PeerAccumulators):
 
 
 def without_accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
-    """Ako whose slices hold one step's update only."""
+    """Ako whose partitions hold one step's update only."""
     setattr(slice_sender, "PeerAccumulators", LastOnly)  # noqa: B010
     try:
         yield from ours.train("ako()", model, optimizer)

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.bench.contestants.session import Session
 
 POWERSGD_RANK = 4
-POWERSGD_STARTS_AT = 2  # the earliest it allows; a warm-up has to be longer
-ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook breaks off over gloo
+POWERSGD_STARTS_AT = 2  # the earliest it allows; the warm-up must be longer
+ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook fails over gloo
 LIMIT = timedelta(seconds=120)
 
 Hook = Callable[[DistributedDataParallel], None]
@@ -31,11 +31,11 @@ def group() -> Iterator[None]:
 
 
 def plain(_model: DistributedDataParallel) -> None:
-    """Gradients travel as they are."""
+    """Send gradients unchanged."""
 
 
 def fp16(model: DistributedDataParallel) -> None:
-    """Gradients travel in half precision."""
+    """Send gradients in half precision."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     model.register_comm_hook(None, fp16_compress_hook)
@@ -59,7 +59,7 @@ def powersgd(model: DistributedDataParallel) -> None:
 def contestant(
     hook: Hook, bucket_mb: int | None = None
 ) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]:
-    """DDP whose gradients travel as ``hook`` has them, in buckets of this size or torch's own."""
+    """DDP with this communication hook, in buckets of this size or torch's own."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         with group():

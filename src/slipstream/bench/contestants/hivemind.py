@@ -1,8 +1,8 @@
-"""hivemind's GradientAverager: one group of all workers, found anew for every step over its DHT.
+"""hivemind's GradientAverager: one group of all workers, formed again for every step over its DHT.
 
-Its Optimizer lets a worker go on while others have not yet reported their samples, so it would not
-average every step; the averager beneath it does. Groups form while the model computes; gradients
-travel after backward, encrypted as everything in libp2p is.
+Its Optimizer lets a worker continue while others have not yet reported their samples, so it would
+not average every step; the averager beneath it does. Groups form while the model computes;
+gradients are sent after backward, encrypted like everything in libp2p.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.bench.contestants.session import Session
 from slipstream.bench.fork_server import die_with_parent
 
 MATCHMAKING_S = 3.0  # what hivemind advises for small local runs
-REQUEST_LIMIT_S = 1.0  # two that ask each other at once wait this long; has to be the shorter
+REQUEST_LIMIT_S = 1.0  # two peers that request each other at once wait this long; must be shorter
 
 
 def tidy(stack: ExitStack) -> None:
@@ -36,7 +36,7 @@ def tidy(stack: ExitStack) -> None:
 
 
 def joined_dht(stack: ExitStack, store: TCPStore) -> Any:
-    """A node of the DHT; rank 0's is the one that the others join by."""
+    """A node of the DHT; the others join by rank 0's."""
     from hivemind import DHT
 
     first = os.environ["RANK"] == "0"
@@ -44,7 +44,7 @@ def joined_dht(stack: ExitStack, store: TCPStore) -> Any:
         initial_peers=None if first else store.get("peers").decode().split(),
         host_maddrs=[f"/ip4/{own_address()}/tcp/0"],
         start=True,
-        # Nobody is behind a router.
+        # No worker is behind a router.
         auto_nat=False,
         nat_port_map=False,
         use_relay=False,
@@ -56,7 +56,7 @@ def joined_dht(stack: ExitStack, store: TCPStore) -> Any:
 
 
 class Rounds:
-    """One round of averaging a step: prepared at its forward, done before its update."""
+    """One round of averaging per step: prepared at its forward, done before its update."""
 
     def __init__(self, averager: Any, world: int) -> None:
         self._averager, self._world = averager, world
@@ -69,7 +69,7 @@ class Rounds:
 
     def average(self, *_: object) -> None:
         control, self._next = self._next, None
-        self._averager.accumulate_grads_(batch_size=1)  # all count alike
+        self._averager.accumulate_grads_(batch_size=1)  # all count equally
         group = self._averager.step(control=control, timeout=LIMIT.total_seconds())
         if len(group) < self._world:
             raise RuntimeError(f"averaged among {len(group)} of {self._world} workers")
@@ -89,7 +89,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sessio
         tidy(stack)
         from hivemind.optim.grad_averager import GradientAverager
 
-        shared = meeting_point()  # lasts as long as the block: others may come late
+        shared = meeting_point()  # open as long as the block: others may be late
         averager = GradientAverager(
             [p for p in model.parameters() if p.requires_grad],
             dht=joined_dht(stack, shared),

@@ -1,4 +1,4 @@
-"""Where peers that bring no launcher of their own find each other."""
+"""The rendezvous of libraries without their own launcher."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LIMIT = timedelta(seconds=120)
 
 
 def own_address() -> str:
-    """The address under which rank 0's host sees this one; names of hosts lead nowhere in a lab."""
+    """This host's address as seen from rank 0's; host names do not resolve in a lab."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return str(probe.getsockname()[0])
 
 
 def meeting_point() -> TCPStore:
-    """A store that all workers share; rank 0 keeps it."""
+    """A store that all workers share; rank 0 hosts it."""
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

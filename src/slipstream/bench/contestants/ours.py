@@ -1,4 +1,4 @@
-"""slipstream itself, in the two lines that anyone writes."""
+"""slipstream itself, with the usual two lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def rounds(job: slipstream.Job, steps: int) -> Iterator[int]:
-    """Where each gradient is an update of its own, n of them are as much as one round."""
+    """Where each gradient is its own update, n of them count as one round."""
     updates = job.world_size if job.plan.consistency.alone else 1
     begun = job.step
     for step in job.steps(begun + steps * updates):

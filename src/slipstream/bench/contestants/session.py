@@ -1,4 +1,4 @@
-"""What a contestant gives to the loop that is timed."""
+"""What a contestant provides to the timed loop."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Session:
     """A model and an optimizer that train together with the other workers'.
 
     ``steps(n)`` gives the numbers, from 1, of the rounds until n are done that this worker takes
-    part in. ``finish`` returns when every weight is up to date; ``stats`` is what the contestant
-    itself counted. ``inner`` is the user's own optimizer, where ``optimizer`` is one around it that
+    part in. ``finish`` returns when every weight is up to date; ``stats`` is the contestant's own
+    statistics. ``inner`` is the user's own optimizer, if ``optimizer`` wraps it and
     waits for others.
     """
 

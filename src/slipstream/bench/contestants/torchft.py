@@ -1,6 +1,6 @@
-"""torchft over gloo: every worker is a replica group of its own, and commits every step.
+"""torchft over gloo: every worker is its own replica group, and commits every step.
 
-Its DDP waits for each bucket of gradients before backward goes on, so nothing overlaps.
+Its DDP waits for each bucket of gradients before backward continues, so nothing overlaps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slipstream.bench.contestants.session import Session
 
 
 def lighthouse(stack: ExitStack, store: TCPStore, world: int) -> str:
-    """The address of what tells replica groups of each other; it runs in rank 0's process."""
+    """The address of the lighthouse, which runs in rank 0's process."""
     if os.environ["RANK"] == "0":
         from torchft.coordination import LighthouseServer
 
         server = LighthouseServer(bind="0.0.0.0:0", min_replicas=world)
         stack.callback(server.shutdown)
-        # It would tell its host's name, which the others may not resolve.
+        # It would send its host's name, which the others may not resolve.
         port = server.address().rpartition(":")[2]
         store.set("lighthouse", f"http://{own_address()}:{port}")
     return store.get("lighthouse").decode()
@@ -35,7 +35,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sessio
 
     world, address = int(os.environ["WORLD_SIZE"]), own_address()
     with ExitStack() as stack:
-        shared = meeting_point()  # lasts as long as the block: others may come late
+        shared = meeting_point()  # open as long as the block: others may be late
         own = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
         manager = Manager(
             pg=ProcessGroupGloo(timeout=LIMIT),
@@ -53,7 +53,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sessio
             replica_id=f"worker{os.environ['RANK']}",
             hostname=address,
             init_sync=False,  # all begin with the same weights
-            max_retries=0,  # a step that is not committed is no step
+            max_retries=0,  # a step that is not committed does not count
         )
         stack.callback(manager.shutdown)
         wrapped = DistributedDataParallel(manager, model)

@@ -1,4 +1,4 @@
-"""What workloads train on: readers of real data's formats, and generators where there is none."""
+"""Data of workloads: readers of real formats, and generators for when there is none."""
 
 from slipstream.bench.data.examples import (
     Batch,

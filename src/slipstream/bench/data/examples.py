@@ -1,4 +1,4 @@
-"""Examples that batches are taken from: tensors, or sparse rows."""
+"""Examples for batches: tensors, or sparse rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Batch = tuple[Any, Tensor]  # what the model is called with, and the targets
 
 
 class Examples(Protocol):
-    """Anything that can be drawn from by index."""
+    """Anything that can be indexed in batches."""
 
     def __len__(self) -> int: ...
 
@@ -61,7 +61,7 @@ class SparseExamples:
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
         offsets = torch.cumsum(lengths, 0) - lengths
-        # Entry e of row i is at starts[i] + e; all rows' entries in one go.
+        # Entry e of row i is at starts[i] + e; all rows at once.
         within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(offsets, lengths)
         entries = torch.repeat_interleave(starts, lengths) + within
         batch = SparseBatch(self.indices[entries], self.values[entries], offsets)
@@ -79,7 +79,7 @@ E = TypeVar("E", bound=Examples)
 
 @dataclass(frozen=True, slots=True)
 class Split(Generic[E]):
-    """What is trained on, what is tested on, and how many outputs a model needs."""
+    """Training data, test data, and the number of outputs of a model."""
 
     train: E
     test: E
@@ -88,7 +88,7 @@ class Split(Generic[E]):
 
 
 def split_off(count: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """A random order's indices: the first ones, and the last ``share`` of them, for a test."""
+    """Indices in random order: the first ones, and the last ``share`` of them, for a test."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     kept = count - max(1, round(count * share))
     return order[:kept], order[kept:]

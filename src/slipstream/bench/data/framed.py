@@ -16,12 +16,12 @@ MIDDLE, SPREAD = 0.5, 0.25
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """Images of three channels, ``side`` × ``side``, made of smaller ones as they are taken.
+    """Images of three channels, ``side`` × ``side``, made from smaller ones when they are taken.
 
-    Grey becomes colour; an image is enlarged by the largest whole number that fits and stands in
-    the middle of a black frame. Numbers from 0 to 1 become −2 to 2: a deep net whose inputs are all
-    positive learns nothing for a long time. Done ahead, a set of bytes would take many times its
-    memory.
+    Grey becomes colour; an image is enlarged by the largest integer that fits, and padded with
+    black. Numbers from 0 to 1 become −2 to 2: a deep net whose inputs are all
+    positive learns nothing for a long time. Converted in advance, a set of bytes would need many
+    times its memory.
     """
 
     images: TensorExamples

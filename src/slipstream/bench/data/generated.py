@@ -44,7 +44,7 @@ def digits(*, size: int = 28, seed: int = 0) -> Split[TensorExamples]:
 def separable_images(
     *, count: int = 6000, classes: int = 10, size: int = 28, noise: float = 4.0, seed: int = 0
 ) -> Split[TensorExamples]:
-    """A smooth pattern a class, each image its class's under noise."""
+    """A smooth pattern per class; each image is its class's pattern with noise."""
     generator = seeded(seed)
     coarse = torch.randn(classes, 1, 7, 7, generator=generator)
     patterns = F.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
@@ -66,12 +66,13 @@ def coloured_images(
     noise: float = 2.5,
     seed: int = 0,
 ) -> Split[TensorExamples]:
-    """A smooth coloured pattern a class; each image has its class's, moved, under noise."""
+    """A smooth coloured pattern per class; each image is its class's pattern, shifted, with
+    noise."""
     generator = seeded(seed)
     coarse = torch.randn(classes, CHANNELS, 9, 9, generator=generator)
     patterns = F.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
     targets = torch.arange(count) % classes
-    # Some at a time: as numbers they take four times the memory of the bytes they become.
+    # In parts: as numbers they take four times the memory of the bytes they become.
     parts = targets.split(DRAWN_AT_ONCE)
     images = torch.cat([_moved(patterns[part], shift, noise, generator) for part in parts])
     train, test = (
@@ -81,7 +82,7 @@ def coloured_images(
 
 
 def _moved(patterns: Tensor, shift: int, noise: float, generator: torch.Generator) -> Tensor:
-    """Bytes of patterns, each moved its own way; what leaves at one edge enters at the other."""
+    """Patterns as bytes, each with a random cyclic shift."""
     count, channels, size, _ = patterns.shape
     moves = torch.randint(-shift, shift + 1, (2, count, 1), generator=generator)
     rows, columns = (torch.arange(size) + moves).remainder(size)
@@ -113,7 +114,7 @@ def sparse_logistic(
     """Rows of few features, some of them common and most rare; labels by a logistic model."""
     generator = seeded(seed)
     weights = torch.randn(features, generator=generator) * 3 / math.sqrt(entries)
-    # Uniform in the logarithm: feature i is met about 1/i as often as the first.
+    # Uniform in the logarithm: feature i occurs about 1/i as often as the first.
     exponents = torch.rand(count, entries, generator=generator)
     indices = (features**exponents).long().sub_(1).clamp_(0, features - 1)
     values = torch.ones(count, entries)

@@ -21,7 +21,7 @@ _WAY_OUT = "take the files as they are published (train-images-idx3-ubyte.gz and
 
 
 def read_idx(path: Path) -> Tensor:
-    """The array in one file, packed or not."""
+    """The array in one file, compressed or not."""
     content = read_bytes(path, _WAY_OUT)
     if len(content) < 4 or content[:2] != b"\0\0":
         raise refused(path, None, "not an idx file: it does not begin with two zeros", _WAY_OUT)

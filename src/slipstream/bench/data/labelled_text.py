@@ -1,8 +1,8 @@
-"""Labelled text in three forms, told apart by what is in the folder.
+"""Labelled text in three formats, recognized by the files in the folder.
 
 data_full.json, or any .json   {"train": [["text", "label"], …], "test": […]}   (clinc150)
-*.label                        LABEL:fine text …, a line each                    (trec)
-anything else                  a file a class, a sentence a line                 (mr)
+*.label                        LABEL:fine text …, one per line                   (trec)
+anything else                  a file per class, a sentence per line             (mr)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAY_OUT = "give a folder with one .json, with *.label files, or with one text f
 
 @dataclass(frozen=True, slots=True)
 class LabelledText:
-    """Sentences with their labels; an empty ``test`` means that nobody has split them yet."""
+    """Sentences with their labels; an empty ``test`` means that they are not split yet."""
 
     train: tuple[Sentence, ...]
     test: tuple[Sentence, ...]
@@ -29,7 +29,7 @@ class LabelledText:
 
 
 def read_labelled_text(folder: Path, *, fine: bool = False) -> LabelledText:
-    """What is in a folder; ``fine`` takes the whole of a two-part label, LABEL:fine."""
+    """The text in a folder; ``fine`` uses the whole of a two-part label, LABEL:fine."""
     if not folder.is_dir():
         raise refused(folder, None, "no such folder", _WAY_OUT)
     files = sorted(path for path in folder.iterdir() if path.is_file() and not _is_about(path))
@@ -43,7 +43,7 @@ def read_labelled_text(folder: Path, *, fine: bool = False) -> LabelledText:
 
 
 def read_class_files(files: dict[str, Path]) -> LabelledText:
-    """One file a class, one sentence a line."""
+    """One file per class, one sentence per line."""
     if len(files) < 2:
         place = next(iter(files.values()), Path())
         raise refused(place, None, f"{len(files)} classes are nothing to tell apart", _WAY_OUT)
@@ -57,7 +57,7 @@ def read_class_files(files: dict[str, Path]) -> LabelledText:
 
 
 def read_prefixed(path: Path, *, fine: bool = False) -> tuple[Sentence, ...]:
-    """``LABEL:fine text`` a line."""
+    """``LABEL:fine text`` per line."""
     sentences = []
     for number, line in enumerate(lines_of(read_text(path, _WAY_OUT)), start=1):
         if not line.strip():
@@ -80,7 +80,7 @@ def read_json_sentences(path: Path) -> LabelledText:
 
 
 def _trec(folder: Path, files: list[Path], *, fine: bool) -> LabelledText:
-    """The file whose name speaks of training, and the other one."""
+    """The file whose name mentions training, and the other one."""
     training = [path for path in files if "train" in path.name.lower()] or files[:1]
     testing = [path for path in files if path not in training]
     train, test = (
@@ -91,7 +91,7 @@ def _trec(folder: Path, files: list[Path], *, fine: bool) -> LabelledText:
 
 
 def _is_about(path: Path) -> bool:
-    """Files that come with data and are none."""
+    """Whether a file describes the data, and is not data."""
     return path.name.startswith(".") or path.stem.lower() in ("readme", "license", "licence")
 
 

@@ -22,8 +22,8 @@ _FORMAT = "write LABEL INDEX:VALUE INDEX:VALUE …"
 def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
     """Rows with targets 0 and 1; a label of −1 or 0 becomes 0.
 
-    Give ``features`` where it is known: a file's largest index may be smaller, and is taken
-    otherwise.
+    Give ``features`` if it is known; by default it is the file's largest index, which may be
+    smaller.
     """
     if features is not None and features < 1:
         raise ConfigError(f"{path}: {features} features; say how many columns the data has")
@@ -51,7 +51,7 @@ def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
 
 
 def read_sparse_rows(folder: Path, *, features: int | None = None) -> Split[SparseExamples]:
-    """A folder's files: those that end in ``.t`` or speak of a test, and the rest to train on.
+    """A folder's files: those that end in ``.t`` or mention a test, and the rest to train on.
 
     Without a test file a random fifth is for the test.
     """

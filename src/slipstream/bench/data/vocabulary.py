@@ -14,8 +14,8 @@ from slipstream.bench.data.examples import Split, TensorExamples, split_off
 from slipstream.bench.data.labelled_text import LabelledText, Sentence, check_enough
 
 PADDING, UNKNOWN = 0, 1
-# Every row is as long as the longest sentence; the few longer ones than this are cut. The widest
-# window of a convolution has to fit into the shortest row.
+# Every row is as long as the longest sentence, up to this limit; longer sentences are cut. The
+# widest window of a convolution has to fit into the shortest row.
 MOST_WORDS, FEWEST_WORDS = 64, 8
 TEST_SHARE = 0.1
 _WORD = re.compile(r"\w+(?:'\w+)?|[^\w\s]")
@@ -27,7 +27,7 @@ def words(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words by how often they are used; 0 is padding and 1 is any other word."""
+    """Words by frequency; 0 is padding and 1 is any other word."""
 
     numbers: dict[str, int]
 
@@ -50,7 +50,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TextSplit:
-    """Encoded sentences, and how many words an embedding needs rows for."""
+    """Encoded sentences, and the number of words of the embedding."""
 
     split: Split[TensorExamples]
     words: int
@@ -64,7 +64,7 @@ def encode_text(text: LabelledText, *, seed: int = 0) -> TextSplit:
         kept, held = split_off(len(train), TEST_SHARE, seed)
         train, test = (tuple(train[i] for i in part.tolist()) for part in (kept, held))
     labels = {label: i for i, label in enumerate(sorted({label for _, label in text.train}))}
-    # A label that training never saw cannot be learnt; it stays out of the test.
+    # A label that does not occur in training cannot be learnt; it is removed from the test.
     test = tuple(sentence for sentence in test if sentence[1] in labels)
     vocabulary = Vocabulary.of(sentence for sentence, _ in train)
     longest = max(len(words(sentence)) for sentence, _ in train)

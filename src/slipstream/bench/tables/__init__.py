@@ -1,7 +1,7 @@
 """Layer tables: nets as rows of (name, kind, shapes, flops, forward ms, backward ms).
 
 Times are proportional to flops, a third of them forward, and add up to the speed of one device
-in the Poseidon paper; each table's ``origin`` says where its speed is from. A table may also be
+in the Poseidon paper; each table's ``origin`` gives the source of its speed. A table may also be
 read from a file. Planners and emulated devices use them; nothing here needs torch.
 """
 

@@ -38,18 +38,18 @@ DEFAULT_BATCH = 32
 MOST_SHAPES = 3
 MOST_DIMENSIONS = 8
 MOST_LAYERS = 4096
-MOST_PARAMETERS = 10**11  # of a table: a plan has a chunk for every half million
+MOST_PARAMETERS = 10**11  # of a table: a plan has a chunk per half million
 MOST_BATCH = 10**9
 MOST_MS = 1e9  # of a layer
 MOST_LETTERS = 200  # of a name
 MOST_BYTES = 4 << 20
 
-Row = tuple[int | None, Mapping[str, Any]]  # the line it is on, and what it says
+Row = tuple[int | None, Mapping[str, Any]]  # its line number, and its content
 _FORMAT = f"give each layer {', '.join(COLUMNS)}"
 
 
 def read_table(path: Path, *, batch: int | None = None) -> Table:
-    """The table in a file; its times are those of ``batch`` rows, unless the file says how many."""
+    """The table in a file; its times are for ``batch`` rows, unless the file gives the number."""
     text = read_text(path, "give a layer table as .csv or .json", MOST_BYTES)
     if path.suffix.lower() == ".json":
         name, said, rows = _from_json(path, text)
@@ -100,7 +100,7 @@ def _from_json(path: Path, text: str) -> tuple[str, int | None, Iterator[Row]]:
 
 
 def _json_rows(path: Path, text: str, entries: list[Any]) -> Iterator[Row]:
-    """JSON readers tell no lines; but each layer has its one ``"layer":``, in the same order."""
+    """JSON parsers give no lines; but each layer has one ``"layer":``, in the same order."""
     starts = (match.start() for match in re.finditer(r'"layer"\s*:', text))
     line: int | None = 1
     seen = 0

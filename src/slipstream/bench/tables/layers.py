@@ -1,4 +1,4 @@
-"""A net as a planner or an emulated device sees it: a row a layer. Pure; no torch."""
+"""A net for a planner or an emulated device: one row per layer. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layer:
 
     @property
     def module(self) -> str:
-        """The layer's name, as a module may bear it."""
+        """The layer's name as a valid module name."""
         return self.name.replace(".", "/")
 
     @property
@@ -63,7 +63,7 @@ class Layer:
 class Table:
     """A net's layers in forward order, with the times of a step of ``batch`` rows.
 
-    ``origin`` says where shapes and times are from.
+    ``origin`` gives the source of shapes and times.
     """
 
     name: str
@@ -113,13 +113,13 @@ class Table:
         )
 
     def slowed(self, times: float) -> Table:
-        """The same net on a device that takes this many times as long."""
+        """The same net on a device that takes ``times`` times as long."""
         if not times > 0:
             raise ConfigError(f"a device cannot be slowed {times:g} times; give a number above 0")
         return replace(self, layers=tuple(layer.slowed(times) for layer in self.layers))
 
     def at_batch(self, rows: int) -> Table:
-        """A step of this many rows; a row takes as long as before."""
+        """A step of this many rows; the time per row does not change."""
         if rows < 1:
             raise ConfigError(f"a batch of {rows} rows trains nothing; give 1 or more")
         return replace(self.slowed(rows / self.batch), batch=rows)
@@ -128,8 +128,8 @@ class Table:
         """The same step with ``factor`` times the bytes, for machines with less memory.
 
         Rows M, columns N and batch K each shrink by √factor, so that dense gradients (MN) and
-        sufficient factors (K(M+N)) both shrink by ``factor``, while all times stay. With links
-        slowed by ``factor`` too, communication and computation keep their proportion.
+        sufficient factors (K(M+N)) both shrink by ``factor``, while all times stay. If links are
+        slowed by ``factor`` too, the ratio of communication and computation does not change.
         """
         if not 0 < factor <= 1:
             raise ConfigError(f"cannot scale {self.name} by {factor:g}; give a factor in (0, 1]")

@@ -28,7 +28,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def known(name: str) -> None:
-    """Refuse a name that is no workload's."""
+    """Refuse a name that is not a workload's."""
     if name not in WORKLOADS:
         near = difflib.get_close_matches(name, WORKLOADS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

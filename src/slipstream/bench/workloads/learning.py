@@ -1,7 +1,7 @@
-"""Workloads that learn something: time to a goal counts, not only time a step.
+"""Workloads with a learning task: time to a goal counts, not only time per step.
 
 Each takes real data from a folder; without one, data is generated or comes with scikit-learn, and
-the goal is another.
+the goal is different.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def mf(*, data: Path | None = None) -> Workload:
         partial(Factorisation, *size, FACTOR_RANK, float(ratings.values.mean())),
         split.train,
         F.mse_loss,
-        # A row is met rarely, and its share of the mean is small.
+        # A batch rarely contains a row, and then gives it a small share of the mean.
         partial(sgd, lr=20.0, momentum=0.0, weight_decay=5e-5),
         Goal("rmse", 0.4 if data is None else 0.9, False, split.test, _squared_error, _root),
     )

@@ -1,4 +1,4 @@
-"""What the bench trains: a model, examples, a loss, an optimizer, and perhaps a goal."""
+"""What the bench trains: a model, examples, a loss, an optimizer, and optionally a goal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EVALUATED_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a trained model is judged by, and when it is good enough.
+    """The metric of a trained model, and its target.
 
-    ``measure`` gives one number a row; the metric is ``finish`` of their mean.
+    ``measure`` gives one number per row; the metric is ``finish`` of their mean.
     """
 
     metric: str
@@ -30,7 +30,7 @@ class Goal:
     finish: Callable[[float], float] = float
 
     def evaluate(self, model: nn.Module) -> float:
-        """The metric over all test rows; the model is left in the mode it was in."""
+        """The metric over all test rows; the model's mode does not change."""
         training = model.training
         model.eval()
         total = 0.0
@@ -51,7 +51,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One thing to train. ``batch`` is what each worker takes a step, unless told otherwise."""
+    """One training task. ``batch`` is each worker's default batch size."""
 
     name: str
     what: str
@@ -65,8 +65,8 @@ class Workload:
     def batches(self, rank: int, world: int, batch: int, seed: int) -> Iterator[Batch]:
         """One worker's rows of every step, for ever; ``batch`` counts those of all workers.
 
-        All workers' rows together depend on the batch and the seed, not on how many workers there
-        are. Epochs are shuffled, and rows that do not fill a batch are left out.
+        All workers' rows together depend on the batch and the seed, not on the number of workers.
+        Epochs are shuffled, and rows that do not fill a batch are left out.
         """
         self._check(rank, world, batch)
         steps = _steps(len(self.examples), batch, seed)
@@ -76,7 +76,7 @@ class Workload:
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of {world} workers; ranks are 0 to {world - 1}")
         if batch < 1 or batch % world:
-            # Even shares make the mean of the workers' losses the loss of the whole batch.
+            # Equal shares make the mean of the workers' losses the loss of the whole batch.
             even = max(1, -(-batch // world)) * world
             raise ConfigError(
                 f"a batch of {batch} cannot be dealt evenly to {world} workers; take {even}"

@@ -1,4 +1,4 @@
-"""Workloads that measure steps: the data means nothing, so there is nothing to learn."""
+"""Workloads that measure steps: the data is random, so there is nothing to learn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.bench.workloads.protocol import Workload, sgd
 
 ROWS = 512
 EMULATED_ROWS = 1 << 14
-# Small images leave every parameter its shape and take a fraction of the computing.
+# With small images every parameter keeps its shape, and a step takes a fraction of the computation.
 CONV_SIDE, VGG_SIDE = 16, 32
 
 
@@ -49,12 +49,12 @@ def emulated(table: Table) -> Workload:
         f"{table.batch}; {table.origin}"
     )
     model = partial(EmulatedNet, table)
-    # Without momentum: the update is the one thing that is still computed.
+    # Without momentum: the update is still computed.
     return _stepping(f"emulated {table.name}", what, table.batch, model, rows, momentum=0.0)
 
 
 def _classes(scale: float) -> int:
-    """The classifier's outputs shrink with every other layer's."""
+    """The classifier's outputs shrink like every other layer's."""
     return max(1, round(1000 * math.sqrt(scale)))
 
 
@@ -67,6 +67,6 @@ def _stepping(
     *,
     momentum: float = 0.9,
 ) -> Workload:
-    # The labels are noise: a rate that could fit them might as well blow up within a long run.
+    # The labels are noise: a rate that could fit them might diverge within a long run.
     optimizer = partial(sgd, lr=0.001, momentum=momentum)
     return Workload(name, what, batch, model, rows, F.cross_entropy, optimizer)

@@ -1,4 +1,4 @@
-"""Over which trees servers broadcast, and how long that would take. Pure.
+"""The trees over which servers broadcast, and their predicted time. Pure.
 
 ``choose_overlay`` compares a star, rotated chains and rotated trees on a ``Network``; ``counts`` is
 the program behind the trees.

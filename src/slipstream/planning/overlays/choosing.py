@@ -1,4 +1,4 @@
-"""Star, trees or chain: whichever is predicted to broadcast soonest."""
+"""Star, trees or chain: the one with the shortest predicted broadcast."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from slipstream.planning.overlays.rotation import RankTree, rotate, star
 from slipstream.planning.overlays.shape import Limits, chain, least_degree, least_depth
 
 DEGREES = (2, 3, 4, 8)
-# 0 leaves the number of leaves open, 0.1 keeps it small where that costs no link across the core.
+# 0 does not limit the number of leaves; 0.1 keeps it small where that costs no link across the
+# core.
 ALPHAS = (0.0, 0.1)
-DEPTHS_TRIED = 2  # how many depths are tried, from the least on
-# The program is exact, and quick for a few racks. For many, what is proven to be near the optimum
-# will do: what decides is the predicted time.
+DEPTHS_TRIED = 2  # how many depths are tried, from the smallest on
+# The program is exact, and fast for a few racks. For many racks, a solution near the optimum is
+# enough: the predicted time decides.
 EXACT_RACKS = 4
 GAP = 0.1
-# One program is solved for all servers that see the racks alike. Where hosts' own costs are
-# measured, each server sees them differently: beyond so many, those of a rack share one.
+# One program is solved for all servers with the same view of the racks. Where hosts' own costs are
+# measured, each server has its own view: beyond so many servers, those of a rack share one program.
 MOST_OWN_PROBLEMS = 32
 MOST_EFFORT = 1 << 14  # programs times racks³
 MOST_BYTES = 1e18  # of a model
-WORTH_WHILE = 0.95  # relays have costs that no link shows: a star is left only for 5 % or more
+WORTH_WHILE = 0.95  # forwarding has other costs: keep a star unless 5 % are gained
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to broadcast, and how long it would take; ``limits`` of trees."""
+    """One way to broadcast, and its predicted time; ``limits`` of trees."""
 
     name: str
     children: tuple[RankTree, ...]
@@ -41,7 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """All that was looked at, star and chain first, and what was taken."""
+    """All candidates, star and chain first, and the chosen one."""
 
     candidates: tuple[Candidate, ...]
     best: Candidate
@@ -52,12 +53,12 @@ class Choice:
 
     @property
     def trees(self) -> tuple[Candidate, ...]:
-        """Soonest first."""
+        """The fastest first."""
         trees = (one for one in self.candidates if one.limits is not None)
         return tuple(sorted(trees, key=lambda one: one.prediction.seconds))
 
     def leading(self, trees: int) -> tuple[Candidate, ...]:
-        """Star, chain, and so many trees: what people want to see."""
+        """Star, chain, and the first ``trees`` trees, for display."""
         return (*self.candidates[:2], *self.trees[:trees])
 
 
@@ -67,7 +68,7 @@ def choose_overlay(
     block_bytes: float,
     limits: Sequence[Limits] | None = None,
 ) -> Choice:
-    """The soonest of star, chain and trees within these limits; a star unless 5 % are gained."""
+    """The fastest of star, chain and trees within these limits; a star unless 5 % are gained."""
     for name, size in (("model_bytes", model_bytes), ("block_bytes", block_bytes)):
         if not 0 < size <= MOST_BYTES:
             raise ConfigError(
@@ -100,7 +101,7 @@ def possible_limits(
     depth: int | None = None,
     alpha: float | None = None,
 ) -> Iterator[Limits]:
-    """Limits worth a try for so many hosts; what is given is kept to."""
+    """Limits to try for so many hosts; given values are kept."""
     if depth is not None:
         depth = min(depth, max(1, hosts))  # no tree is deeper
     if degree is not None and depth is not None:
@@ -132,7 +133,7 @@ def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
 
 
 def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, list[int]]]:
-    """Every server's, and the racks in the order in which the problem has them."""
+    """Every server's problem, and the order of the racks in it."""
     racks, costs = range(len(network.racks)), network.costs
     between = [[costs.between_racks(network, r, s) for s in racks] for r in racks]
     posed = []
@@ -141,7 +142,7 @@ def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, li
         from_root = between[home_rack]
         if len(network.servers) <= MOST_OWN_PROBLEMS:
             from_root = [costs.from_host(network, home, rack) for rack in racks]
-        # Outwards from the server: servers whose racks are alike then have the same problem.
+        # Outwards from the server, so that servers with the same view have the same problem.
         nearness = [(from_root[r], (r - home_rack) % len(racks)) for r in racks]
         order = sorted(racks, key=nearness.__getitem__)
         there = _targets_by_rack(network, server)
@@ -156,7 +157,7 @@ def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, li
 
 
 def rotated_chains(network: Network) -> tuple[RankTree, ...]:
-    """From host to host, rack by rack, so that no uplink is passed twice in one direction."""
+    """From host to host, rack by rack, so that no uplink is used twice in one direction."""
     racks = len(network.racks)
     shapes = []
     for server, home in enumerate(network.servers):

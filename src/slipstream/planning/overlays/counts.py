@@ -1,19 +1,19 @@
 """P3 over counts: the same optimum for any number of hosts, where costs depend on racks alone.
 
-Hosts of one rack at one depth are alike, so it is enough to count them. For rack r and depth d:
-I_rd hosts that pass on, L_rd leaves, and e_rsd links from hosts in r at depth d to hosts in s at
+Hosts of one rack at one depth are interchangeable, so counts are enough. For rack r and depth d:
+I_rd hosts that forward, L_rd leaves, and e_rsd links from hosts in r at depth d to hosts in s at
 depth d+1 (from the root at depth 0).
 
     min  Σ e_rsd c_rs  +  α Σ L_rd
-    Σ_d I_rd + L_rd = hosts in r              everybody has a place
+    Σ_d I_rd + L_rd = hosts in r              every host has a place
     Σ_r e_rsd = I_s,d+1 + L_s,d+1             and one parent
-    I_rd ≤ Σ_s e_rsd ≤ T · I_rd               who passes on has 1 to T children; the root has T
+    I_rd ≤ Σ_s e_rsd ≤ T · I_rd               a forwarder has 1 to T children; the root has T
 
-Every tree has such counts, at the same cost. And all such counts are those of a tree: deal the
-e_rsd links one by one to the I_rd hosts in turn, and nobody gets none or more than T.
+Every tree has such counts, at the same cost. And for all such counts there is a tree: deal the
+e_rsd links one by one to the I_rd hosts in turn, and every host gets 1 to T of them.
 
 Its size grows with racks² · H, not with hosts: for 200 hosts HiGHS took 0.01 s in 2 racks, 0.01 to
-0.24 s in 4. Ten alike racks took from 0.2 s to a minute or two to prove the optimum, and 0.1 to
+0.24 s in 4. Ten equal racks took from 0.2 s to a minute or two to prove the optimum, and 0.1 to
 1.4 s with a gap of 0.1.
 """
 
@@ -46,7 +46,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Counts:
     """``inner[d][r]`` and ``leaves[d][r]`` hosts at depth d+1, ``links[d][r][s]`` between depths
-    d+1 and d+2; what the root sends to is whoever is at depth 1."""
+    d+1 and d+2; the root sends to all hosts at depth 1."""
 
     inner: list[list[int]]
     leaves: list[list[int]]
@@ -55,7 +55,7 @@ class Counts:
 
 
 def solve(problem: Problem, *, gap: float = 0.0) -> Counts:
-    """The cheapest counts, or such that are proven to cost at most this share more."""
+    """The cheapest counts, or counts proven to cost at most ``gap`` more, as a share."""
     variables = _Variables(problem)
     variables.place_everybody()
     variables.limit_children()
@@ -77,7 +77,7 @@ class _Variables:
         self.racks, self.levels = range(len(hosts)), range(problem.limits.depth)
         new = self.program.variable
         alpha, costs = problem.limits.alpha, problem.rack_costs
-        # At the last level nobody passes on.
+        # At the last level no host forwards.
         self.above_last = self.levels[:-1]
         self.inner = [
             [new(most=hosts[r] if level in self.above_last else 0) for r in self.racks]
@@ -91,7 +91,7 @@ class _Variables:
         ]
 
     def place_everybody(self) -> None:
-        """Each host of a rack somewhere, below one parent."""
+        """Place each host of a rack below one parent."""
         for r, hosts in enumerate(self.problem.hosts):
             kinds = (self.inner, self.leaves)
             everybody = [(kind[level][r], 1.0) for kind in kinds for level in self.levels]
@@ -116,7 +116,7 @@ def build(counts: Counts) -> Shape:
     """A tree with these counts, in which hosts of one rack and depth share the work evenly."""
     racks: list[int] = []
     parents: list[int] = []
-    above: list[list[int]] = []  # by rack: the positions one level up that pass on
+    above: list[list[int]] = []  # by rack: the positions one level up that forward
     for level, (inner, leaves) in enumerate(zip(counts.inner, counts.leaves, strict=True)):
         turns = [cycle(positions) for positions in above]
         passing_on = []

@@ -1,4 +1,4 @@
-"""Where the ranks of a tree stand in a picture of it. Pure."""
+"""The positions of a tree's ranks in a picture. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SERVER = -1
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A rank (or ``SERVER``): its host, whose spot is above it, how far right and how far down."""
+    """A rank (or ``SERVER``): its host, the index of its parent's spot, and its position."""
 
     rank: int
     host: int
@@ -23,9 +23,9 @@ class Spot:
 
 
 def spots(network: Network, server: int, tree: RankTree) -> list[Spot]:
-    """The server first, everybody after who is above; leaves side by side, parents in the middle
-    of their children."""
-    order: list[tuple[int, int, int]] = []  # rank, index of who is above, depth
+    """The server first, children after their parents; leaves next to each other, parents in the
+    middle of their children."""
+    order: list[tuple[int, int, int]] = []  # rank, index of its parent, depth
     waiting = [(SERVER, 0, 0)]
     while waiting:
         rank, above, depth = waiting.pop()

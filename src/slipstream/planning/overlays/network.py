@@ -1,11 +1,11 @@
-"""The network as data: hosts in racks, racks around a core, and who is on which host.
+"""The network as data: hosts in racks, racks around a core, and the ranks of each host.
 
     core ──┬── uplink of rack 0 ── edge switch ──┬── link of host 0
            │                                     └── link of host 1 …
            └── uplink of rack 1 …
 
 A host's link and a rack's uplink carry their rate each way. Racks below one aggregation switch are
-nearer to each other: their traffic costs less, though it passes their uplinks.
+nearer to each other: their traffic costs less, though it uses their uplinks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from statistics import fmean
 from slipstream.errors import ConfigError
 from slipstream.units import LEAST_BITS_S, MOST_BITS_S
 
-# Trees are worked out for every server, over all hosts: time and memory grow faster than either.
+# Trees are computed for every server, over all hosts: time and memory grow faster than either.
 MOST_HOSTS, MOST_RACKS, MOST_WORKERS, MOST_SERVERS = 256, 20, 512, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Rack:
-    """Hosts on one edge switch; without a rate for its uplink, all that they send passes."""
+    """Hosts on one edge switch; without a rate, its uplink has no limit."""
 
     name: str
     aggregation: str
@@ -68,13 +68,14 @@ class PositionCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """c_ij between any two hosts. Racks are as far apart as their hosts are on average."""
+    """c_ij between any two hosts. The cost between two racks is the mean over their hosts."""
 
     matrix: tuple[tuple[float, ...], ...]
 
     @classmethod
     def of(cls, bandwidths: Sequence[Sequence[float]]) -> MeasuredCosts:
-        """From bits/s between hosts: 1 for the slowest pair, 0.1 for one ten times as fast."""
+        """From bits/s between hosts: 1 for the slowest pair, 0.1 for one that is ten times as
+        fast."""
         size = len(bandwidths)
         for i, row in enumerate(bandwidths):
             if len(row) != size:
@@ -166,7 +167,8 @@ class Network:
         return tuple(map(tuple, ranks))
 
     def targets(self, server: int) -> tuple[int, ...]:
-        """The hosts that a server must reach over the network: those with workers, but its own."""
+        """The hosts that a server must reach over the network: those with workers, except its
+        own."""
         return tuple(sorted(set(self.workers) - {self.servers[server]}))
 
     @property
@@ -184,8 +186,8 @@ def even_network(
 ) -> Network:
     """A worker on each of ``hosts`` hosts, which fill the racks in order.
 
-    Dedicated servers have hosts of their own, one in each rack in turn; with none, there is one
-    beside each worker.
+    Dedicated servers have their own hosts, one in each rack in turn; without any, one is
+    colocated with each worker.
     """
     if max(hosts, servers) > MOST_HOSTS:
         raise ConfigError(f"{max(hosts, servers)} hosts: trees are worked out for {MOST_HOSTS}")
@@ -194,7 +196,7 @@ def even_network(
     places = [Host(f"h{i}", i * racks // hosts, link_bits_s) for i in range(hosts)]
     places += [Host(f"s{k}", k % racks, link_bits_s) for k in range(servers)]
     return Network(
-        # The core lies between any two racks, so each has an aggregation switch of its own.
+        # The core lies between any two racks, so each has its own aggregation switch.
         racks=tuple(Rack(f"r{r}", f"r{r}", uplink_bits_s) for r in range(racks)),
         hosts=tuple(places),
         workers=tuple(range(hosts)),

@@ -1,8 +1,8 @@
-"""How long a broadcast takes: the busiest link's bytes over its rate, and the pipeline's fill.
+"""Time of a broadcast: the busiest link's bytes over its rate, plus filling the pipeline.
 
-Blocks are relayed as they arrive, so all links of all trees carry traffic at once. A host's link is
-shared by the trees that the host relays in and by its own shard; a rack's uplink, each way, by all
-trees that leave or enter the rack. The fill is what the first block needs to the deepest worker.
+Blocks are forwarded as they arrive, so all links of all trees carry traffic at once. A host's link
+is shared by the trees in which the host forwards and by its own shard; a rack's uplink, each way,
+by all trees that leave or enter the rack. Filling is the first block's time to the deepest worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.planning.overlays.rotation import RankTree
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one direction of one link carries."""
+    """The load of one direction of one link."""
 
     link: str
     nbytes: float
@@ -29,7 +29,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A broadcast's time and what it is made of; ``egress_bytes`` by host."""
+    """A broadcast's time and its components; ``egress_bytes`` by host."""
 
     busiest: Load
     fill_s: float
@@ -43,7 +43,7 @@ class Prediction:
 def predict(
     network: Network, trees: Sequence[RankTree], *, model_bytes: float, block_bytes: float
 ) -> Prediction:
-    """The model is cut into one shard a tree, and a shard into blocks."""
+    """The model is cut into one shard per tree, and a shard into blocks."""
     shard_bytes = model_bytes / len(trees)
     block_bytes = min(block_bytes, shard_bytes)
     traffic = _Traffic(network)
@@ -72,7 +72,7 @@ class _Traffic:
         self.down = [0.0] * len(network.racks)
 
     def add(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Count what is sent, and give the rate of the slowest link it passes."""
+        """Count a transfer, and return the rate of the slowest link on its path."""
         hosts = self.network.hosts
         self.egress[sender] += nbytes
         self.ingress[receiver] += nbytes

@@ -1,7 +1,7 @@
-"""One tree a server, and who has which place in each: nobody relays, or rests, in all of them.
+"""One tree per server, with hosts in different places in each, so that all forward about equally.
 
-A tree spans hosts. A host's first rank takes the host's place and passes on; what goes to the other
-ranks of a host, or to those beside the server, crosses no link.
+A tree spans hosts. A host's first rank takes the host's place and forwards; traffic to the other
+ranks of a host, or to ranks on the server's host, uses no link.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slipstream.planning.overlays.network import Network
 from slipstream.planning.overlays.shape import ROOT, Shape
 from slipstream.planning.overlays.solver import cheapest_matching
 
-MOST_PASSES = 10  # over all trees, to even out what hosts send
+MOST_PASSES = 10  # over all trees, to balance what hosts send
 
-# Of one server: whom its root sends to, then whom rank 0, 1, … pass on to.
+# Of one server: the receivers of its root, then those of rank 0, 1, …
 RankTree = tuple[tuple[int, ...], ...]
 Placement = np.ndarray[Any, np.dtype[np.int64]]  # the host at every position of a shape
 
@@ -31,7 +31,7 @@ def star(network: Network) -> tuple[RankTree, ...]:
 
 
 def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
-    """A tree of ranks for every server, of its shape, with egress as even as can be."""
+    """A tree of ranks for every server, of its shape, with egress as even as possible."""
     placements = [_turned(network, server, shape) for server, shape in enumerate(shapes)]
     _balance(network, shapes, placements)
     return tuple(
@@ -41,9 +41,9 @@ def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
 
 
 def _turned(network: Network, server: int, shape: Shape) -> Placement:
-    """Hosts in their order, begun one further on for every server in the same rack.
+    """Hosts in their order, shifted by one for every server in the same rack.
 
-    If every host of a rack has a server beside its worker, each takes every place once.
+    If every host of a rack has a colocated server, each host takes every place once.
     """
     home = network.servers[server]
     home_rack = network.hosts[home].rack
@@ -61,8 +61,8 @@ def _turned(network: Network, server: int, shape: Shape) -> Placement:
 
 
 def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placement]) -> None:
-    """Deal one rack's places in one tree anew, as is best for the loads from all other trees, until
-    that helps nowhere any more, or little. The sum of squared loads falls each time."""
+    """Reassign one rack's places in one tree at a time, in the best way for the loads from all
+    other trees, until there is little or no gain. The sum of squared loads decreases each time."""
     slowness = 1.0 / np.array([host.link_bits_s for host in network.hosts])
     slowness /= slowness.min()
     degrees = [np.array(shape.degrees, dtype=np.int64) for shape in shapes]
@@ -85,13 +85,13 @@ def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placeme
 def _deal_anew(
     placement: Placement, degrees: Placement, places: Placement, sends: Any, slowness: Any
 ) -> bool:
-    """Whether other hosts in these places make the loads more even; if so, they are there now."""
+    """Reassign hosts to these places if that makes the loads more even; returns whether it did."""
     hosts, given = placement[places], degrees[places]
     others = sends[hosts] - given
     loads = (slowness[hosts, None] * (others[:, None] + given)) ** 2
     if np.ptp(slowness[hosts]):
         matching = np.array(cheapest_matching(loads))
-    else:  # Σ (o + g)² is least where the busiest get the fewest, which is quicker to find
+    else:  # Σ (o + g)² is smallest if the busiest get the fewest, which is faster
         matching = np.empty(len(hosts), dtype=np.int64)
         matching[np.argsort(-others, kind="stable")] = np.argsort(given, kind="stable")
     gain = loads.trace() - loads[np.arange(len(hosts)), matching].sum()
@@ -106,7 +106,7 @@ def _rank_tree(network: Network, server: int, shape: Shape, placement: Placement
     ranks = network.ranks_by_host
     leaders = [ranks[host][0] for host in placement]
     children: list[list[int]] = [[] for _ in range(len(network.workers) + 1)]
-    # Links first, loopback after: what has furthest to go leaves first.
+    # Links first, loopback after: the longest path is served first.
     for leader, parent in zip(leaders, shape.parents, strict=True):
         children[0 if parent == ROOT else leaders[parent] + 1].append(leader)
     for leader, host in zip(leaders, placement, strict=True):

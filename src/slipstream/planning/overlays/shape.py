@@ -1,4 +1,4 @@
-"""A tree before anybody has a place in it: positions, each in a rack, below a root."""
+"""A tree before hosts are assigned to it: positions, each in a rack, below a root."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 
 MOST_ALPHA = 1e6
-ROOT = -1  # the parent of whoever the server sends to
+ROOT = -1  # the parent of the positions that the server sends to
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What P3 is told: at most ``degree`` children (T), at most ``depth`` hops from the root (H),
-    and what a leaf costs (α)."""
+    """P3's limits: at most ``degree`` children (T), at most ``depth`` hops from the root (H),
+    and the cost of a leaf (α)."""
 
     degree: int
     depth: int
@@ -82,7 +82,7 @@ class Shape:
         return tuple(counted[position] for position in range(len(self.parents)))
 
     def among(self, racks: Sequence[int]) -> Shape:
-        """The same tree where rack r is called ``racks[r]``."""
+        """The same tree with rack r renamed to ``racks[r]``."""
         return Shape(tuple(racks[rack] for rack in self.racks), self.parents)
 
     @property
@@ -91,6 +91,6 @@ class Shape:
 
 
 def chain(racks: Iterable[int]) -> Shape:
-    """One after the other, in racks as they come."""
+    """A chain, in the given order of racks."""
     order = tuple(racks)
     return Shape(order, tuple(range(-1, len(order) - 1)))

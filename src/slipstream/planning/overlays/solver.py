@@ -1,4 +1,4 @@
-"""Integer programs, put together a variable and a row at a time, solved by HiGHS."""
+"""Integer programs, built variable by variable and row by row, solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 
-# For a program that is far harder than others of its size. One that hits it is refused: a tree that
-# depends on how fast a machine is would differ between the ranks of a job.
+# A limit for programs that are far harder than others of their size. A program that reaches it is
+# refused: a tree that depended on the machine's speed would differ between the ranks of a job.
 SOLVE_LIMIT_S = 120.0
 
 Term = tuple[int, float]  # a variable and its coefficient
@@ -20,7 +20,7 @@ Term = tuple[int, float]  # a variable and its coefficient
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What every variable is at the optimum, and what that costs."""
+    """The value of every variable at the optimum, and the cost."""
 
     values: tuple[int, ...]
     cost: float
@@ -28,7 +28,7 @@ class Solution:
 
 @dataclass(slots=True)
 class Program:
-    """Minimise the variables' cost; all are whole numbers from 0 to a bound of their own."""
+    """Minimise the variables' cost; all are integers from 0 to their own bound."""
 
     costs: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Program:
         self.rows.append((list(terms), least, most))
 
     def solve(self, *, gap: float = 0.0) -> Solution:
-        """The optimum, or what is proven to cost at most this share more."""
-        # Here, because it takes half a second to import, and few who import planning solve.
+        """The optimum, or a solution proven to cost at most ``gap`` more, as a share."""
+        # Imported here, because it takes half a second, and few users of planning solve programs.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         result = milp(
@@ -81,7 +81,7 @@ class Program:
 
 
 def cheapest_matching(costs: Any) -> list[int]:
-    """For every row the column it gets, each column once, at the least sum of costs."""
+    """For every row its column, each column once, with the smallest sum of costs."""
     from scipy.optimize import linear_sum_assignment
 
     return [int(column) for column in linear_sum_assignment(costs)[1]]

@@ -1,4 +1,4 @@
-"""A table of a TOML file, read key by key: a mistake is refused by file, key and way out."""
+"""A table of a TOML file, read key by key: errors give the file, the key and the fix."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from slipstream.errors import ConfigError
 from slipstream.printable import printable, shown
 from slipstream.units import bits_per_second
 
-MOST_DOTS = 512  # a line: tomllib's time grows with the square of a key's parts
+MOST_DOTS = 512  # per line: tomllib's time grows with the square of a key's parts
 MOST_LETTERS = 100  # of a name
 MOST_NUMBER = 1e6
 
 
 class TomlTable:
-    """A table and where it stands; keys that nobody has asked for are refused by ``done``."""
+    """A table and its place in the file; ``done`` refuses keys that were not read."""
 
     def __init__(self, content: dict[str, Any], source: str, path: str = "") -> None:
         self.content = content
@@ -65,7 +65,7 @@ class TomlTable:
         return float(value)
 
     def rate(self, key: str, default: float | None = None) -> float | None:
-        """In bits/s; ``"none"`` and a key that is not there are no limit, or the default."""
+        """In bits/s; ``"none"`` means no limit; a missing key gives the default."""
         value = self._take(key, default)
         if value is None or value == "none":
             return None
@@ -104,7 +104,7 @@ class TomlTable:
         for key in self.content:
             if key not in self.asked:
                 known = ", ".join(sorted(self.asked))
-                raise self.refusal(key, f"nobody reads this key; known here: {known}")
+                raise self.refusal(key, f"unknown key; known here: {known}")
 
     def _take(self, key: str, default: Any) -> Any:
         self.asked.append(key)

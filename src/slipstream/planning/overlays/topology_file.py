@@ -1,4 +1,4 @@
-"""A topology file (TOML) as a network; docs/trees.md says what stands in it."""
+"""A topology file (TOML) as a network; docs/trees.md describes its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 20  # of a topology file
 
 
 def read_topology(text: str, source: str) -> Network:
-    """``source`` is what messages call the file."""
+    """``source``: the name of the file in messages."""
     file = TomlTable.parse(text, source)
     tables = file.tables("hosts")
     if not tables:
@@ -30,7 +30,7 @@ def read_topology(text: str, source: str) -> Network:
     workers = _places(file, tables, "workers")
     if not workers:
         raise file.refusal("hosts", "none has a worker; write workers = [0] in the first")
-    # As a job does it: a server beside the first worker of every host.
+    # As in a job: a server colocated with the first worker of every host.
     servers = _places(file, tables, "servers") or tuple(dict.fromkeys(workers))
     costs = _costs(file)
     for table in (*tables, file):
@@ -105,7 +105,7 @@ def _costs(file: TomlTable) -> PositionCosts | MeasuredCosts:
 
 
 def _bandwidths(file: TomlTable, i: int, rows: list[Any]) -> list[float]:
-    """From host i to every other; what a host has to itself is not looked at."""
+    """From host i to every other; a host's bandwidth to itself is ignored."""
     row = rows[i]
     if not isinstance(row, list) or len(row) != len(rows):
         raise file.refusal(f"bandwidths[{i}]", f"give a list of {len(rows)}, one for each row")

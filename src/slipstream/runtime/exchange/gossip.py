@@ -384,7 +384,7 @@ class GossipChannel:
 
     def _sender_of(self, message: Message[Any], body: Part | Tail | HandoverDone) -> Rank | None:
         if rank_of(message.sender) not in self._tails:
-            raise FrameRefused(f"a slice from {message.sender}, which is no peer")
+            raise FrameRefused(f"an update from {message.sender}, which is no peer")
         return self.links.sender(message, body)
 
     def _on_part(self, message: Message[Part]) -> None:
@@ -408,16 +408,16 @@ class GossipChannel:
 
     def _checked(self, body: Part, message: Message[Any]) -> Floats:
         if len(message.frames) != 1:
-            raise FrameRefused(f"a slice of {len(message.frames)} frames")
+            raise FrameRefused(f"an update of {len(message.frames)} frames")
         frame = memoryview(message.frames[0])
         room = min(self.weights.numel - body.start, MESSAGE_VALUES)
         if checksum(message.frames) != body.crc:
-            raise FrameRefused("a slice whose checksum is wrong")
+            raise FrameRefused("an update whose checksum is wrong")
         if body.packed > room or (
             not body.packed and (frame.nbytes % 4 or frame.nbytes > 4 * room)
         ):
             raise FrameRefused(
-                f"a slice of {frame.nbytes} bytes from weight {body.start} of {self.weights.numel}"
+                f"an update of {frame.nbytes} bytes at weight {body.start} of {self.weights.numel}"
             )
         return unpacked(frame, body.packed) if body.packed else np.frombuffer(frame, np.float32)
 

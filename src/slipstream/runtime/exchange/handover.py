@@ -100,7 +100,7 @@ class Joiner:
         self.ask()
         self._wait(lambda: self._welcome is not None, lambda: [HUB])
         if self._welcome is None:
-            raise LeftBehind(self._member.name, "came back when the others had finished training")
+            raise LeftBehind(self._member.name, "came back when training had finished")
         self._member.expect(HUB)
         self._wait(self.ready, self._missing)
         return self.enter()
@@ -121,7 +121,7 @@ class Joiner:
     def _wait(self, holds: Callable[[], bool], missing: Callable[[], list[str]]) -> None:
         self._member.wait_until(
             lambda: holds() or self._member.dismissed,
-            what="the others to take this worker back",
+            what="rank 0 and all peers to admit this worker",
             limit_s=self._limit_s,
             missing=missing,
         )

@@ -104,7 +104,7 @@ class StateChain:
     def _keep(self, message: Message[Piece]) -> None:
         """The rank before may be ahead: keep pieces of later runs."""
         if not self.open or message.body.sync < self.sync:
-            raise FrameRefused(f"a piece of copy {message.body.sync}, which nobody waits for")
+            raise FrameRefused(f"a piece of copy {message.body.sync}, which is not expected")
         self._early.append(message)
 
     def _take(self, message: Message[Piece]) -> None:

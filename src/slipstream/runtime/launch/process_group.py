@@ -213,7 +213,7 @@ class ProcessGroup:
             if time.monotonic() >= self._watch.deadline:
                 if not self._watch.ending:
                     late = ", ".join(sorted(self._watch.to_signal))
-                    log_line(f"{late} came back too late: the others have finished")
+                    log_line(f"{late} came back too late: training has finished")
                 self._kill_workers(self._watch.escalate(), self._watch.to_signal)
         return self._watch.verdict()
 
@@ -250,7 +250,7 @@ class ProcessGroup:
             signum = self._watch.take(event)
             self._kill_workers(signum, self._watch.to_signal)
         for ended in self._watch.lost[lost:]:
-            log_line(f"{ended}; the others go on")
+            log_line(f"{ended}; the other workers continue")
         for ended in self._watch.replaced[replaced:]:
             log_line(f"{ended}; it is started again")
             self._start_again(ended.member)

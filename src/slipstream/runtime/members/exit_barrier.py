@@ -36,7 +36,7 @@ class ExitBarrier:
         Returns:
             Whether no worker was lost, so that all can take the last weights together.
         """
-        what = "the others to finish training"
+        what = "the other workers to finish training"
         if not self._member.is_hub:
             self._member.send(HUB, WorkerLeft(rank))
             self._member.wait_for_end(

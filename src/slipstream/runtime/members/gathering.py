@@ -235,7 +235,7 @@ class Gathering:
     def _on_gathered(self, message: Message[Gathered]) -> None:
         body = message.body
         if message.sender != HUB or body.key not in self._wanted:
-            raise FrameRefused(f"values of {body.key!r} that nobody asked {message.sender} for")
+            raise FrameRefused(f"{message.sender} sent values of {body.key!r} without a request")
         if len(body.ranks) != len(message.frames):
             raise FrameRefused(f"{len(message.frames)} values of {len(body.ranks)} ranks")
         with self._member.updating():

@@ -154,8 +154,8 @@ class Rendezvous:
         env = self._env
         if rank == env.rank and not env.incarnation and place.nonce != self._nonce:
             raise SecretError(
-                f"the place of rank {rank} in the store at {self._where} was changed by somebody "
-                "else; make sure that only this job's hosts reach MASTER_PORT",
+                f"the place of rank {rank} in the store at {self._where} was changed by another "
+                "process; make sure that only this job's hosts reach MASTER_PORT",
                 only_here=True,
             )
         if len(place.nonce) != NONCE_BYTES or place.world_size != env.world_size:
@@ -203,7 +203,7 @@ class Rendezvous:
             raise SecretError(
                 f"{named} in the store at {self._where} is not signed with this job's secret: set "
                 "SLIPSTREAM_SECRET (or the secret file) to the same text on every rank; if it is "
-                "the same, another job uses this port, or somebody else writes to it",
+                "the same, another job uses this port, or another program writes to it",
                 # Rank 0 detects it too, unless it is in a job that has begun.
                 only_here=rank == self._env.rank or self._has(["address/0"]),
             )

@@ -228,7 +228,7 @@ def test_a_wait_may_name_others(company: Company) -> None:
         company[HUB].wait_until(
             lambda: False, what="the plan", limit_s=0, missing=lambda: ["server 3"]
         )
-    with pytest.raises(WaitLimit, match="nobody by name"):
+    with pytest.raises(WaitLimit, match="missing: unknown"):
         company[HUB].wait_until(lambda: False, what="it", limit_s=0, missing=list)
 
 
