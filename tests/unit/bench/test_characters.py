@@ -69,8 +69,8 @@ def test_characters_are_numbered_in_their_order(tmp_path: Path) -> None:
     [
         ({}, "0 text files instead of one"),
         ({"a.txt": "ab", "b.txt": "ab"}, "2 text files instead of one"),
-        ({"a.txt": "aaaa"}, "fewer than two characters"),
-        ({"a.txt": ""}, "fewer than two characters"),
+        ({"a.txt": "aaaa"}, "fewer than two different characters"),
+        ({"a.txt": ""}, "fewer than two different characters"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, files: dict[str, str], said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,12 +76,12 @@ def read_characters(path: Path) -> CharacterText:
     """A text file, or the only one in a folder; characters are numbered in their own order."""
     file = _only_text(path) if path.is_dir() else path
     text = read_text(file, _WAY_OUT)
-    alphabet = "".join(sorted(set(text)))
-    if len(alphabet) < 2:
-        raise refused(file, None, "a text of fewer than two characters", _WAY_OUT)
-    numbers = {character: number for number, character in enumerate(alphabet)}
-    characters = torch.tensor([numbers[character] for character in text], dtype=torch.int32)
-    return CharacterText(characters, alphabet, origin=str(file))
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    used, numbers = np.unique(codes, return_inverse=True)
+    if len(used) < 2:
+        raise refused(file, None, "a text of fewer than two different characters", _WAY_OUT)
+    characters = torch.from_numpy(numbers.astype(np.int32))
+    return CharacterText(characters, "".join(map(chr, used)), origin=str(file))
 
 
 def _only_text(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from slipstream.bench.workloads.protocol import Goal, Workload, adamw
 from slipstream.errors import ConfigError
 
 TEXT_TARGET = 2.0
-RATINGS_TARGET, GENERATED_RATINGS_TARGET = 0.85, 0.5
+RATINGS_TARGET, GENERATED_RATINGS_TARGET = 0.78, 0.2
 
 
 def gpt(
