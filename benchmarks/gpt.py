@@ -47,6 +47,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine_facts(),
         "workload": workload.what,
+        "emulated_device_ms": args.device_ms,
         "target": args.target,
         "batch": args.batch,
         "workers": args.workers,
@@ -76,6 +77,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compute-ms", type=float, help="a step's, instead of measuring it")
+    parser.add_argument(
+        "--device-ms", type=float, help="emulated: a step computes at least so long"
+    )
     parser.add_argument("--keep", action="store_true", help="other ratios that the JSON file has")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path, help="markdown")
@@ -90,6 +94,7 @@ def trial_of(args: argparse.Namespace) -> Trial:
         sizes=args.sizes,
         batch=args.batch,
         lr=args.lr,
+        device=None if args.device_ms is None else str(args.device_ms),
         steps=args.steps,
         seed=args.seed,
         evaluate_every=args.evaluate_every,
