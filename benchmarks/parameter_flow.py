@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.bench.comparison import Comparison, Outcome, compare, machine_facts
 from slipstream.bench.trial import Trial
-from slipstream.bench.workloads import Workload
+from slipstream.bench.workloads import Goal, Workload
 
 VANILLA = "push_pull(overlap=False)"
 OVERLAPPED = "push_pull"
@@ -93,7 +93,11 @@ def measured(case: Case, ratio: float, workers: int, repetitions: int) -> list[d
         trial, tuple(systems.values()), workers=workers, rate=rate, repetitions=repetitions
     )
     outcomes, _ = compare(comparison, workload, lambda line: print(line, flush=True))
-    found = [row(case, label, outcome) for label, outcome in zip(systems, outcomes, strict=True)]
+    assert workload.goal is not None
+    found = [
+        row(case, label, outcome, workload.goal)
+        for label, outcome in zip(systems, outcomes, strict=True)
+    ]
     vanilla = found[0]
     for each in found:
         each |= {
@@ -110,35 +114,20 @@ def measured(case: Case, ratio: float, workers: int, repetitions: int) -> list[d
     return found
 
 
-def row(case: Case, label: str, outcome: Outcome) -> dict[str, Any]:
+def row(case: Case, label: str, outcome: Outcome, goal: Goal) -> dict[str, Any]:
     if outcome.failures:
         raise SystemExit(f"{outcome.system}: {outcome.failures}")
-    better = lower if case.name == "mf" else higher
-    reached = [first_good(run, case.target, better) for run in outcome.runs]
-    good = [each for each in reached if each is not None]
+    good = [each for each in outcome.reached(goal.at(case.target).reached) if each is not None]
     return {
         "label": label,
         "system": outcome.system,
         "step_s": outcome.median_s,
-        "seconds": statistics.median(at for at, _ in good) if good else None,
-        "iterations": statistics.median(step for _, step in good) if good else None,
+        "seconds": statistics.median(each.seconds for each in good) if good else None,
+        "iterations": statistics.median(each.step for each in good) if good else None,
         "final": outcome.metric,
         "link_bytes": outcome.link_bytes,
         "curve": [[s.seconds, s.metric] for s in outcome.runs[0].judgements[0].snapshots],
     }
-
-
-def first_good(run: Any, target: float, better: Any) -> tuple[float, int] | None:
-    snapshots = run.judgements[0].snapshots
-    return next(((s.seconds, s.step) for s in snapshots if better(s.metric, target)), None)
-
-
-def lower(metric: float, target: float) -> bool:
-    return metric <= target
-
-
-def higher(metric: float, target: float) -> bool:
-    return metric >= target
 
 
 def over(one: float | None, other: float | None) -> float | None:

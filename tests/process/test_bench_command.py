@@ -119,6 +119,43 @@ def test_the_picture_is_one(learned: Launch) -> None:
     assert height > 500
 
 
+@pytest.mark.parametrize(
+    ("workload", "sizes", "target", "approximate"),
+    [
+        ("gpt", "layers=1,width=16,heads=2,context=8", 3.29, ["ddp+powersgd(rank=2)"]),
+        ("recommender", "width=4,hidden=8", 1.5, []),
+    ],
+)
+def test_time_and_samples_to_a_held_out_loss(
+    launch: Callable[..., Launch],
+    workload: str,
+    sizes: str,
+    target: float,
+    approximate: list[str],
+) -> None:
+    systems = ",".join(["ddp", "push_pull", *approximate])
+    bench = launch(
+        *(SLIPSTREAM, "bench", workload, *SMALL, "--steps=12", "--evaluate-every=4", "--lr=0.01"),
+        *(f"--compare={systems}", f"--sizes={sizes}", f"--target={target}"),
+    )
+    assert bench.wait() == 0, bench.stdout + bench.stderr
+    report = figures(bench)
+    assert report["metric"] == {"name": "loss", "higher_is_better": False}
+    ddp, push_pull, *others = report["results"]
+    for result in report["results"]:
+        curve = result["runs"][0]["judgements"][0]["snapshots"]
+        assert [snapshot["step"] for snapshot in curve] == [4, 8, 12]
+        losses = [snapshot["metric"] for snapshot in curve]
+        assert losses[-1] < losses[0]
+        there = [s for s in curve if s["metric"] <= target]
+        assert result["seconds_to_target"] == there[0]["seconds"]
+        assert result["steps_to_target"] == there[0]["step"]
+        assert result["samples_to_target"] == (3 + there[0]["step"]) * 2 * 4
+    # The same data, optimizer and held-out rows: an exact exchange has DDP's curve.
+    assert push_pull["metric"] == pytest.approx(ddp["metric"], rel=1e-4)
+    assert all(other["metric"] != ddp["metric"] for other in others)
+
+
 def test_a_system_that_fails_is_reported_and_the_others_go_on(
     launch: Callable[..., Launch],
 ) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from slipstream.bench.bounds import Shape, dense_bytes, exact_bytes, seconds
-from slipstream.bench.contestants import PEERS, check, why_missing
+from slipstream.bench.contestants import check, is_peer, why_missing
 from slipstream.bench.fork_server import Place
 from slipstream.bench.process_group import ForkServer, TrialFailed
 from slipstream.bench.stragglers import parse_stragglers
-from slipstream.bench.trial import Judgement, Timing, Trial
+from slipstream.bench.trial import Judgement, Snapshot, Timing, Trial
 from slipstream.bench.workloads import Workload
 from slipstream.errors import ConfigError
 from slipstream.lab import Lab, Traffic, bits_per_second
@@ -65,7 +65,7 @@ class Comparison:
         if self.target is not None and workload.goal is None:
             raise ConfigError(
                 f"{workload.name} learns nothing, so it has no target; take mnist, fashion, lr, "
-                "mf, alexnet or text, or leave the target out"
+                "mf, alexnet, text, gpt or recommender, or leave the target out"
             )
 
 
@@ -132,10 +132,10 @@ class Outcome:
         found = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
         return statistics.mean(found) if found else None
 
-    def reached_s(self, good: Callable[[float], bool]) -> list[float | None]:
-        """By run: when a snapshot first reached the goal, if one did."""
+    def reached(self, good: Callable[[float], bool]) -> list[Snapshot | None]:
+        """By run: the first snapshot that was good enough, if one was."""
         return [
-            next((s.seconds for s in run.judgements[0].snapshots if good(s.metric)), None)
+            next((s for s in run.judgements[0].snapshots if good(s.metric)), None)
             for run in self.runs
         ]
 
@@ -242,7 +242,7 @@ def measure(trial: Trial, where: Ground, fork_server: ForkServer, bounds: Bounds
         "SLIPSTREAM_ENCRYPT": "0",
     }
     with ExitStack() as stack:
-        if where.servers and trial.system not in PEERS:
+        if where.servers and not is_peer(trial.system):
             addresses = _start_servers(stack, where, env)
             env["SLIPSTREAM_SERVER_ADDRESSES"] = ",".join(addresses)
         process_group = stack.enter_context(fork_server.process_group(trial, where.places(env)))
@@ -295,17 +295,21 @@ def wire_bounds(comparison: Comparison, workload: Workload) -> Bounds:
 
 
 def model_shapes(workload: Workload, batch: int) -> list[Shape]:
-    """Every parameter of the workload's model; a linear layer has one row per sample."""
+    """Every parameter of the workload's model; matrices of linear layers with their rows."""
     from torch import nn
 
     model = workload.model()
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    # A matrix that is an embedding too has a gradient that its linear layer's rows do not give.
+    matrices -= {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     return [
         Shape(
             p.numel(),
             p.element_size(),
             matrix=(p.shape[0], p.shape[1]) if id(p) in matrices else None,
-            rows=batch,
+            rows=batch * workload.rows_per_sample,
         )
         for p in model.parameters()
         if p.requires_grad

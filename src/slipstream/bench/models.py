@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench.data import SparseBatch
+from slipstream.bench.data import RatingBatch, SparseBatch
 from slipstream.bench.data.vocabulary import PADDING
 from slipstream.bench.tables import Table, table
 
@@ -177,3 +177,32 @@ class TextNet(nn.Module):
         pooled = [conv(embedded).relu().amax(2) for conv in self.convolutions]
         output: Tensor = self.classifier(self.dropout(torch.cat(pooled, 1)))
         return output
+
+
+class Recommender(nn.Module):
+    """A rating from embeddings of its user, its item and the item's genres, by a small net.
+
+    Beside the three embeddings the net sees the user's, entry by entry, times the two others.
+    """
+
+    def __init__(
+        self, users: int, items: int, genres: int, *, width: int, hidden: int, mean: float
+    ) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, width), nn.Embedding(items, width)
+        self.genres = nn.EmbeddingBag(genres, width, mode="mean")
+        self.net = nn.Sequential(
+            *(nn.Linear(5 * width, hidden), nn.ReLU()),
+            nn.Linear(hidden, 1),
+        )
+        self.mean = mean
+        for embedding in (self.users, self.items, self.genres):
+            nn.init.normal_(embedding.weight, std=0.1)
+
+    def forward(self, rated: RatingBatch) -> Tensor:
+        pairs, bags = rated
+        user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
+        genres = self.genres(bags.indices, bags.offsets)
+        seen = torch.cat([user, item, genres, user * item, user * genres], 1)
+        rating: Tensor = self.mean + self.net(seen).squeeze(1)
+        return rating

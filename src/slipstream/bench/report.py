@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.bench.comparison import Bounds, Comparison, Outcome
+from slipstream.bench.trial import Snapshot
 from slipstream.bench.workloads import Goal, Workload
 from slipstream.printable import printable
 
@@ -50,7 +51,7 @@ def table(
     if goal is not None:
         columns.append(goal.metric)
     if target is not None:
-        columns.append(f"s to {target:g}")
+        columns += [f"s to {target:g}", "steps"]
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
     first = outcomes[0].median_s if outcomes else None
@@ -67,7 +68,10 @@ def table(
         if goal is not None:
             cells.append(number(outcome.metric, digits=4))
         if goal is not None and target is not None:
-            cells.append(_time_to(outcome, goal, target))
+            cells += [
+                _time_to(outcome, goal, target),
+                number(median_steps(outcome, goal, target), digits=0),
+            ]
         shown.add_row(Text(printable(_name(outcome))), *cells)
     return shown
 
@@ -89,10 +93,42 @@ def _time_to(outcome: Outcome, goal: Goal, target: float) -> str:
 
 
 def median_time(outcome: Outcome, goal: Goal, target: float) -> float | None:
-    """The median over runs; None if a run did not reach the target."""
-    times = outcome.reached_s(lambda metric: goal.at(target).reached(metric))
-    known = [seconds for seconds in times if seconds is not None]
-    return statistics.median(known) if known and len(known) == len(times) else None
+    """The median over runs; None where a run did not get there."""
+    return _median_of(outcome, goal, target, lambda snapshot: snapshot.seconds)
+
+
+def median_steps(outcome: Outcome, goal: Goal, target: float) -> float | None:
+    """The same in steps since the clock started."""
+    return _median_of(outcome, goal, target, lambda snapshot: snapshot.step)
+
+
+def _median_of(
+    outcome: Outcome, goal: Goal, target: float, figure: Callable[[Snapshot], float]
+) -> float | None:
+    reached = outcome.reached(goal.at(target).reached)
+    known = [figure(snapshot) for snapshot in reached if snapshot is not None]
+    return statistics.median(known) if known and len(known) == len(reached) else None
+
+
+def to_target(
+    comparison: Comparison, workload: Workload, outcome: Outcome
+) -> dict[str, float | None]:
+    """How much of everything it took to reach the target; None where it was not reached.
+
+    Samples are those of all workers, with those of the steps before the clock started.
+    """
+    goal, target = workload.goal, comparison.target
+    seconds = steps = None
+    if goal is not None and target is not None:
+        seconds = median_time(outcome, goal, target)
+        steps = median_steps(outcome, goal, target)
+    batch = (comparison.trial.batch or workload.batch) * comparison.workers
+    samples = None if steps is None else (comparison.trial.warmup + steps) * batch
+    return {
+        "seconds_to_target": seconds,
+        "steps_to_target": steps,
+        "samples_to_target": samples,
+    }
 
 
 def beyond_computing(outcome: Outcome, bounds: Bounds) -> float | None:
@@ -119,11 +155,14 @@ def as_json(
     command: str,
 ) -> dict[str, Any]:
     first = outcomes[0].median_s if outcomes else None
-    goal, target = workload.goal, comparison.target
+    goal = workload.goal
     return {
         "command": command,
         "machine": machine,
         "workload": {"name": workload.name, "what": workload.what},
+        "metric": None
+        if goal is None
+        else {"name": goal.metric, "higher_is_better": goal.higher_is_better},
         "emulated_device": comparison.trial.device,
         "comparison": msgspec.to_builtins(comparison),
         "bounds": msgspec.to_builtins(bounds),
@@ -137,9 +176,7 @@ def as_json(
                 "waited_s": beyond_computing(outcome, bounds),
                 "busiest_link_bytes_per_step": outcome.link_bytes,
                 "metric": outcome.metric,
-                "seconds_to_target": None
-                if goal is None or target is None
-                else median_time(outcome, goal, target),
+                **to_target(comparison, workload, outcome),
                 "runs": msgspec.to_builtins(outcome.runs),
                 "failures": outcome.failures,
             }

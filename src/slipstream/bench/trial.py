@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.bench.stragglers import parse_stragglers
 from slipstream.bench.tables import Table, table
-from slipstream.bench.workloads import Workload, emulated, known, workload
+from slipstream.bench.workloads import Workload, emulated, known, parse_sizes, workload
 from slipstream.errors import ConfigError
 
 
@@ -26,7 +26,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     data: str | None = None
     scale: float | None = None
-    device: str | None = None  # a table's name or file, or milliseconds per step
+    sizes: str = ""  # of the workload's net, such as "layers=2,width=64"
+    device: str | None = None  # a table's name or file, or milliseconds a step
     straggle: str = ""
     base_s: float | None = None  # what stragglers multiply; by default the computation
     lr: float | None = None
@@ -59,13 +60,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
             known(self.workload)
             return emulated(net)
         data = None if self.data is None else Path(self.data)
-        return workload(self.workload, data=data, scale=self.scale)
+        return workload(self.workload, data=data, scale=self.scale, sizes=parse_sizes(self.sizes))
 
 
 def loaded(trial: Trial) -> Workload:
-    """The trial's workload; data is read only once."""
-    bare = Trial(workload=trial.workload, data=trial.data, scale=trial.scale, device=trial.device)
-    return _load(bare)
+    """The trial's workload; data that was read once is not read again."""
+    kept = ("workload", "data", "scale", "sizes", "device")
+    return _load(Trial(**{name: getattr(trial, name) for name in kept}))
 
 
 @functools.cache

@@ -57,8 +57,9 @@ class Loop:
             if keep_weights and self._rank == 0 and self._wants_weights(done, kept, steps):
                 kept = done
                 self._session.finish()
-                state = bare(self._session.model).state_dict()
-                weights = {name: value.clone() for name, value in state.items()}
+                with self._session.weights():
+                    state = bare(self._session.model).state_dict()
+                    weights = {name: value.clone() for name, value in state.items()}
                 self._weights.append((done, time.perf_counter() - begun, weights))
         return times
 
@@ -94,9 +95,10 @@ class Loop:
         goal, stats = self._workload.goal, self._session.stats()
         if goal is None:
             return Judgement(None, [], stats)
-        metric = goal.evaluate(bare(self._session.model))
-        judged = self._workload.model()  # the session's own model belongs to the job
-        if self._weights:  # only one worker keeps weights; the others wait for it
+        with self._session.weights():
+            metric = goal.evaluate(bare(self._session.model))
+        judged = self._workload.model()  # the session's own belongs to the job
+        if self._weights:  # only one worker's; the others wait for it
             torch.set_num_threads(os.cpu_count() or 1)
         snapshots = []
         for step, seconds, weights in self._weights:

@@ -21,13 +21,17 @@ SNAPSHOTS = 50
 TABLE_WIDTH = 112
 
 WorkloadName = Annotated[
-    str, typer.Argument(help="fc, conv, vgg, alexnet, mnist, fashion, lr, mf or text.")
+    str,
+    typer.Argument(
+        help="fc, conv, vgg, alexnet, mnist, fashion, lr, mf, text, gpt or recommender."
+    ),
 ]
 Compare = Annotated[
     str,
     typer.Option(
         help="Systems, joined by commas: slipstream's own, such as 'push_pull(overlap=False)', "
-        "and ddp, ddp+fp16, ddp+powersgd, torchft, hivemind, local. Ratios are to the first."
+        "and ddp, ddp+fp16, 'ddp+powersgd(rank=4)', torchft, 'torchft_local_sgd(every=32)', "
+        "'torchft_diloco(every=32)', hivemind, local. Ratios are to the first."
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Workers, one per host.")]
@@ -48,6 +52,13 @@ Data = Annotated[Path | None, typer.Option(help="Folder of a real data set.")]
 Scale = Annotated[
     float | None, typer.Option(min=0, max=1, help="Share of its parameters a net keeps.")
 ]
+Sizes = Annotated[
+    str,
+    typer.Option(
+        help="Of the net, such as layers=2,width=64 (gpt: layers, width, heads, context, tied; "
+        "recommender: width, hidden)."
+    ),
+]
 DeviceMs = Annotated[
     str | None,
     typer.Option(
@@ -58,7 +69,12 @@ DeviceMs = Annotated[
 Straggle = Annotated[
     str, typer.Option(help="lognormal:SIGMA, pareto:ALPHA or worker:K:xF, joined by commas.")
 ]
-Target = Annotated[float | None, typer.Option(help="Measure the time to this accuracy or error.")]
+Target = Annotated[
+    float | None, typer.Option(help="Measure the time to this accuracy, error or held-out loss.")
+]
+EvaluateEvery = Annotated[
+    int | None, typer.Option(min=1, help="Steps between evaluations; by default a fiftieth of all.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of data and delays.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all results here.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw them here (PNG).")]
@@ -77,9 +93,11 @@ def bench(
     lr: LearningRate = None,
     data: Data = None,
     scale: Scale = None,
+    sizes: Sizes = "",
     device_ms: DeviceMs = None,
     straggle: Straggle = "",
     target: Target = None,
+    evaluate_every: EvaluateEvery = None,
     seed: Seed = 0,
     json: JsonFile = None,
     plot: PlotFile = None,
@@ -100,10 +118,11 @@ def bench(
         seed=seed,
         data=None if data is None else str(data.absolute()),
         scale=scale,
+        sizes=sizes,
         device=device_ms,
         straggle=straggle,
         lr=lr,
-        evaluate_every=0 if target is None else max(1, (steps or 0) // SNAPSHOTS),
+        evaluate_every=evaluate_every or (0 if target is None else default_interval(steps)),
     )
     comparison = Comparison(
         trial=trial,
@@ -116,6 +135,11 @@ def bench(
     )
     failed = measure_and_report(comparison, json, plot)
     raise typer.Exit(1 if failed else 0)
+
+
+def default_interval(steps: int | None) -> int:
+    """Steps between evaluations."""
+    return max(1, (steps or 0) // SNAPSHOTS)
 
 
 def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | None) -> bool:

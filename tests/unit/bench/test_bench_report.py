@@ -87,13 +87,14 @@ def test_failed_runs_are_counted_and_the_rest_goes_on() -> None:
 def test_time_to_a_target(goal: Goal) -> None:
     there = outcome("ddp", run(0.1, 0.2, 0.8, 0.9), run(0.1, 0.1, 0.2, 0.9), run(0.1, 0.8))
     assert median_time(there, goal, 0.8) == 2.0
-    assert there.reached_s(lambda metric: metric >= 0.8) == [2.0, 3.0, 1.0]
+    reached = there.reached(lambda metric: metric >= 0.8)
+    assert [snapshot and snapshot.seconds for snapshot in reached] == [2.0, 3.0, 1.0]
     not_there = outcome("local", run(0.1, 0.9), run(0.1, 0.7))
     assert median_time(not_there, goal, 0.8) is None
     text = shown([there, not_there], goal, 0.8)
     assert "s to 0.8" in text
-    assert row(text, "ddp")[-1] == "2.0"
-    assert row(text, "local")[-2:] == ["not", "reached"]
+    assert row(text, "ddp")[-2:] == ["2.0", "2"]
+    assert row(text, "local")[-3:] == ["not", "reached", "-"]
 
 
 def test_an_error_is_reached_from_above() -> None:
@@ -125,11 +126,15 @@ def test_json_has_all_of_it(learning: Workload) -> None:
     figures = {key: ddp[key] for key in ("median_s", "ratio_to_first", "ratio_to_bound")}
     assert figures == {"median_s": 0.4, "ratio_to_first": 1.0, "ratio_to_bound": 2.0}
     assert ddp["waited_s"] == pytest.approx(0.2)
-    assert ddp["seconds_to_target"] == 2.0
+    assert (ddp["seconds_to_target"], ddp["steps_to_target"]) == (2.0, 2)
+    # Of 4 workers with 4 rows each, 3 steps before the clock started and 2 after.
+    assert ddp["samples_to_target"] == (3 + 2) * 4 * 4
+    assert report["metric"] == {"name": "accuracy", "higher_is_better": True}
     assert ddp["runs"][0]["timings"][0]["steps_s"] == [0.4, 0.4]
     assert ddp["failures"] == ["rank 0 ended: ValueError"]
     assert local["runs"] == []
     assert local["median_s"] is local["ratio_to_first"] is local["seconds_to_target"] is None
+    assert local["steps_to_target"] is local["samples_to_target"] is None
     assert len(local["failures"]) == 2
 
 

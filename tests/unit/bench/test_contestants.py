@@ -5,11 +5,14 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from slipstream.bench import comparison, contestants
 from slipstream.bench.comparison import Comparison, compare
-from slipstream.bench.contestants import PEERS, check, why_missing
+from slipstream.bench.contestants import PEERS, check, is_peer, why_missing
 from slipstream.bench.contestants.ablation import LastOnly
+from slipstream.bench.contestants.torchft import split_evenly
 from slipstream.bench.trial import Trial
 from slipstream.codecs.partition import Rotation
 from slipstream.errors import ConfigError
@@ -25,10 +28,20 @@ def only_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_torch")
-@pytest.mark.parametrize("system", ["torchft", "hivemind"])
-def test_a_missing_peer_says_what_installs_it(system: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "package"),
+    [
+        ("torchft", "torchft"),
+        ("torchft_local_sgd", "torchft"),
+        ("torchft_diloco(every=8, fragments=2)", "torchft"),
+        ("hivemind", "hivemind"),
+    ],
+)
+def test_a_missing_peer_says_what_installs_it(system: str, package: str) -> None:
     check(system)
-    assert why_missing(system) == (f"{system} is not installed: pip install 'slipstream[{system}]'")
+    assert why_missing(system) == (
+        f"{package} is not installed: pip install 'slipstream[{package}]'"
+    )
 
 
 @pytest.mark.usefixtures("only_torch")
@@ -63,8 +76,50 @@ def test_a_comparison_leaves_missing_peers_out_and_says_so(
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"beside them local, .*torchft_diloco"):
         check("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [
+        ("ddp(rank=2)", "ddp does not take rank: it takes no arguments"),
+        ("ddp+powersgd(bits=2)", r"ddp\+powersgd does not take bits: it takes rank"),
+        ("ddp+powersgd(rank=0)", "rank=0; take at least 1"),
+        ("ddp+powersgd(rank=1.5)", "rank=1.5 is not a whole number; its default is 4"),
+        ("ddp+powersgd(rank", "write NAME or NAME"),
+        ("torchft_local_sgd(every=0)", "every=0; take at least 1"),
+        ("torchft_diloco(lr='fast')", "lr='fast' is not a number; its default is 0.7"),
+        ("torchft_diloco(momentum=-1)", "momentum=-1; take at least 0"),
+        ("torchft_diloco(every=10, fragments=4)", "a multiple of the fragments"),
+        ("torchft_diloco(every=8, fragments=4, delay=2)", "a delay shorter than"),
+    ],
+)
+def test_arguments_that_a_peer_cannot_have_are_refused(system: str, said: str) -> None:
+    assert is_peer(system)
+    with pytest.raises(ConfigError, match=said):
+        check(system)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "parts"),
+    [
+        ((4, 4, 4, 4), 2, [2, 2]),
+        ((1, 1, 1, 9), 2, [3, 1]),
+        ((9, 1, 1, 1), 3, [1, 1, 2]),
+        ((1, 1, 9), 3, [1, 1, 1]),
+        ((5,), 1, [1]),
+    ],
+)
+def test_fragments_hold_every_tensor_once(
+    sizes: tuple[int, ...], count: int, parts: list[int]
+) -> None:
+    model = nn.ParameterList(torch.zeros(size) for size in sizes)
+    found = split_evenly(model, count)
+    assert [len(part) for part in found] == parts
+    assert [id(p) for part in found for p in part] == [id(p) for p in model]
+    with pytest.raises(ConfigError, match=f"{len(sizes) + 1} fragments of {len(sizes)} tensors"):
+        split_evenly(model, len(sizes) + 1)
 
 
 def test_without_accumulation_only_the_last_update_is_sent() -> None:

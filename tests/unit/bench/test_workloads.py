@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.bench.comparison import model_shapes
 from slipstream.bench.tables import table
-from slipstream.bench.workloads import WORKLOADS, Workload, emulated, workload
+from slipstream.bench.trial import Trial
+from slipstream.bench.workloads import WORKLOADS, Workload, emulated, parse_sizes, workload
 from slipstream.errors import ConfigError
 
+SMALL_GPT = {"layers": 1, "width": 32, "heads": 2, "context": 16}
 SCALES = {"vgg": 1 / 64, "alexnet": 1 / 256}
 
 
@@ -34,8 +37,8 @@ def step(work: Workload, model: nn.Module, optimizer: Any, batch: Any) -> Tensor
     return loss.detach()
 
 
-def train(work: Workload, steps: int, *, batch: int) -> nn.Module:
-    torch.manual_seed(0)
+def train(work: Workload, steps: int, *, batch: int, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     model = work.model()
     optimizer = work.optimizer(model)
     for rows in itertools.islice(work.batches(0, 1, batch, 0), steps):
@@ -107,9 +110,11 @@ def test_shares_that_cannot_be_are_refused_at_once(
 
 
 def test_names_and_arguments_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"there are fc, conv, .*text; did you mean 'fashion'"):
+    with pytest.raises(
+        ConfigError, match=r"there are fc, conv, .*text, .*; did you mean 'fashion'"
+    ):
         workload("fashon")
-    with pytest.raises(ConfigError, match=r"fc takes no data: alexnet, mnist, .*text do"):
+    with pytest.raises(ConfigError, match=r"fc takes no data: alexnet, mnist, .*text, .* do"):
         workload("fc", data=Path("data"))
     with pytest.raises(ConfigError, match="mnist takes no scale: vgg, alexnet do"):
         workload("mnist", scale=0.5)
@@ -181,11 +186,88 @@ def test_error_falls() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "sizes", "steps", "batch", "share"),
+    [("gpt", SMALL_GPT, 150, 64, 0.8), ("recommender", {}, 120, 1024, 0.7)],
+)
+def test_held_out_loss_falls(
+    name: str, sizes: dict[str, int], steps: int, batch: int, share: float
+) -> None:
+    work = workload(name, sizes=sizes)
+    assert work.goal is not None
+    assert (work.goal.metric, work.goal.higher_is_better) == ("loss", False)
+    before, after = (work.evaluate(train(work, n, batch=batch)) for n in (0, steps))
+    assert after < share * before
+    assert not work.goal.reached(before)
+    # The loss that is trained on is the one that is judged: the mean over all held-out rows.
+    model = train(work, 0, batch=batch)
+    inputs, targets = work.goal.test.take(torch.arange(len(work.goal.test)))
+    assert work.loss(model(inputs), targets).item() == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("gpt", SMALL_GPT), ("recommender", {"width": 4})])
+def test_training_is_repeatable_and_held_out_rows_are_always_the_same(
+    name: str, sizes: dict[str, int]
+) -> None:
+    first, again = (workload(name, sizes=sizes) for _ in range(2))
+    assert first.goal is not None
+    assert again.goal is not None
+    rows = torch.arange(len(first.goal.test))
+    assert torch.equal(first.goal.test.take(rows)[1], again.goal.test.take(rows)[1])
+    one, two = (first.evaluate(train(work, 5, batch=16)) for work in (first, again))
+    assert one == two
+    assert first.evaluate(train(first, 5, batch=16, seed=1)) != one
+
+
+def test_sizes_are_taken_by_name() -> None:
+    small, tied = (
+        Trial(workload="gpt", sizes=f"layers=1,width=32,heads=2,context=16{more}").load()
+        for more in ("", ", tied=1")
+    )
+    inputs, targets = next(small.batches(0, 1, 4, 0))
+    assert inputs.shape == targets.shape == (4, 16)
+    assert parameters(small.model()) - parameters(tied.model()) == 27 * 32
+    linear = {shape.matrix: shape.rows for shape in model_shapes(small, 4) if shape.matrix}
+    assert linear[128, 32] == 4 * 16  # a row a character
+    assert (27, 32) in linear
+    # Tied to the embedding, its gradient is more than its rows give.
+    assert (27, 32) not in {shape.matrix for shape in model_shapes(tied, 4)}
+    wide = workload("recommender", sizes={"width": 8, "hidden": 4}).model()
+    assert parameters(wide) == (600 + 900 + 12) * 8 + 4 * (40 + 1) + 4 + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layers", "write NAME=NUMBER"),
+        ("layers=2.5", "write NAME=NUMBER"),
+        ("layers=1,layers=2", "each name once"),
+        ("data=3", "write NAME=NUMBER"),
+    ],
+)
+def test_sizes_of_another_form_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_sizes(text)
+
+
+def test_sizes_that_a_workload_has_not_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mnist takes no layers: gpt does"):
+        workload("mnist", sizes={"layers": 2})
+    with pytest.raises(ConfigError, match="gpt has no size 'depth': it has layers, width, heads"):
+        workload("gpt", sizes={"depth": 2})
+    with pytest.raises(ConfigError, match="does not divide into 3 heads"):
+        workload("gpt", sizes={"heads": 3})
+    with pytest.raises(ConfigError, match="recommender: hidden=0"):
+        workload("recommender", sizes={"hidden": 0})
+
+
+@pytest.mark.parametrize(
     ("name", "folder", "steps", "batch", "bound"),
     [
         ("alexnet", "fashion-mnist", 150, 64, 0.7),
         ("lr", "a9a", 150, 512, 0.83),
         ("mf", "ml-latest-small", 150, 1024, 0.95),
+        ("recommender", "ml-latest-small", 100, 1024, 0.95),
+        ("gpt", "tinyshakespeare", 60, 16, 3.0),
     ],
 )
 def test_real_data_is_learnt_too(

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.bench.contestants.session import Session
+from slipstream.bench.contestants.session import Session, Train
+from slipstream.errors import ConfigError
 
-POWERSGD_RANK = 4
-POWERSGD_STARTS_AT = 2  # the earliest it allows; the warm-up must be longer
-ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook fails over gloo
+POWERSGD_STARTS_AT = 2  # the earliest it allows; a warm-up has to be longer
+ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook breaks off over gloo
 LIMIT = timedelta(seconds=120)
 
 Hook = Callable[[DistributedDataParallel], None]
@@ -30,36 +30,45 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def plain(_model: DistributedDataParallel) -> None:
-    """Send gradients unchanged."""
+def plain() -> Train:
+    """Gradients travel as they are."""
+    return contestant(lambda _model: None)
 
 
-def fp16(model: DistributedDataParallel) -> None:
-    """Send gradients in half precision."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+def fp16() -> Train:
+    """Gradients travel in half precision."""
 
-    model.register_comm_hook(None, fp16_compress_hook)
+    def hook(model: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(None, fp16_compress_hook)
+
+    return contestant(hook)
 
 
-def powersgd(model: DistributedDataParallel) -> None:
+def powersgd(*, rank: int = 4) -> Train:
     """Low-rank gradients with error feedback (Vogels and others, 2019)."""
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-        PowerSGDState,
-        powerSGD_hook,
-    )
+    if rank < 1:
+        raise ConfigError(f"ddp+powersgd: rank={rank}; take at least 1")
 
-    state = PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=POWERSGD_RANK,
-        start_powerSGD_iter=POWERSGD_STARTS_AT,
-    )
-    model.register_comm_hook(state, powerSGD_hook)
+    def hook(model: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+            PowerSGDState,
+            powerSGD_hook,
+        )
+
+        state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=POWERSGD_STARTS_AT,
+        )
+        model.register_comm_hook(state, powerSGD_hook)
+
+    return contestant(hook, ONE_BUCKET_MB)
 
 
-def contestant(
-    hook: Hook, bucket_mb: int | None = None
-) -> Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]:
-    """DDP with this communication hook, in buckets of this size or torch's own."""
+def contestant(hook: Hook, bucket_mb: int | None = None) -> Train:
+    """DDP whose gradients travel as ``hook`` has them, in buckets of this size or torch's own."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         with group():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -15,7 +16,9 @@ from slipstream.bench.contestants.session import Session
 def train(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
     with slipstream.init() as job:
         model, optimizer = job.distribute(model, optimizer, strategy)
-        yield Session(model, optimizer, job.wait, job.stats, steps=partial(rounds, job))
+        judged = nullcontext if job.plan.local_steps is None else job.outer_weights
+        steps = partial(rounds, job)
+        yield Session(model, optimizer, job.wait, job.stats, steps=steps, weights=judged)
 
 
 def rounds(job: slipstream.Job, steps: int) -> Iterator[int]:

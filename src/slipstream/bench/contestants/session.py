@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,10 @@ class Session:
     """A model and an optimizer that train together with the other workers'.
 
     ``steps(n)`` gives the numbers, from 1, of the rounds until n are done that this worker takes
-    part in. ``finish`` returns when every weight is up to date; ``stats`` is the contestant's own
-    statistics. ``inner`` is the user's own optimizer, if ``optimizer`` wraps it and
-    waits for others.
+    part in. ``finish`` returns when every weight is up to date; ``stats`` is what the contestant
+    itself counted. ``inner`` is the user's own optimizer, where ``optimizer`` is one around it that
+    waits for others. Within ``weights()`` the model has those to judge, where workers train on
+    weights of their own.
     """
 
     model: nn.Module
@@ -35,3 +37,7 @@ class Session:
     stats: Callable[[], dict[str, Any]] = dict
     inner: torch.optim.Optimizer | None = None
     steps: Callable[[int], Iterable[int]] = one_by_one
+    weights: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+Train = Callable[[nn.Module, torch.optim.Optimizer], Iterator[Session]]

@@ -1,5 +1,6 @@
 """Data of workloads: readers of real formats, and generators for when there is none."""
 
+from slipstream.bench.data.characters import CharacterText, Windows, read_characters
 from slipstream.bench.data.examples import (
     Batch,
     Examples,
@@ -11,13 +12,17 @@ from slipstream.bench.data.examples import (
 from slipstream.bench.data.idx import read_idx, read_images
 from slipstream.bench.data.labelled_text import LabelledText, read_labelled_text
 from slipstream.bench.data.libsvm import read_libsvm, read_sparse_rows
+from slipstream.bench.data.rated_items import RatedItems, RatingBatch, read_rated_items
 from slipstream.bench.data.ratings import Ratings, read_ratings
 from slipstream.bench.data.vocabulary import TextSplit, Vocabulary, encode_text
 
 __all__ = [
     "Batch",
+    "CharacterText",
     "Examples",
     "LabelledText",
+    "RatedItems",
+    "RatingBatch",
     "Ratings",
     "SparseBatch",
     "SparseExamples",
@@ -25,11 +30,14 @@ __all__ = [
     "TensorExamples",
     "TextSplit",
     "Vocabulary",
+    "Windows",
     "encode_text",
+    "read_characters",
     "read_idx",
     "read_images",
     "read_labelled_text",
     "read_libsvm",
+    "read_rated_items",
     "read_ratings",
     "read_sparse_rows",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.bench.data.examples import SparseExamples, Split, TensorExamples, split_off
 from slipstream.bench.data.labelled_text import LabelledText, Sentence
+from slipstream.bench.data.rated_items import genre_rows
 from slipstream.bench.data.ratings import Ratings
 from slipstream.errors import ConfigError
 
@@ -140,6 +141,11 @@ def low_rank_ratings(
     generator = seeded(seed)
     tastes = torch.randn(users, rank, generator=generator)
     traits = torch.randn(items, rank, generator=generator)
+    return _rated(tastes, traits, count, generator)
+
+
+def _rated(tastes: Tensor, traits: Tensor, count: int, generator: torch.Generator) -> Ratings:
+    (users, rank), items = tastes.shape, len(traits)
     pairs = torch.stack(
         [torch.randint(n, (count,), generator=generator) for n in (users, items)], dim=1
     )
@@ -147,6 +153,31 @@ def low_rank_ratings(
     error = 0.2 * torch.randn(count, generator=generator)
     values = (3.0 + product + error).mul_(2).round_().div_(2).clamp_(0.5, 5)
     return Ratings(pairs, values, users, items, origin="generated ratings")
+
+
+def ratings_by_genre(
+    *,
+    users: int = 600,
+    items: int = 900,
+    genres: int = 12,
+    rank: int = 4,
+    count: int = 60_000,
+    seed: int = 0,
+) -> tuple[Ratings, SparseExamples]:
+    """Ratings as above, of items with one to three genres, which make half of their traits."""
+    generator = seeded(seed)
+    lengths = torch.randint(1, 4, (items,), generator=generator)
+    drawn = torch.rand(items, genres, generator=generator).argsort(1)[:, :3].tolist()
+    of = [
+        [f"genre{g:02d}" for g in row[:n]] for row, n in zip(drawn, lengths.tolist(), strict=True)
+    ]
+    rows = genre_rows(of)
+    bags, _ = rows.take(torch.arange(items))
+    kinds = torch.randn(rows.features, rank, generator=generator)
+    shared = F.embedding_bag(bags.indices, kinds, bags.offsets, mode="mean")
+    traits = shared + 0.5 * torch.randn(items, rank, generator=generator)
+    tastes = torch.randn(users, rank, generator=generator)
+    return _rated(tastes, traits, count, generator), rows
 
 
 def labelled_sentences(

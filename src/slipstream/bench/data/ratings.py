@@ -22,13 +22,17 @@ _WAY_OUT = "give the ratings.csv of a MovieLens set, or the folder it is in"
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
-    """``pairs`` holds users and items, numbered from 0 without gaps, ``values`` their ratings."""
+    """``pairs`` holds users and items, numbered from 0 without gaps, ``values`` their ratings.
+
+    ``item_names`` are what a file calls the items, by their numbers.
+    """
 
     pairs: Tensor
     values: Tensor
     users: int
     items: int
     origin: str
+    item_names: tuple[str, ...] = ()
 
     def split(self, seed: int = 0) -> Split[TensorExamples]:
         """A tenth, at random, for the test."""
@@ -59,7 +63,12 @@ def read_ratings(path: Path) -> Ratings:
     if len(values) < 2:
         raise refused(path, None, f"{len(values)} ratings are too few to split", _WAY_OUT)
     return Ratings(
-        torch.tensor(pairs), torch.tensor(values), len(users), len(items), origin=str(path)
+        torch.tensor(pairs),
+        torch.tensor(values),
+        len(users),
+        len(items),
+        origin=str(path),
+        item_names=tuple(items),
     )
 
 

@@ -51,7 +51,11 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One training task. ``batch`` is each worker's default batch size."""
+    """One thing to train. ``batch`` is what each worker takes a step, unless told otherwise.
+
+    ``rows_per_sample`` is how many rows a sample gives each linear layer: a text has one a
+    character.
+    """
 
     name: str
     what: str
@@ -61,6 +65,7 @@ class Workload:
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     goal: Goal | None = None
+    rows_per_sample: int = 1
 
     def batches(self, rank: int, world: int, batch: int, seed: int) -> Iterator[Batch]:
         """One worker's rows of every step, for ever; ``batch`` counts those of all workers.
@@ -91,7 +96,7 @@ class Workload:
         if self.goal is None:
             raise ConfigError(
                 f"{self.name} only measures steps; to measure learning take one of mnist, "
-                "fashion, lr, mf, alexnet, text"
+                "fashion, lr, mf, alexnet, text, gpt, recommender"
             )
         return self.goal.evaluate(model)
 
@@ -108,3 +113,7 @@ def sgd(
     model: nn.Module, *, lr: float, momentum: float, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def adamw(model: nn.Module, *, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
