@@ -67,6 +67,7 @@ from slipstream.systems import poseidon as poseidon
 from slipstream.systems import push_pull as push_pull
 from slipstream.topologies import Mesh as Mesh
 from slipstream.topologies import OneHolder as OneHolder
+from slipstream.topologies import PeerSharded as PeerSharded
 from slipstream.topologies import Sharded as Sharded
 from slipstream.topologies import Tree as Tree
 from slipstream.torch.simulated_staleness import simulated_staleness as simulated_staleness

@@ -75,11 +75,12 @@ class Plan:
         routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
         route_of = [routes.index(candidates[-1]) for candidates in given]
         groups = [
-            Group(r, s.dtype, s.role, splits(routes[r]), s.layer)
+            Group(
+                r, s.dtype, s.role, splits(routes[r]), s.layer, routes[r].topology.shares(cluster)
+            )
             for s, r in zip(specs, route_of, strict=True)
         ]
-        chunk_bytes = strategy.chunk_bytes
-        layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
+        layout = lay_out(specs, groups, chunk_bytes=strategy.chunk_bytes)
         compact = {s.layer: routes.index(c[0]) for s, c in zip(specs, given, strict=True)}
         units = units_of(specs, routes, layout, compact)
         return cls(

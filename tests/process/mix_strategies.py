@@ -8,12 +8,13 @@ from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import ako, push_pull
-from slipstream.topologies import Mesh, Sharded
+from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.updates import ClipNorm, Ema, Update, User
 
 WHOLE = Sharded(whole_layers=True)
 HOLDER = Update(outer=User(at="holder"))
 SMALL = 4096  # bytes: several chunks even of small models
+CRUMBS = 512  # so many that workers' shares of them are even
 
 
 def compact(topology: Mesh | Sharded) -> Prefer:
@@ -57,6 +58,18 @@ MIXES = {
         "int4_mesh", Everywhere(Route(Mesh(), up=Quantized(4, 32, rounding="stochastic", seed=5)))
     ),
     "bf16 on a mesh": Strategy("bf16_mesh", Everywhere(Route(Mesh(), up=Dense("bfloat16")))),
+    "shares of workers": Strategy("peers", Everywhere(Route(PeerSharded())), chunk_bytes=CRUMBS),
+    "shares of workers, 8 bits up, 4 down": Strategy(
+        "int8_peers",
+        Everywhere(Route(PeerSharded(), up=Quantized(8, 64), down=Quantized(4, 32))),
+        chunk_bytes=CRUMBS,
+    ),
+    "shares of workers, 8 bits, staleness": Strategy(
+        "int8_peers_lag",
+        Everywhere(Route(PeerSharded(), up=Quantized(8, 64), down=Quantized(8, 64))),
+        Consistency(All(), Lag(2)),
+        chunk_bytes=CRUMBS,
+    ),
     "filtered slices": ako(partitions=2, staleness=1, rate="1gbit", delta=1e-4),
     "averaged at workers": push_pull(averaged=0.8),
     "clipped at workers": push_pull(clip_norm=0.05),

@@ -59,7 +59,7 @@ from slipstream.routes import (
 )
 from slipstream.schedules import AfterBackward, AnySchedule, Merging
 from slipstream.strategy import Strategy
-from slipstream.topologies import AnyTopology, Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import AnyTopology, Mesh, OneHolder, PeerSharded, Sharded, Tree
 from slipstream.types import Cluster
 from slipstream.updates import Add, AnyInner, AnyOuter, ClipNorm, Ema, Update, User, UserSteps
 
@@ -132,6 +132,7 @@ STARTS: list[dict[str, Any]] = [
     {},
     HOLDER,
     {"topology": Mesh(), "down": Dense()},
+    {"topology": PeerSharded()},
     WHOLE,
     {**WHOLE, **HOLDER},
     {**WHOLE, **HOLDER, "policy": Prefer, "up": Factors()},

@@ -51,7 +51,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree
 from slipstream.types import Spec
 from slipstream.updates import Add, ClipNorm, Ema, Off, Update, User, UserSteps
 
@@ -110,6 +110,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Prefer: Strategy("mine", Prefer((FACTORS, SHARDED))),
     Priority: Strategy("mine", Everywhere(SHARDED), schedule=Priority()),
     Quantized: on(Route(Sharded(), up=Quantized(4, 64, "stochastic", 7))),
+    PeerSharded: on(Route(PeerSharded())),
     Rotate: on(Route(Mesh(), up=Filter(Rotate(3, True, 1e6, Above(0.1))))),
     Route: on(Route(Sharded(whole_layers=True), Filter(), OneBit(), Collective())),
     Rows: on(Route(Mesh(), up=Rows("bfloat16"))),
