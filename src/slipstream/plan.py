@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Filter, Rotate
+from slipstream.codecs import Dense, Filter, Quantized, Rotate
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
@@ -190,8 +190,9 @@ class Plan:
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
                 self._to_each(self.routes[route]),
+                density(self.routes[route], spec.dtype),
             )
-            for route in self.route_of
+            for spec, route in zip(self.specs, self.route_of, strict=True)
         ]
 
     def _to_each(self, route: Route) -> float:
@@ -318,6 +319,23 @@ def shape_of(layer: Layer) -> LayerShape:
     """A layer as the cost model sees it."""
     bias, item_bytes = layer.bias is not None, ITEM_BYTES[layer.dtype]
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
+
+
+def density(route: Route, dtype: str) -> float:
+    """What part of a dense tensor's own bytes is sent, on average over both ways.
+
+    Of codecs that send what their values make worth it, all of it is assumed.
+    """
+    codecs = (route.up,) if route.topology == Mesh() else (route.up, route.down)
+    sizes = []
+    for codec in codecs:
+        if isinstance(codec, Quantized):
+            sizes.append(codec.value_bytes / ITEM_BYTES[dtype])
+        elif isinstance(codec, Dense):
+            sizes.append(ITEM_BYTES[codec.wire_dtype(dtype)] / ITEM_BYTES[dtype])
+        else:
+            sizes.append(1.0)
+    return sum(sizes) / len(sizes)
 
 
 def deal(

@@ -70,6 +70,10 @@ MIXES = {
         Consistency(All(), Lag(2)),
         chunk_bytes=CRUMBS,
     ),
+    "factors of 8 bits on a mesh": Strategy(
+        "int8_factors",
+        Prefer((Route(Mesh(), up=Factors("int8", seed=3)), Route(Mesh()))),
+    ),
     "filtered slices": ako(partitions=2, staleness=1, rate="1gbit", delta=1e-4),
     "averaged at workers": push_pull(averaged=0.8),
     "clipped at workers": push_pull(clip_norm=0.05),

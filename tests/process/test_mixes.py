@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from fork_server import ForkServer
 from mix_strategies import MIXES
-from mix_worker import BATCH, RATE, STEPS, batch, build
+from mix_worker import BATCH, HIDDEN, INPUTS, OUTPUTS, RATE, STEPS, batch, build
 
 from slipstream.codecs import Dense, Quantized
 
@@ -78,6 +78,7 @@ def test_factors_of_all_workers_are_exact_where_servers_update(run: Run) -> None
         "8 bits both ways",
         "4 bits by chance, on a mesh",
         "shares of workers, 8 bits, staleness",
+        "factors of 8 bits on a mesh",
     ],
 )
 def test_workers_have_the_same_weights_to_the_last_bit(name: str, run: Run) -> None:
@@ -128,6 +129,7 @@ def test_filtered_slices_all_arrive_in_the_end(run: Run) -> None:
         ("4 bits by chance, on a mesh", 0.1),
         ("shares of workers, 8 bits up, 4 down", 0.1),
         ("shares of workers, 8 bits, staleness", 0.5),
+        ("factors of 8 bits on a mesh", 0.02),
     ],
 )
 def test_quantised_gradients_learn_like_exact_ones(name: str, away: float, run: Run) -> None:
@@ -165,6 +167,15 @@ def test_workers_that_hold_shares_send_what_a_ring_would(
 
 def bytes_of(codec: Any) -> Callable[[int], int]:
     return codec.nbytes if isinstance(codec, Quantized) else lambda numel: 4 * numel
+
+
+def test_factors_of_8_bits_take_a_quarter_of_the_bytes(run: Run) -> None:
+    """And of each matrix a header, and a scale for every 256 values."""
+    told = run("factors of 8 bits on a mesh")
+    shapes = ((INPUTS, HIDDEN), (HIDDEN, OUTPUTS))
+    sizes = [BATCH * width for shape in shapes for width in shape]
+    taken = sum(16 + size + 4 * -(-size // 256) for size in sizes)
+    assert told[0]["stats"]["bytes"]["sent"] == (RANKS - 1) * STEPS * taken
 
 
 def test_shares_of_workers_are_exact(run: Run) -> None:

@@ -23,6 +23,7 @@ from slipstream.codecs import (
     Filter,
     InPlace,
     Rotate,
+    Rows,
     SegmentCodec,
 )
 from slipstream.consistency import (
@@ -73,6 +74,8 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     Tree: [Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))],
     Sharded: [Sharded(), Sharded(whole_layers=True)],
     Dense: [Dense(), Dense("bfloat16")],
+    Factors: [Factors(), Factors("int8")],
+    Rows: [Rows(), Rows("int8")],
     Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), *PARTITIONS],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
@@ -123,7 +126,9 @@ AXES: dict[str, list[Any]] = {
 NAMES = list(AXES)
 PLAIN = tuple(AXES[name][0] for name in NAMES)
 # Beside these less can be checked: a pair that a strategy with one of them is to cover has it.
-LOOSELY_CHECKED = {ByAge(), Dense("bfloat16"), Each(ramp_up=2)}
+LOOSELY_CHECKED = {
+    ByAge(), Dense("bfloat16"), Factors("int8"), Rows("int8"), Each(ramp_up=2)
+}  # fmt: skip
 # What the named systems choose where it is not the plain part: the neighbourhood of these is
 # where most combinations that make sense are.
 HOLDER = {"outer": User("holder")}
