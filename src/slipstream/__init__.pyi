@@ -13,6 +13,7 @@ from slipstream.codecs import OneBit as OneBit
 from slipstream.codecs import Quantized as Quantized
 from slipstream.codecs import Rotate as Rotate
 from slipstream.codecs import Rows as Rows
+from slipstream.codecs import TopK as TopK
 from slipstream.consistency import All as All
 from slipstream.consistency import ByAge as ByAge
 from slipstream.consistency import Consistency as Consistency

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Dense, Filter, Quantized, Rotate
+from slipstream.codecs import Above, Dense, Filter, Quantized, Rotate
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
@@ -140,7 +140,7 @@ class Plan:
     def congested_below(self) -> float | None:
         """Bytes/s; a link with less to spare counts as congested. None: nobody asks."""
         filters = [r.up.select for r in self.routes if isinstance(r.up, Filter)]
-        found = [s.congested_below for s in filters if not isinstance(s, Rotate)]
+        found = [s.congested_below for s in filters if isinstance(s, Above)]
         return max((below for below in found if below is not None), default=None)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows
+from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows, TopK
 from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
@@ -40,6 +40,23 @@ MIXES = {
     ),
     "filter, backup workers": Strategy(
         "filter_backup", FILTERED, Consistency(FirstOf(2)), HOLDER, chunk_bytes=SMALL
+    ),
+    "4 bits of the largest, backup workers": Strategy(
+        "largest_backup",
+        Everywhere(Route(Sharded(), up=Filter(TopK(0.1), values="int4"))),
+        Consistency(FirstOf(2)),
+        HOLDER,
+        chunk_bytes=SMALL,
+    ),
+    "4 bits of the largest, shares of workers": Strategy(
+        "largest_peers",
+        Everywhere(
+            Route(
+                PeerSharded(),
+                up=Filter(TopK(0.3), values="int4"),
+                down=Filter(TopK(0.3), values="int8"),
+            )
+        ),
     ),
     "one bit on a mesh": Strategy("one_bit_mesh", Everywhere(Route(Mesh(), up=OneBit()))),
     "one bit, backup workers": Strategy(

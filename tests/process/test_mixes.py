@@ -79,6 +79,7 @@ def test_factors_of_all_workers_are_exact_where_servers_update(run: Run) -> None
         "4 bits by chance, on a mesh",
         "shares of workers, 8 bits, staleness",
         "factors of 8 bits on a mesh",
+        "4 bits of the largest, shares of workers",
     ],
 )
 def test_workers_have_the_same_weights_to_the_last_bit(name: str, run: Run) -> None:
@@ -103,7 +104,13 @@ def test_factors_with_backup_workers_count_who_is_in_time(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["filter, backup workers", "one bit, backup workers", "8 bits, backup workers"]
+    "name",
+    [
+        "filter, backup workers",
+        "one bit, backup workers",
+        "8 bits, backup workers",
+        "4 bits of the largest, backup workers",
+    ],
 )
 def test_what_a_dropped_push_held_is_not_lost(name: str, run: Run) -> None:
     """W₀ − W = (lr / N) Σ over workers of (all its gradients − what it still holds back)."""

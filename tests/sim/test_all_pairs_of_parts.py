@@ -25,6 +25,7 @@ from slipstream.codecs import (
     Rotate,
     Rows,
     SegmentCodec,
+    TopK,
 )
 from slipstream.consistency import (
     AnyAdmission,
@@ -69,6 +70,7 @@ PARTITIONS = [
     Filter(Rotate(2, same_for_all=True)),
     Filter(Rotate(2, above=Above(3.0, "constant"))),
 ]
+LARGEST = Filter(TopK(0.5), values="int4")
 # Parts that need arguments, or whose arguments make another part of them.
 EXAMPLES: dict[type[Any], list[Any]] = {
     Tree: [Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))],
@@ -76,7 +78,7 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     Dense: [Dense(), Dense("bfloat16")],
     Factors: [Factors(), Factors("int8")],
     Rows: [Rows(), Rows("int8")],
-    Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), *PARTITIONS],
+    Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), LARGEST, *PARTITIONS],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
     Fold: [Fold(), Fold(without_lost=True)],

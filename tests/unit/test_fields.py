@@ -38,7 +38,7 @@ MISPLACED: dict[str, Callable[[], object]] = {
     "topology.whole_layers takes True or False, not 'yes'": lambda: routed(
         topology=s.Sharded("yes")  # type: ignore[arg-type]
     ),
-    "routes.route.up.select takes Above or Rotate, not 0.9: write Above(0.9)": lambda: routed(
+    "routes.route.up.select takes Above, TopK or Rotate, not 0.9: write Above(0.9)": lambda: routed(
         up=s.Filter(0.9)  # type: ignore[arg-type]
     ),
     "routes.route.down takes .*, not a Factors$": lambda: routed(down=s.Factors()),

@@ -18,6 +18,7 @@ from slipstream.codecs import (
     Quantized,
     Rotate,
     Rows,
+    TopK,
 )
 from slipstream.consistency import (
     All,
@@ -117,6 +118,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Rule: Strategy("mine", ByTensor((Rule(Large(), SHARDED), Rule(Large(2), FACTORS)), SHARDED)),
     Sharded: on(Route(Sharded(whole_layers=True))),
     SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
+    TopK: on(Route(Mesh(), up=Filter(TopK(0.01), values="int4"))),
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
     Update: updated(inner=UserSteps(), outer=Add()),
     User: updated(outer=User("holder")),

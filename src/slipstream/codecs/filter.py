@@ -25,14 +25,14 @@ from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import Buffer, EncodeContext, Spec, Values
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "int8", "int4"]
 Squeeze = Literal["snappy", "lz4", "zstd"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # As native/bounded.h has it: form, values, squeeze, values held, bytes of the body unsqueezed.
 HEADER = struct.Struct("<BBBxII")
 SQUEEZE_PLACE = 2
-VALUES_CODES = {"float32": 1, "bfloat16": 2}
+VALUES_CODES = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 SQUEEZE_CODES = {"snappy": 1, "lz4": 2, "zstd": 3}
 ZSTD_LEVEL = 1  # what is left to find is mostly in the exponents, and higher ones find no more
 
@@ -48,9 +48,10 @@ class Filter(Part, frozen=True):
     not stay.
 
     Args:
-        select: Which entries travel: ``Above`` a bound, or one partition after the other
-            (``Rotate``).
-        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to.
+        select: Which entries travel: those ``Above`` a bound, the largest (``TopK``), or one
+            partition after the other (``Rotate``).
+        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to; as "int8"
+            and "int4" too: 64 entries that travel share a scale, as in ``Quantized``.
         squeeze: How what travels is compressed, where that gains anything.
 
     Raises:
@@ -105,9 +106,10 @@ class Filter(Part, frozen=True):
         return Residual.zeros(numel)
 
     def encode(self, values: Values, residual: Residual, ctx: EncodeContext) -> tuple[Buffer, ...]:
-        delta = self.select.threshold(values, residual.values, ctx)
+        above, ties = self.select.bound(values, residual.values, ctx)
         out = np.empty(bounded_nbytes(values.numel, self.values), dtype=np.uint8)
-        frame = out[: bounded_pack(out, values.data, residual.values, delta, self.values)]
+        size = bounded_pack(out, values.data, residual.values, above, self.values, ties)
+        frame = out[:size]
         return (frame if self.squeeze is None else _squeezed(frame, self.squeeze),)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
