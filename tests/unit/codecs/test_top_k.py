@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.codecs import Filter, TopK
+from slipstream.codecs.select import kth_largest
 from slipstream.errors import ConfigError
 from slipstream.types import HERE, Values
 
@@ -61,6 +62,22 @@ def test_sent_and_kept_are_exactly_what_was_given_and_kept(
         _, sent, kept = encoded(codec, given_, kept)
         np.testing.assert_array_equal(sent.astype(np.float64) + kept, acc.astype(np.float64))
         assert np.count_nonzero(sent) <= math.ceil(share * 150)
+
+
+@given(seed=st.integers(0, 1000), share=st.floats(0.0001, 1), kind=st.integers(0, 2))
+def test_the_bound_is_that_of_all_entries_and_not_of_a_sample(
+    seed: int, share: float, kind: int
+) -> None:
+    """Also where a sample misleads: sorted entries, and large ones that it does not see."""
+    numbers = np.random.default_rng(seed)
+    size = int(numbers.integers(1, 30_000))
+    magnitudes = np.abs(numbers.normal(size=size)).astype(np.float32)
+    if kind == 1:
+        magnitudes.sort()
+    if kind == 2:
+        magnitudes[:: max(1, size // 4096) | 1] = 100
+    k = math.ceil(share * size)
+    assert kth_largest(k, magnitudes) == np.sort(magnitudes)[size - k]
 
 
 def test_at_least_one_travels() -> None:
