@@ -279,8 +279,8 @@ class Cheapest(Part, frozen=True):
         return tuple(each.route if isinstance(each, Rule) else each for each in self.given)
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
-        ruled_out = [r.route for r in self.given if isinstance(r, Rule) and not r.where.fits(spec)]
-        routes = [route for route in self.routes() if route not in ruled_out]
+        pairs = zip(self.given, self.routes(), strict=True)
+        routes = [r for each, r in pairs if not isinstance(each, Rule) or each.where.fits(spec)]
         dense = [route for route in routes if route.up.form == "dense"]
         compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
         if spec.layer in self.dense:

@@ -9,7 +9,7 @@ from slipstream.compat import check
 from slipstream.errors import ConfigError
 from slipstream.planning.choosing import ByTime, Ways
 from slipstream.planning.costs import LayerShape
-from slipstream.routes import Route, dense_only
+from slipstream.routes import Cheapest, Large, Route, Rule, dense_only
 from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
 from slipstream.systems.poseidon import COLLECTIVE, SHARDS, SHARES
@@ -87,6 +87,15 @@ def test_dense_roads_in_few_bits(wire: Any) -> None:
     assert not by_time.needs_servers([large, *SPECS], Cluster(4))
     assert Strategy.from_json(by_time.to_json()) == by_time
     assert [r.up.form for r in dense_only(by_time.routes).routes()] == ["dense"] * 5
+
+
+def test_a_rule_keeps_a_route_to_tensors_that_fit_unless_it_is_given_to_all() -> None:
+    ruled = Rule(Large(1024), SHARES)
+    small, cluster = SPECS[0], Cluster(4)
+    assert Cheapest((ruled, COLLECTIVE)).candidates(small, cluster) == (COLLECTIVE,)
+    assert Cheapest((ruled, SHARES, COLLECTIVE)).candidates(small, cluster) == (SHARES,)
+    with pytest.raises(ConfigError, match="needs a dense route"):
+        Cheapest((ruled,))
 
 
 def test_few_bits_are_counted_by_the_rules() -> None:
