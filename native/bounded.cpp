@@ -6,6 +6,9 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <span>
+
+#include "quantize.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -92,6 +95,27 @@ struct BFloat16 {
     }
 };
 
+// Values of few bits: runs of kBoundedBlock.
+constexpr CodeBits code_bits(BoundedValues values) {
+    return values == BoundedValues::int8 ? CodeBits::eight : CodeBits::four;
+}
+
+constexpr bool has_few_bits(BoundedValues values) {
+    return values == BoundedValues::int8 || values == BoundedValues::int4;
+}
+
+constexpr std::size_t run_nbytes(std::size_t count, CodeBits bits) {
+    return quantized_nbytes(count, bits, kBoundedBlock);
+}
+
+constexpr std::size_t values_nbytes(std::size_t kept, BoundedValues values) {
+    if (!has_few_bits(values)) return kept * (values == BoundedValues::float32 ? 4 : 2);
+    const CodeBits bits = code_bits(values);
+    const std::size_t rest = kept % kBoundedBlock;
+    return kept / kBoundedBlock * run_nbytes(kBoundedBlock, bits) +
+           (rest == 0 ? 0 : run_nbytes(rest, bits));
+}
+
 SLIPSTREAM_INLINE std::size_t count_bits(const std::byte* bits, std::size_t nbytes) noexcept {
     std::size_t found = 0;
     for (std::size_t i = 0; i < nbytes / 8; ++i)
@@ -103,18 +127,24 @@ SLIPSTREAM_INLINE std::size_t count_bits(const std::byte* bits, std::size_t nbyt
 
 // The loops in which the time goes, over any number of values; a path has all of them.
 struct Portable {
+    static constexpr QuantizePack& quantize = quantize_pack_portable;
+    static constexpr QuantizeUnpack& dequantize = quantize_unpack_portable;
+
     // Splits gradient + residual into what travels, with its bits, and the residual; gives how many
     // travel. `values` has room for all.
     template <class Wire>
     static std::size_t filter(std::byte* values, std::byte* bits, const std::byte* gradient,
-                              std::byte* residual, std::size_t count, float delta) noexcept {
+                              std::byte* residual, std::size_t count, float delta,
+                              std::size_t ties) noexcept {
         std::size_t kept = 0;
         for (std::size_t start = 0; start < count; start += kLanes) {
             const std::size_t stop = std::min(start + kLanes, count);
             unsigned byte = 0;
             for (std::size_t i = start; i < stop; ++i) {
                 const float acc = one_nan(load<float>(gradient, i) + load<float>(residual, i));
-                const bool travels = !(std::fabs(acc) <= delta);
+                const bool tied = ties != 0 && std::fabs(acc) == delta;
+                const bool travels = !(std::fabs(acc) <= delta) || tied;
+                ties -= tied;
                 const auto sent = Wire::narrow(acc);
                 store(residual, i, either(travels, Wire::left(acc, sent), acc));
                 // Always stored, and overwritten unless it travels: no branch here either.
@@ -246,12 +276,23 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16));
     }
 
+    static constexpr QuantizePack& quantize = quantize_pack;
+    static constexpr QuantizeUnpack& dequantize = quantize_unpack;
+
+    // Lanes whose bit is set.
+    SLIPSTREAM_AVX2 static __m256 lanes(unsigned byte) noexcept {
+        const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(byte)), one);
+        return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, one));
+    }
+
     // All eight lanes are stored, of which the next store overwrites those that do not travel:
     // no more than i values travelled before value i, so there is room.
     template <class Wire>
     SLIPSTREAM_AVX2 static std::size_t filter(std::byte* values, std::byte* bits,
                                               const std::byte* gradient, std::byte* residual,
-                                              std::size_t count, float delta) noexcept {
+                                              std::size_t count, float delta,
+                                              std::size_t ties) noexcept {
         const std::size_t whole = count - count % kLanes;
         const __m256 bound = _mm256_set1_ps(delta);
         const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(kMagnitude));
@@ -259,9 +300,15 @@ struct Avx2 {
         for (std::size_t i = 0; i < whole; i += kLanes) {
             const __m256 acc =
                 with_one_nan(_mm256_add_ps(floats(gradient, i), floats(residual, i)));
-            const __m256 travels =
-                _mm256_cmp_ps(_mm256_and_ps(acc, magnitude), bound, _CMP_NLE_UQ);
-            const auto byte = static_cast<unsigned>(_mm256_movemask_ps(travels));
+            const __m256 size = _mm256_and_ps(acc, magnitude);
+            __m256 travels = _mm256_cmp_ps(size, bound, _CMP_NLE_UQ);
+            auto byte = static_cast<unsigned>(_mm256_movemask_ps(travels));
+            if (ties != 0) {
+                auto tied = static_cast<unsigned>(
+                    _mm256_movemask_ps(_mm256_cmp_ps(size, bound, _CMP_EQ_OQ)));
+                for (; tied != 0 && ties != 0; tied &= tied - 1, --ties) byte |= tied & -tied;
+                travels = lanes(byte);
+            }
             const __m256 sent = narrow(Wire{}, acc);
             put(residual, i, _mm256_blendv_ps(acc, left(Wire{}, acc, sent), travels));
             const __m256i first = places(kPermutations.compress[byte]);
@@ -272,7 +319,7 @@ struct Avx2 {
         return kept + Portable::filter<Wire>(values + kept * sizeof(typename Wire::Stored),
                                              bits + whole / 8, gradient + whole * sizeof(float),
                                              residual + whole * sizeof(float), count - whole,
-                                             delta);
+                                             delta, ties);
     }
 
     SLIPSTREAM_AVX2 static void add(std::byte* out, std::size_t index, __m256 value) noexcept {
@@ -393,23 +440,62 @@ void spread(std::byte* values, std::size_t kept, const std::byte* bits,
     }
 }
 
+// Calls use(the index) for every set bit, in order.
+template <class Use>
+void each_set(const std::byte* bits, std::size_t count, Use use) noexcept {
+    for (std::size_t start = 0; start < count; start += 64) {
+        std::uint64_t word = 0;
+        std::memcpy(&word, bits + start / 8, std::min(sizeof(word), bitmap_nbytes(count - start)));
+        for (; word != 0; word &= word - 1)
+            use(start + static_cast<std::size_t>(std::countr_zero(word)));
+    }
+}
+
+// Packed floats become runs of few bits in the same memory: a run is smaller than its floats, which
+// are copied first. What rounding leaves goes to the residual, in the place of each value.
+template <class Path>
+void shorten(std::byte* values, std::size_t kept, const std::byte* bits, std::size_t count,
+             std::byte* residual, CodeBits width) noexcept {
+    constexpr float zeros[kBoundedBlock] = {};
+    float left[kBoundedBlock];
+    std::size_t done = 0, place = kBoundedBlock;
+    std::byte* out = values;
+    each_set(bits, count, [&](std::size_t index) {
+        if (place == kBoundedBlock) {
+            const std::size_t length = std::min(kBoundedBlock, kept - done);
+            std::memcpy(left, values + done * sizeof(float), length * sizeof(float));
+            Path::quantize(out, reinterpret_cast<const std::byte*>(zeros),
+                           reinterpret_cast<std::byte*>(left), length, width, kBoundedBlock,
+                           std::nullopt);
+            out += run_nbytes(length, width);
+            done += length;
+            place = 0;
+        }
+        const float rest = left[place++];
+        store(residual, index, either(std::isfinite(rest), rest, 0.0f));
+    });
+}
+
 // The bits wait behind the room for all values. So each form can be made where it is to stand:
 // values that move apart do not reach them, and gaps are only worth it where values are few.
 template <class Path, class Wire>
 std::size_t pack(std::byte* out, const std::byte* gradient, std::byte* residual, std::size_t count,
-                 float delta) noexcept {
+                 float delta, std::size_t ties, BoundedValues kind) noexcept {
     constexpr std::size_t size = sizeof(typename Wire::Stored);
     const std::size_t bitmap = bitmap_nbytes(count);
     std::byte* const values = out + kBoundedHeader;
-    std::byte* const bits = values + count * size;
+    std::byte* const bits = values + bounded_values_room(count, kind);
     const auto kept =
-        Path::template filter<Wire>(values, bits, gradient, residual, count, delta);
-    std::byte* const after = values + kept * size;
+        Path::template filter<Wire>(values, bits, gradient, residual, count, delta, ties);
+    const bool few = has_few_bits(kind);
+    if (few) shorten<Path>(values, kept, bits, count, residual, code_bits(kind));
+    const std::size_t packed = values_nbytes(kept, kind);
+    std::byte* const after = values + packed;
 
-    Header header{.form = Form::bitmap, .values = Wire::kValues, .kept = 0, .body = 0};
+    Header header{.form = Form::bitmap, .values = kind, .kept = 0, .body = 0};
     header.kept = static_cast<std::uint32_t>(kept);
-    std::size_t body = kept * size + bitmap;
-    if (count * size < body) {
+    std::size_t body = packed + bitmap;
+    if (!few && count * size < body) {
         header.form = Form::dense;
         header.kept = static_cast<std::uint32_t>(count);
         body = count * size;
@@ -417,7 +503,7 @@ std::size_t pack(std::byte* out, const std::byte* gradient, std::byte* residual,
     } else if (const auto gaps = kept < bitmap ? write_gaps(after, bitmap - 1, bits, count)
                                                : std::nullopt) {
         header.form = Form::indexes;
-        body = kept * size + *gaps;
+        body = packed + *gaps;
     } else {
         std::memmove(after, bits, bitmap);
     }
@@ -428,10 +514,10 @@ std::size_t pack(std::byte* out, const std::byte* gradient, std::byte* residual,
 
 template <class Path>
 std::size_t pack(std::byte* out, const std::byte* gradient, std::byte* residual, std::size_t count,
-                 float delta, BoundedValues values) noexcept {
-    return values == BoundedValues::float32
-               ? pack<Path, Float32>(out, gradient, residual, count, delta)
-               : pack<Path, BFloat16>(out, gradient, residual, count, delta);
+                 float delta, std::size_t ties, BoundedValues values) noexcept {
+    return values == BoundedValues::bfloat16
+               ? pack<Path, BFloat16>(out, gradient, residual, count, delta, ties, values)
+               : pack<Path, Float32>(out, gradient, residual, count, delta, ties, values);
 }
 
 template <class Path>
@@ -446,12 +532,13 @@ const char* check_bitmap(const std::byte* bits, std::size_t nbytes, std::size_t 
 
 template <class Path>
 const char* check_body(const std::byte* body, const Header& header, std::size_t count) noexcept {
-    const std::size_t values = header.kept * itemsize(header.values);
+    const std::size_t values = values_nbytes(header.kept, header.values);
     if (header.body < values) return "its values are cut short";
     const std::byte* const after = body + values;
     const std::size_t rest = header.body - values;
     switch (header.form) {
         case Form::dense:
+            if (has_few_bits(header.values)) return "it is dense, which few bits are not sent as";
             return header.kept == count && rest == 0 ? nullptr : "it is dense, not of all values";
         case Form::bitmap:
             return check_bitmap<Path>(after, rest, header.kept, count);
@@ -467,7 +554,7 @@ const char* check(const std::byte* frame, std::size_t nbytes, std::size_t count,
                   Header& header) noexcept {
     if (nbytes < kBoundedHeader) return "it is shorter than a header";
     header = load<Header>(frame, 0);
-    if (header.values != BoundedValues::float32 && header.values != BoundedValues::bfloat16)
+    if (header.values < BoundedValues::float32 || header.values > BoundedValues::int4)
         return "the type of its values is unknown";
     if (header.squeeze != 0) return "it is squeezed";
     if (header.zero != 0) return "byte 3 of its header is not 0";
@@ -519,13 +606,60 @@ void unpack(std::byte* out, const std::byte* values, const Header& header, std::
     }
 }
 
+// The values of runs of few bits, one after the other.
+template <class Path>
+class FewBits {
+public:
+    FewBits(const std::byte* runs, std::size_t kept, CodeBits bits) noexcept
+        : at_(runs), left_(kept), bits_(bits) {}
+
+    float next() noexcept {
+        if (place_ == kBoundedBlock) {
+            const std::size_t length = std::min(kBoundedBlock, left_);
+            Path::dequantize(reinterpret_cast<std::byte*>(run_), std::span(&at_, 1), length, bits_,
+                             kBoundedBlock, 1.0);
+            at_ += run_nbytes(length, bits_);
+            left_ -= length;
+            place_ = 0;
+        }
+        return run_[place_++];
+    }
+
+private:
+    const std::byte* at_;
+    std::size_t left_;
+    CodeBits bits_;
+    std::size_t place_ = kBoundedBlock;
+    float run_[kBoundedBlock];
+};
+
+template <class Path, class Before>
+void unpack_few(std::byte* out, const std::byte* values, const Header& header, std::size_t count,
+                Before before) noexcept {
+    const std::size_t packed = values_nbytes(header.kept, header.values);
+    FewBits<Path> run(values, header.kept, code_bits(header.values));
+    before(out, count);
+    if (header.form == Form::indexes)
+        each_index(values + packed, header.body - packed, header.kept, count,
+                   [&](std::size_t, std::size_t index) {
+                       Portable::add_one(out, index, run.next());
+                   });
+    else
+        each_set(values + packed, count,
+                 [&](std::size_t index) {
+                     if (index < count) Portable::add_one(out, index, run.next());
+                 });
+}
+
 template <class Path, class Before>
 const char* unpack(std::byte* out, const std::byte* frame, std::size_t nbytes,
                    std::size_t count) noexcept {
     Header header;
     if (const char* const reason = check<Path>(frame, nbytes, count, header)) return reason;
     const std::byte* const values = frame + kBoundedHeader;
-    if (header.values == BoundedValues::float32)
+    if (has_few_bits(header.values))
+        unpack_few<Path>(out, values, header, count, Before{});
+    else if (header.values == BoundedValues::float32)
         unpack<Path, Float32>(out, values, header, count, Before{});
     else
         unpack<Path, BFloat16>(out, values, header, count, Before{});
@@ -535,8 +669,9 @@ const char* unpack(std::byte* out, const std::byte* frame, std::size_t nbytes,
 }  // namespace
 
 std::size_t bounded_pack_portable(std::byte* out, const std::byte* gradient, std::byte* residual,
-                                  std::size_t count, float delta, BoundedValues values) noexcept {
-    return pack<Portable>(out, gradient, residual, count, delta, values);
+                                  std::size_t count, float delta, std::size_t ties,
+                                  BoundedValues values) noexcept {
+    return pack<Portable>(out, gradient, residual, count, delta, ties, values);
 }
 
 const char* bounded_add_portable(std::byte* out, const std::byte* frame, std::size_t nbytes,
@@ -550,11 +685,12 @@ const char* bounded_write_portable(std::byte* out, const std::byte* frame, std::
 }
 
 std::size_t bounded_pack(std::byte* out, const std::byte* gradient, std::byte* residual,
-                         std::size_t count, float delta, BoundedValues values) noexcept {
+                         std::size_t count, float delta, std::size_t ties,
+                         BoundedValues values) noexcept {
 #if defined(SLIPSTREAM_AVX2)
-    if (has_avx2()) return pack<Avx2>(out, gradient, residual, count, delta, values);
+    if (has_avx2()) return pack<Avx2>(out, gradient, residual, count, delta, ties, values);
 #endif
-    return pack<Portable>(out, gradient, residual, count, delta, values);
+    return pack<Portable>(out, gradient, residual, count, delta, ties, values);
 }
 
 const char* bounded_check(const std::byte* frame, std::size_t nbytes, std::size_t count) noexcept {

@@ -10,7 +10,7 @@ namespace slipstream {
 // A frame of `count` floats is a header of 12 bytes and a body, all little-endian:
 //
 //   byte 0        form of the body: 1 dense, 2 bitmap, 3 indexes
-//   byte 1        its values: 1 float32, 2 bfloat16
+//   byte 1        its values: 1 float32, 2 bfloat16, 3 of 8 bits, 4 of 4 bits
 //   byte 2        how it is squeezed; only 0, not at all, is understood here
 //   byte 3        0
 //   bytes 4 - 7   how many values it holds
@@ -22,32 +22,42 @@ namespace slipstream {
 //   indexes  the values that travel; then for each the number of values between it and the one
 //            before that travels, as LEB128 of the fewest bytes
 //
+// Values of few bits are packed in runs of kBoundedBlock, the last one shorter, each as quantize.h has
+// it: a scale, then the codes. They are not sent in the dense form.
+//
 // The form is the smallest of the three and changes no value.
 constexpr std::size_t kBoundedHeader = 12;
 constexpr std::size_t kBoundedMost = std::size_t{1} << 29;  // values; the header counts in 32 bits
 
-enum class BoundedValues : std::uint8_t { float32 = 1, bfloat16 = 2 };
+constexpr std::size_t kBoundedBlock = 64;  // values of few bits that share a scale
 
-constexpr std::size_t itemsize(BoundedValues values) {
-    return values == BoundedValues::float32 ? 4 : 2;
+enum class BoundedValues : std::uint8_t { float32 = 1, bfloat16 = 2, int8 = 3, int4 = 4 };
+
+// Where values are packed. Few bits are made from floats in place; one value and its scale take more
+// than a float.
+constexpr std::size_t bounded_values_room(std::size_t count, BoundedValues values) {
+    if (values == BoundedValues::bfloat16) return count * 2;
+    return count * 4 + (values == BoundedValues::float32 ? 0 : 4);
 }
 
 // The room that packing needs; a frame is never larger.
 constexpr std::size_t bounded_nbytes(std::size_t count, BoundedValues values) {
-    return kBoundedHeader + count * itemsize(values) + (count + 7) / 8;
+    return kBoundedHeader + bounded_values_room(count, values) + (count + 7) / 8;
 }
 
 // Packs acc[i] = gradient[i] + residual[i], in float, and gives the size of the frame.
 //
-// A value travels where not (|acc| <= delta), so that a NaN does. What travels is acc, or the
-// bfloat16 nearest to it (to even; of a finite one the largest finite at most), and residual[i]
-// becomes what that leaves of it, exactly; nothing where it is not finite. Elsewhere residual[i]
-// becomes acc. Every NaN travels as the positive quiet one: so all kernels give the same bytes.
+// A value travels where not (|acc| <= delta), so that a NaN does; and of those where |acc| == delta
+// the first `ties`. What travels is acc, or the bfloat16 nearest to it (to even; of a finite one the
+// largest finite at most), or what quantize.h makes of it, and residual[i] becomes what that leaves
+// of it, exactly; nothing where it is not finite. Elsewhere residual[i] becomes acc. Every NaN
+// travels as the positive quiet one: so all kernels give the same bytes.
 //
 // `out` has bounded_nbytes(count, values), `count` is at most kBoundedMost. Pointers need no
 // alignment; memory must not overlap.
 using BoundedPack = std::size_t(std::byte* out, const std::byte* gradient, std::byte* residual,
-                                std::size_t count, float delta, BoundedValues values) noexcept;
+                                std::size_t count, float delta, std::size_t ties,
+                                BoundedValues values) noexcept;
 
 // Why these are not a frame of `count` floats; null if they are.
 const char* bounded_check(const std::byte* frame, std::size_t nbytes, std::size_t count) noexcept;

@@ -153,7 +153,9 @@ void one_bit_unpack(nb::handle out, nb::sequence inputs, double divisor) {
 slipstream::BoundedValues values_for(const std::string& values) {
     if (values == "float32") return slipstream::BoundedValues::float32;
     if (values == "bfloat16") return slipstream::BoundedValues::bfloat16;
-    refuse("values must be float32 or bfloat16, not '" + values + "'");
+    if (values == "int8") return slipstream::BoundedValues::int8;
+    if (values == "int4") return slipstream::BoundedValues::int4;
+    refuse("values must be float32, bfloat16, int8 or int4, not '" + values + "'");
 }
 
 void check_count(std::size_t count) {
@@ -178,7 +180,7 @@ std::size_t bounded_nbytes(std::size_t count, const std::string& values) {
 
 template <auto Pack>
 std::size_t bounded_pack(nb::handle out, nb::handle gradient, nb::handle residual, double delta,
-                         const std::string& values) {
+                         const std::string& values, std::size_t ties) {
     const float bound = bound_below(delta);
     const slipstream::BoundedValues wire = values_for(values);
     const Buffer target(out, "out", Buffer::Access::write);
@@ -197,7 +199,7 @@ std::size_t bounded_pack(nb::handle out, nb::handle gradient, nb::handle residua
         refuse("out, gradient and residual must not overlap");
 
     const nb::gil_scoped_release unlocked;
-    return Pack(target.data(), source.data(), kept.data(), count, bound, wire);
+    return Pack(target.data(), source.data(), kept.data(), count, bound, ties, wire);
 }
 
 void refuse_frame(const Buffer& frame, std::size_t count, const char* reason) {
@@ -350,10 +352,10 @@ NB_MODULE(_native, m) {
     m.def("bounded_nbytes", &bounded_nbytes, "count"_a, "values"_a,
           "The room that `bounded_pack` needs.");
     m.def("bounded_pack", &bounded_pack<slipstream::bounded_pack>, "out"_a, "gradient"_a,
-          "residual"_a, "delta"_a, "values"_a,
+          "residual"_a, "delta"_a, "values"_a, "ties"_a = 0,
           "Write what of `gradient` + `residual` is beyond `delta`; keep the rest.");
     m.def("bounded_pack_portable", &bounded_pack<slipstream::bounded_pack_portable>, "out"_a,
-          "gradient"_a, "residual"_a, "delta"_a, "values"_a,
+          "gradient"_a, "residual"_a, "delta"_a, "values"_a, "ties"_a = 0,
           "The same bytes, whatever the processor offers.");
     m.def("bounded_check", &bounded_check, "frame"_a, "count"_a,
           "Refuse what is not a frame of `count` values.");

@@ -13,6 +13,7 @@ from slipstream.codecs import OneBit as OneBit
 from slipstream.codecs import Quantized as Quantized
 from slipstream.codecs import Rotate as Rotate
 from slipstream.codecs import Rows as Rows
+from slipstream.codecs import TopK as TopK
 from slipstream.consistency import All as All
 from slipstream.consistency import ByAge as ByAge
 from slipstream.consistency import Consistency as Consistency
@@ -69,6 +70,7 @@ from slipstream.systems import poseidon as poseidon
 from slipstream.systems import push_pull as push_pull
 from slipstream.topologies import Mesh as Mesh
 from slipstream.topologies import OneHolder as OneHolder
+from slipstream.topologies import PeerSharded as PeerSharded
 from slipstream.topologies import Sharded as Sharded
 from slipstream.topologies import Tree as Tree
 from slipstream.torch.simulated_staleness import simulated_staleness as simulated_staleness

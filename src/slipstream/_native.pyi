@@ -111,7 +111,7 @@ def quantize_unpack_portable(
 ) -> None:
     """What `quantize_unpack` falls back to on a processor without AVX2: the same bytes."""
 
-def bounded_nbytes(count: int, values: Literal["float32", "bfloat16"] | str) -> int:
+def bounded_nbytes(count: int, values: Literal["float32", "bfloat16", "int8", "int4"] | str) -> int:
     """The room that `bounded_pack` needs for `count` values: no frame of them is larger."""
 
 def bounded_pack(
@@ -119,14 +119,17 @@ def bounded_pack(
     gradient: _Bytes,
     residual: _Bytes,
     delta: float,
-    values: Literal["float32", "bfloat16"] | str,
+    values: Literal["float32", "bfloat16", "int8", "int4"] | str,
+    ties: int = 0,
 ) -> int:
     """Write the entries of `gradient + residual` (float32) beyond `delta`, and keep the others.
 
     With `acc = gradient + residual`, an entry travels where `not (abs(acc) <= delta)`, so that a
-    NaN does. One that stays leaves `acc` in `residual`; one that travels as float32 leaves +0, and
-    as bfloat16 what rounding (to nearest even, a finite one to a finite one) leaves, exactly. What
-    is not finite travels and leaves +0.
+    NaN does; and of those where `abs(acc) == delta` the first `ties`. One that stays leaves `acc`
+    in `residual`; one that travels as float32 leaves +0, and as bfloat16 what rounding (to nearest
+    even, a finite one to a finite one) leaves, exactly. As int8 or int4, entries that travel are
+    quantised in runs of 64, as `quantize_pack` does, and leave what that leaves. What is not finite
+    travels and leaves +0.
 
     The frame is at the start of `out`; the result is its size in bytes. It is dense, or a bitmap
     and values, or indexes and values, whichever is smallest: `native/bounded.h` has the layout.
@@ -138,7 +141,8 @@ def bounded_pack_portable(
     gradient: _Bytes,
     residual: _Bytes,
     delta: float,
-    values: Literal["float32", "bfloat16"] | str,
+    values: Literal["float32", "bfloat16", "int8", "int4"] | str,
+    ties: int = 0,
 ) -> int:
     """What `bounded_pack` falls back to on a processor without AVX2: the same bytes."""
 

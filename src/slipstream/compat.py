@@ -114,6 +114,23 @@ RULES = (
         "every worker computes the result for itself, so nothing is sent back",
         "use down=Dense()",
     ),
+    # ---- Every worker holds a share of the chunks.
+    Rule(
+        facts("workers hold shares", "the holder updates"),
+        "a worker that holds a share of the chunks has no optimizer for it",
+        "use User(at='worker'), or Sharded()",
+    ),
+    Rule(
+        facts("workers hold shares"),
+        "workers that hold shares count the gradients of all workers in every round",
+        "use Consistency(All()), or Sharded()",
+        unless=facts("rounds of all workers"),
+    ),
+    Rule(
+        facts("workers hold shares", "survives lost workers"),
+        "the share of the chunks that a lost worker held is lost with it",
+        "use All(), or Sharded()",
+    ),
     # ---- Collectives.
     Rule(
         facts("over a collective"),

@@ -11,6 +11,7 @@ Fact = Literal[
     # Topologies: who holds a tensor.
     "servers hold",
     "every worker holds",
+    "workers hold shares",
     "one process holds",
     "workers relay",
     "layers stay whole",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Filter, Rotate
+from slipstream.codecs import Above, Dense, Filter, Quantized, Rotate
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
@@ -79,11 +79,18 @@ class Plan:
         fragments = fragments_of(strategy.update, specs)
         fragment_of = {tensor: f for f, tensors in enumerate(fragments) for tensor in tensors}
         groups = [
-            Group(r, s.dtype, s.role, splits(routes[r]), s.layer, fragment_of[t])
+            Group(
+                r,
+                s.dtype,
+                s.role,
+                splits(routes[r]),
+                s.layer,
+                routes[r].topology.shares(cluster),
+                fragment_of[t],
+            )
             for t, (s, r) in enumerate(zip(specs, route_of, strict=True))
         ]
-        chunk_bytes = strategy.chunk_bytes
-        layout = lay_out(specs, groups, shares=cluster.servers, chunk_bytes=chunk_bytes)
+        layout = lay_out(specs, groups, chunk_bytes=strategy.chunk_bytes)
         compact = {s.layer: routes.index(c[0]) for s, c in zip(specs, given, strict=True)}
         units = units_of(specs, routes, layout, compact)
         return cls(
@@ -161,7 +168,7 @@ class Plan:
     def congested_below(self) -> float | None:
         """Bytes/s; a link with less available bandwidth counts as congested. None: not measured."""
         filters = [r.up.select for r in self.routes if isinstance(r.up, Filter)]
-        found = [s.congested_below for s in filters if not isinstance(s, Rotate)]
+        found = [s.congested_below for s in filters if isinstance(s, Above)]
         return max((below for below in found if below is not None), default=None)
 
     @property
@@ -211,8 +218,9 @@ class Plan:
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
                 self._to_each(self.routes[route]),
+                density(self.routes[route], spec.dtype),
             )
-            for route in self.route_of
+            for spec, route in zip(self.specs, self.route_of, strict=True)
         ]
 
     def _to_each(self, route: Route) -> float:
@@ -346,6 +354,23 @@ def shape_of(layer: Layer) -> LayerShape:
     """The layer's shape for the cost model."""
     bias, item_bytes = layer.bias is not None, ITEM_BYTES[layer.dtype]
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
+
+
+def density(route: Route, dtype: str) -> float:
+    """What part of a dense tensor's own bytes is sent, on average over both ways.
+
+    Of codecs that send what their values make worth it, all of it is assumed.
+    """
+    codecs = (route.up,) if route.topology == Mesh() else (route.up, route.down)
+    sizes = []
+    for codec in codecs:
+        if isinstance(codec, Quantized):
+            sizes.append(codec.value_bytes / ITEM_BYTES[dtype])
+        elif isinstance(codec, Dense):
+            sizes.append(ITEM_BYTES[codec.wire_dtype(dtype)] / ITEM_BYTES[dtype])
+        else:
+            sizes.append(1.0)
+    return sum(sizes) / len(sizes)
 
 
 def deal(

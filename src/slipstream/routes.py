@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
 from slipstream.planning.costs import dense_link_bytes
-from slipstream.topologies import AnyTopology
+from slipstream.topologies import AnyTopology, PeerSharded
 from slipstream.types import Cluster, Spec
 
 
@@ -91,7 +91,8 @@ class Route(Part, frozen=True):
     """Who holds a tensor, how contributions and results are encoded, and the medium.
 
     Args:
-        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``.
+        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded``, ``Tree`` or
+            ``OneHolder``.
         up: How contributions are encoded: ``Dense``, ``OneBit``, ``Filter``, ``Factors``, ``Rows``.
         down: How results are encoded; ``InPlace`` if they need not be sent.
         over: ``Links``, ``Collective`` or ``SharedMemory``.
@@ -246,7 +247,8 @@ class Cheapest(Part, frozen=True):
     chooses between that form and the dense route before every forward pass.
 
     Args:
-        given: Routes; at least one is dense.
+        given: Routes, of which one at least is dense; of two that cost the same, the better one
+            first. A ``Rule`` in the place of a route keeps it to the tensors that fit.
         by: ``ByTime``, which predicts seconds, or ``ByBytes``, the paper's own rule.
         dense: Names of layers that are always sent dense.
 
@@ -261,7 +263,7 @@ class Cheapest(Part, frozen=True):
     ['factors/mesh', 'dense/collective']
     """
 
-    given: tuple[Route, ...]
+    given: tuple[Route | Rule, ...]
     by: AnyChooser = ByTime()
     dense: tuple[str, ...] = ()
 
@@ -274,11 +276,13 @@ class Cheapest(Part, frozen=True):
         return facts("chosen for each step")
 
     def routes(self) -> tuple[Route, ...]:
-        return self.given
+        return tuple(each.route if isinstance(each, Rule) else each for each in self.given)
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
-        dense = [route for route in self.given if route.up.form == "dense"]
-        compact = [r for r in self.given if r.up.form != "dense" and not r.obstacle(spec)]
+        pairs = zip(self.given, self.routes(), strict=True)
+        routes = [r for each, r in pairs if not isinstance(each, Rule) or each.where.fits(spec)]
+        dense = [route for route in routes if route.up.form == "dense"]
+        compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
         if spec.layer in self.dense:
             compact = []
         return (*compact[:1], cheapest_dense(dense, cluster))
@@ -323,16 +327,21 @@ AnyPolicy = Everywhere | Prefer | ByTensor | Cheapest | ByRole
 
 
 def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
-    """Dedicated servers, if there are enough of them, load each link less than a ring."""
-    collective = [route for route in routes if isinstance(route.over, Collective)]
+    """Dedicated servers, if there are enough of them, need fewer bytes of each link than a ring, or
+    than workers that hold shares, which is as much."""
+    like_a_ring = [
+        route
+        for route in routes
+        if isinstance(route.over, Collective) or isinstance(route.topology, PeerSharded)
+    ]
     served = [route for route in routes if route.topology.needs_servers]
-    if not collective or not served:
+    if not like_a_ring or not served:
         return routes[0]
     if not cluster.dedicated:
-        return collective[0]
+        return like_a_ring[0]
     ring = dense_link_bytes(1.0, cluster.workers, 0, dedicated=False)
     shards = dense_link_bytes(1.0, cluster.workers, cluster.servers, dedicated=True)
-    return served[0] if shards < ring else collective[0]
+    return served[0] if shards < ring else like_a_ring[0]
 
 
 def dense_only(policy: AnyPolicy) -> AnyPolicy:
@@ -356,7 +365,8 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
     dense = tuple(route for route in policy.routes() if route.up.form == "dense")
     require_dense(dense)
     if isinstance(policy, Cheapest):
-        return Cheapest(dense, policy.by)
+        pairs = zip(policy.given, policy.routes(), strict=True)
+        return Cheapest(tuple(each for each, r in pairs if r.up.form == "dense"), policy.by)
     return Prefer(dense) if isinstance(policy, Prefer) else policy
 
 

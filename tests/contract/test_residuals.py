@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.codecs import Above, Drop, Filter, OneBit, Quantized
+from slipstream.codecs import Above, Drop, Filter, OneBit, Quantized, TopK
 from slipstream.codecs.partition import PeerAccumulators, Rotation
 from slipstream.codecs.residual import Residual
 from slipstream.types import EncodeContext, Values
@@ -19,6 +19,9 @@ CODECS = {
     "filter": Filter(BOUND),
     "filter by share": Filter(Above(Drop(0.5))),
     "filter in bfloat16": Filter(BOUND, values="bfloat16"),
+    "filter in 8 bits": Filter(BOUND, values="int8"),
+    "the largest": Filter(TopK(0.3)),
+    "the largest in 4 bits": Filter(TopK(0.3), values="int4"),
     "one bit": OneBit(),
     "8 bits": Quantized(8, block=32),
     "4 bits": Quantized(4, block=64),
@@ -30,8 +33,19 @@ ROTATIONS = {
     "rotation, the same for all": (Rotation(2, same_for_all=True), None),
 }
 ROUNDED = {"one bit", "4 bits by chance"}  # what is kept is a difference that has to be rounded
-FRACTIONS = {*ROUNDED, "8 bits", "4 bits"}  # residuals of such, whose sums with values are rounded
-SELECTING = {"filter", "filter by share", *ROTATIONS}  # entries leave as they are, or stay
+FRACTIONS = {
+    *ROUNDED,
+    "8 bits",
+    "4 bits",
+    "filter in 8 bits",
+    "the largest in 4 bits",
+}  # residuals of such, whose sums with values are rounded
+SELECTING = {
+    "filter",
+    "filter by share",
+    "the largest",
+    *ROTATIONS,
+}  # entries leave as they are, or stay
 
 # A user takes values, sends some and keeps the others; it may be told that what it sent last was
 # dropped, if the receiver can drop anything.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows
+from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows, TopK
 from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import ako, push_pull
-from slipstream.topologies import Mesh, Sharded
+from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.updates import ClipNorm, Ema, Update, User
 
 WHOLE = Sharded(whole_layers=True)
 HOLDER = Update(outer=User(at="holder"))
 SMALL = 4096  # bytes: several chunks even of small models
+CRUMBS = 512  # so many that workers' shares of them are even
 
 
 def compact(topology: Mesh | Sharded) -> Prefer:
@@ -40,6 +41,23 @@ MIXES = {
     "filter, backup workers": Strategy(
         "filter_backup", FILTERED, Consistency(FirstOf(2)), HOLDER, chunk_bytes=SMALL
     ),
+    "4 bits of the largest, backup workers": Strategy(
+        "largest_backup",
+        Everywhere(Route(Sharded(), up=Filter(TopK(0.1), values="int4"))),
+        Consistency(FirstOf(2)),
+        HOLDER,
+        chunk_bytes=SMALL,
+    ),
+    "4 bits of the largest, shares of workers": Strategy(
+        "largest_peers",
+        Everywhere(
+            Route(
+                PeerSharded(),
+                up=Filter(TopK(0.3), values="int4"),
+                down=Filter(TopK(0.3), values="int8"),
+            )
+        ),
+    ),
     "one bit on a mesh": Strategy("one_bit_mesh", Everywhere(Route(Mesh(), up=OneBit()))),
     "one bit, backup workers": Strategy(
         "one_bit_backup", Everywhere(Route(Sharded(), up=OneBit())), Consistency(FirstOf(2)), HOLDER
@@ -57,6 +75,22 @@ MIXES = {
         "int4_mesh", Everywhere(Route(Mesh(), up=Quantized(4, 32, rounding="stochastic", seed=5)))
     ),
     "bf16 on a mesh": Strategy("bf16_mesh", Everywhere(Route(Mesh(), up=Dense("bfloat16")))),
+    "shares of workers": Strategy("peers", Everywhere(Route(PeerSharded())), chunk_bytes=CRUMBS),
+    "shares of workers, 8 bits up, 4 down": Strategy(
+        "int8_peers",
+        Everywhere(Route(PeerSharded(), up=Quantized(8, 64), down=Quantized(4, 32))),
+        chunk_bytes=CRUMBS,
+    ),
+    "shares of workers, 8 bits, staleness": Strategy(
+        "int8_peers_lag",
+        Everywhere(Route(PeerSharded(), up=Quantized(8, 64), down=Quantized(8, 64))),
+        Consistency(All(), Lag(2)),
+        chunk_bytes=CRUMBS,
+    ),
+    "factors of 8 bits on a mesh": Strategy(
+        "int8_factors",
+        Prefer((Route(Mesh(), up=Factors("int8", seed=3)), Route(Mesh()))),
+    ),
     "filtered slices": ako(partitions=2, staleness=1, rate="1gbit", delta=1e-4),
     "averaged at workers": push_pull(averaged=0.8),
     "clipped at workers": push_pull(clip_norm=0.05),

@@ -89,6 +89,10 @@ def main(name: str, folder: str, dtype_name: str) -> None:
             optimizer.step()
         job.wait()
         told: dict[str, Any] = {"owed": owed(job), "stats": job.stats()}
+        told["held"] = {
+            node: [s.numel for chunk in job.plan.chunks_of(node) for s in chunk.segments]
+            for node in range(job.world_size)
+        }
         if job.plan.update.average is not None:
             with job.averaged_weights():
                 told["averaged"] = weights(model)

@@ -29,7 +29,7 @@ class Everything:
     """Compact, whatever it costs."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
     ) -> Verdict:
         return Verdict(True, 0.0, None, "a test wants it")
 
@@ -39,7 +39,7 @@ class ToAndFro:
     """Full batches of some layers, and the last ones of an epoch of the others."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
     ) -> Verdict:
         full, wide = rows % (FULL * LENGTH) == 0, shape.outputs > WORDS
         return Verdict(full == wide, 0.0, None, "a test wants it")
@@ -69,6 +69,8 @@ def choose_as_usual() -> None:
 SYSTEMS = {
     "everything": told(Everything(), poseidon(choose="bytes")),
     "everything-bfloat16": told(Everything(), poseidon(choose="bytes", wire="bfloat16")),
+    "everything-int8": told(Everything(), poseidon(rate="200mbit", wire="int8")),
+    "to-and-fro-int8": told(ToAndFro(), poseidon(rate="200mbit", wire="int8")),
     "everything-collective": told(Everything(), poseidon(rate="200mbit")),
     "to-and-fro": told(ToAndFro(), poseidon(choose="bytes")),
     "to-and-fro-collective": told(ToAndFro(), poseidon(rate="200mbit")),

@@ -90,8 +90,12 @@ def short_wires() -> list[Asked]:
         "allreduce(wire='bfloat16')",
         "allreduce(wire='float16')",
         "all_to_all(wire='bfloat16')",
+        "allreduce(wire='int8')",
     )
-    return [Asked(3, "plain", strategy, servers=2) for strategy in strategies]
+    return [
+        *(Asked(3, "plain", strategy, servers=2) for strategy in strategies),
+        *(Asked(3, name, "allreduce(wire='int8')") for name in ("norm", "unused", "groups")),
+    ]
 
 
 ALL = [

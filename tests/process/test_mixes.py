@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from fork_server import ForkServer
 from mix_strategies import MIXES
-from mix_worker import BATCH, RATE, STEPS, batch, build
+from mix_worker import BATCH, HIDDEN, INPUTS, OUTPUTS, RATE, STEPS, batch, build
+
+from slipstream.codecs import Dense, Quantized
 
 pytestmark = pytest.mark.process
 
@@ -75,6 +77,9 @@ def test_factors_of_all_workers_are_exact_where_servers_update(run: Run) -> None
         "one bit on a mesh",
         "8 bits both ways",
         "4 bits by chance, on a mesh",
+        "shares of workers, 8 bits, staleness",
+        "factors of 8 bits on a mesh",
+        "4 bits of the largest, shares of workers",
     ],
 )
 def test_workers_have_the_same_weights_to_the_last_bit(name: str, run: Run) -> None:
@@ -99,7 +104,13 @@ def test_factors_with_backup_workers_count_who_is_in_time(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["filter, backup workers", "one bit, backup workers", "8 bits, backup workers"]
+    "name",
+    [
+        "filter, backup workers",
+        "one bit, backup workers",
+        "8 bits, backup workers",
+        "4 bits of the largest, backup workers",
+    ],
 )
 def test_what_a_dropped_push_held_is_not_lost(name: str, run: Run) -> None:
     """W₀ − W = (lr / N) Σ over workers of (all its gradients − what it still holds back)."""
@@ -119,7 +130,14 @@ def test_filtered_slices_all_arrive_in_the_end(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "away"), [("8 bits both ways", 0.01), ("4 bits by chance, on a mesh", 0.1)]
+    ("name", "away"),
+    [
+        ("8 bits both ways", 0.01),
+        ("4 bits by chance, on a mesh", 0.1),
+        ("shares of workers, 8 bits up, 4 down", 0.1),
+        ("shares of workers, 8 bits, staleness", 0.5),
+        ("factors of 8 bits on a mesh", 0.02),
+    ],
 )
 def test_quantised_gradients_learn_like_exact_ones(name: str, away: float, run: Run) -> None:
     """With error feedback: what is missing is a step's rounding, not the sum of all of them."""
@@ -127,6 +145,50 @@ def test_quantised_gradients_learn_like_exact_ones(name: str, away: float, run: 
     wanted, _ = alone(torch.float32)
     moved = (wanted - vector(told[0]["begun"])).norm()
     assert (vector(told[0]["weights"]) - wanted).norm() < away * moved
+
+
+@pytest.mark.parametrize(
+    ("name", "up", "down"),
+    [
+        ("shares of workers", Dense(), Dense()),
+        ("shares of workers, 8 bits up, 4 down", Quantized(8, 64), Quantized(4, 32)),
+    ],
+)
+def test_workers_that_hold_shares_send_what_a_ring_would(
+    name: str, up: Any, down: Any, run: Run
+) -> None:
+    """(n − 1)/n of what goes up, and (n − 1)/n of what comes down; shares differ by a chunk."""
+    told = run(name)
+    assert len({each["digest"] for each in told}) == 1
+    held = [told[0]["held"][str(rank)] for rank in range(RANKS)]
+    assert sum(map(sum, held)) == len(vector(told[0]["weights"]))
+    assert max(map(sum, held)) - min(map(sum, held)) <= 128
+    sizes = [[sum(map(bytes_of(codec), share)) for share in held] for codec in (up, down)]
+    for rank, each in enumerate(told):
+        others = sum(sizes[0]) - sizes[0][rank]
+        spread = (RANKS - 1) * sizes[1][rank]
+        assert each["stats"]["bytes"]["sent"] == STEPS * (others + spread)
+        taken = (RANKS - 1) * sizes[0][rank] + sum(sizes[1]) - sizes[1][rank]
+        assert each["stats"]["bytes"]["received"] == STEPS * taken
+
+
+def bytes_of(codec: Any) -> Callable[[int], int]:
+    return codec.nbytes if isinstance(codec, Quantized) else lambda numel: 4 * numel
+
+
+def test_factors_of_8_bits_take_a_quarter_of_the_bytes(run: Run) -> None:
+    """And of each matrix a header, and a scale for every 256 values."""
+    told = run("factors of 8 bits on a mesh")
+    shapes = ((INPUTS, HIDDEN), (HIDDEN, OUTPUTS))
+    sizes = [BATCH * width for shape in shapes for width in shape]
+    taken = sum(16 + size + 4 * -(-size // 256) for size in sizes)
+    assert told[0]["stats"]["bytes"]["sent"] == (RANKS - 1) * STEPS * taken
+
+
+def test_shares_of_workers_are_exact(run: Run) -> None:
+    told = run("shares of workers", "float64")
+    wanted, _ = alone(torch.float64)
+    assert all((vector(each["weights"]) - wanted).abs().max() <= 1e-12 for each in told)
 
 
 def test_bfloat16_on_a_mesh_rounds_contributions_only(run: Run) -> None:

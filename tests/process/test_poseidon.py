@@ -57,6 +57,8 @@ def repetitions() -> list[Asked]:
 def in_short_formats() -> list[tuple[Asked, float]]:
     return [
         (Asked(2, "animals", "everything-bfloat16"), 0.02),
+        (Asked(2, "animals", "everything-int8"), 0.05),
+        (Asked(3, "animals", "to-and-fro-int8"), 0.05),
         (Asked(2, "autocast", EVERYTHING), 0.02),
     ]
 

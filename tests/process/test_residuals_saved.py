@@ -13,12 +13,19 @@ pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("residuals_worker.py")
 BITS = "one_bit(chunk_bytes=4096)"
+SHARES = "allreduce(wire='int4', bucket_bytes=4096)"  # workers hold, and keep what rounding loses
 
 
 def run(
-    fork_server: ForkServer, folder: Path, doing: str, *, ranks: int, servers: int
+    fork_server: ForkServer,
+    folder: Path,
+    doing: str,
+    *,
+    ranks: int,
+    servers: int,
+    strategy: str = BITS,
 ) -> list[dict[str, Any]]:
-    settings = {"SLIPSTREAM_STRATEGY": BITS, "SLIPSTREAM_SERVERS": str(servers)}
+    settings = {"SLIPSTREAM_STRATEGY": strategy, "SLIPSTREAM_SERVERS": str(servers)}
     checkpoint = str(folder / "checkpoint")
     run = fork_server.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
     assert set(run.codes.values()) == {0}, run.told()
@@ -26,9 +33,12 @@ def run(
     return [json.loads((folder / f"{doing}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def test_training_goes_on_to_the_same_bits(fork_server: ForkServer, tmp_path: Path) -> None:
-    through = run(fork_server, tmp_path, "save", ranks=2, servers=2)
-    resumed = run(fork_server, tmp_path, "resume", ranks=2, servers=1)
+@pytest.mark.parametrize("strategy", [BITS, SHARES])
+def test_training_goes_on_to_the_same_bits(
+    fork_server: ForkServer, tmp_path: Path, strategy: str
+) -> None:
+    through = run(fork_server, tmp_path, "save", ranks=2, servers=2, strategy=strategy)
+    resumed = run(fork_server, tmp_path, "resume", ranks=2, servers=1, strategy=strategy)
     assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
     assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
     assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}

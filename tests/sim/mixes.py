@@ -188,10 +188,13 @@ def floats(content: bytes) -> Any:
     return np.frombuffer(content, np.float32).astype(np.float64)
 
 
+SHORT = ("bfloat16", "int8")
+
+
 def tolerance(plan: Any) -> float:
     """What rounding may add up to: shorter formats round every contribution."""
     codecs = [codec for route in plan.routes for codec in (route.up, route.down)]
-    short = any(isinstance(c, Dense | Factors | Rows) and c.wire == "bfloat16" for c in codecs)
+    short = any(isinstance(c, Dense | Factors | Rows) and c.wire in SHORT for c in codecs)
     short |= any(isinstance(c, Dense) and c.wire == "float16" for c in codecs)
     return 0.1 if short else 1e-4
 

@@ -23,7 +23,9 @@ from slipstream.codecs import (
     Filter,
     InPlace,
     Rotate,
+    Rows,
     SegmentCodec,
+    TopK,
 )
 from slipstream.consistency import (
     AnyAdmission,
@@ -59,7 +61,7 @@ from slipstream.routes import (
 )
 from slipstream.schedules import AfterBackward, AnySchedule, Merging
 from slipstream.strategy import Strategy
-from slipstream.topologies import AnyTopology, Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import AnyTopology, Mesh, OneHolder, PeerSharded, Sharded, Tree
 from slipstream.types import Cluster
 from slipstream.updates import (
     Add,
@@ -79,12 +81,15 @@ PARTITIONS = [
     Filter(Rotate(2, same_for_all=True)),
     Filter(Rotate(2, above=Above(3.0, "constant"))),
 ]
+LARGEST = Filter(TopK(0.5), values="int4")
 # Parts that need arguments, or whose arguments make another part of them.
 EXAMPLES: dict[type[Any], list[Any]] = {
     Tree: [Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))],
     Sharded: [Sharded(), Sharded(whole_layers=True)],
     Dense: [Dense(), Dense("bfloat16")],
-    Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), *PARTITIONS],
+    Factors: [Factors(), Factors("int8")],
+    Rows: [Rows(), Rows("int8")],
+    Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), LARGEST, *PARTITIONS],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
     Fold: [Fold(), Fold(without_lost=True)],
@@ -136,7 +141,9 @@ AXES: dict[str, list[Any]] = {
 NAMES = list(AXES)
 PLAIN = tuple(AXES[name][0] for name in NAMES)
 # Beside these less can be checked: a pair that a strategy with one of them is to cover has it.
-LOOSELY_CHECKED = {ByAge(), Dense("bfloat16"), Each(ramp_up=2)}
+LOOSELY_CHECKED = {
+    ByAge(), Dense("bfloat16"), Factors("int8"), Rows("int8"), Each(ramp_up=2)
+}  # fmt: skip
 # What the named systems choose where it is not the plain part: the neighbourhood of these is
 # where most combinations that make sense are.
 HOLDER = {"outer": User("holder")}
@@ -145,6 +152,7 @@ STARTS: list[dict[str, Any]] = [
     {},
     HOLDER,
     {"topology": Mesh(), "down": Dense()},
+    {"topology": PeerSharded()},
     WHOLE,
     {**WHOLE, **HOLDER},
     {**WHOLE, **HOLDER, "policy": Prefer, "up": Factors()},

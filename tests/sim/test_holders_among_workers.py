@@ -11,17 +11,17 @@ from mixes import check, everywhere, run
 from slipstream.codecs import Dense, Factors, Filter, OneBit
 from slipstream.codecs.select import Above
 from slipstream.consistency import All, Consistency, Lag
-from slipstream.parts import Facts, Part, facts
+from slipstream.parts import Facts, facts
 from slipstream.routes import Route
-from slipstream.types import Cluster, Node, Rank
+from slipstream.topologies import Topology
+from slipstream.types import Cluster, Node
 
 
-class OddRanks(Part, frozen=True):
+class OddRanks(Topology, frozen=True):
     """Odd ranks hold everything, each for the even rank before it, and the last one after it."""
 
     name: ClassVar[str] = "odd"
     needs_servers: ClassVar[bool] = False
-    relays: ClassVar[bool] = False
     whole_layers: ClassVar[bool] = False
 
     def facts(self) -> Facts:
@@ -35,9 +35,6 @@ class OddRanks(Part, frozen=True):
             return ()
         is_last = node + 2 >= cluster.workers and node + 1 < cluster.workers
         return (node - 1, *([node + 1] if is_last else []))
-
-    def without(self, rank: Rank) -> OddRanks:
-        return self
 
 
 @pytest.mark.parametrize("up", [Dense(), Dense("bfloat16"), OneBit(), Filter(Above()), Factors()])

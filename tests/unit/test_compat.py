@@ -37,7 +37,7 @@ from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route, S
 from slipstream.schedules import AfterBackward, Merging, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree
 from slipstream.types import Cluster, Spec
 from slipstream.updates import (
     Add,
@@ -52,6 +52,7 @@ from slipstream.updates import (
 
 SHARDS, WHOLE = Route(Sharded()), Route(Sharded(whole_layers=True), up=Factors())
 PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
+SHARES = Route(PeerSharded())
 SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
 IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
 RELAYED = Route(Tree((((0,), (1,), ()),)))
@@ -167,6 +168,9 @@ BROKEN: dict[str, Strategy] = {
     "miss the other workers' increments": made(SHARDS, Consistency(Each())),
     "no server to update": made(PEERS, update=AT_HOLDER),
     "which is a mesh": made(Route(Sharded(), over=Collective())),
+    "has no optimizer for it": made(SHARES, update=AT_HOLDER),
+    "count the gradients of all workers": made(SHARES, Consistency(Fold())),
+    "is lost with it": made(SHARES, Consistency(All(without_lost=True))),
     "sums dense values": made(Route(Mesh(), up=OneBit(), over=Collective())),
     "needs every worker in every round": made(REDUCED, Consistency(Fold())),
     "ends when every worker has joined": made(REDUCED, Consistency(All(), Lag(1))),

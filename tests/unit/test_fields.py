@@ -31,14 +31,14 @@ MISPLACED: dict[str, Callable[[], object]] = {
         "m",
         s.ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
     ),
-    "routes.route.topology takes Sharded, Mesh, Tree or OneHolder, not 'sharded'": lambda: routed(
+    "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree or": lambda: routed(
         topology="sharded"
     ),
     "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=s.Sharded),
     "topology.whole_layers takes True or False, not 'yes'": lambda: routed(
         topology=s.Sharded("yes")  # type: ignore[arg-type]
     ),
-    "routes.route.up.select takes Above or Rotate, not 0.9: write Above(0.9)": lambda: routed(
+    "routes.route.up.select takes Above, TopK or Rotate, not 0.9: write Above(0.9)": lambda: routed(
         up=s.Filter(0.9)  # type: ignore[arg-type]
     ),
     "routes.route.down takes .*, not a Factors$": lambda: routed(down=s.Factors()),

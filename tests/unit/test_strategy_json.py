@@ -18,6 +18,7 @@ from slipstream.codecs import (
     Quantized,
     Rotate,
     Rows,
+    TopK,
 )
 from slipstream.consistency import (
     All,
@@ -51,7 +52,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree
 from slipstream.types import Spec
 from slipstream.updates import (
     Add,
@@ -120,12 +121,14 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Prefer: Strategy("mine", Prefer((FACTORS, SHARDED))),
     Priority: Strategy("mine", Everywhere(SHARDED), schedule=Priority()),
     Quantized: on(Route(Sharded(), up=Quantized(4, 64, "stochastic", 7))),
+    PeerSharded: on(Route(PeerSharded())),
     Rotate: on(Route(Mesh(), up=Filter(Rotate(3, True, 1e6, Above(0.1))))),
     Route: on(Route(Sharded(whole_layers=True), Filter(), OneBit(), Collective())),
     Rows: on(Route(Mesh(), up=Rows("bfloat16"))),
     Rule: Strategy("mine", ByTensor((Rule(Large(), SHARDED), Rule(Large(2), FACTORS)), SHARDED)),
     Sharded: on(Route(Sharded(whole_layers=True))),
     SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
+    TopK: on(Route(Mesh(), up=Filter(TopK(0.01), values="int4"))),
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
     Update: updated(inner=UserSteps(), outer=Add()),
     User: updated(outer=User("holder")),

@@ -10,7 +10,7 @@ from slipstream.codecs.protocol import AboutCodec, Codec, Form
 from slipstream.codecs.quantized import Quantized
 from slipstream.codecs.residual import Residual
 from slipstream.codecs.rows import Rows
-from slipstream.codecs.select import Above, AnySelector, Drop, Rotate
+from slipstream.codecs.select import Above, AnySelector, Drop, Rotate, TopK
 
 # Every codec that a strategy may name: those for parts of tensors, and those for whole layers.
 SegmentCodec = Dense | OneBit | Quantized | Filter
@@ -35,4 +35,5 @@ __all__ = [
     "Rotate",
     "Rows",
     "SegmentCodec",
+    "TopK",
 ]

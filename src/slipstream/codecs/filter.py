@@ -25,14 +25,14 @@ from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import Buffer, EncodeContext, Spec, Values
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["float32", "bfloat16", "int8", "int4"]
 Squeeze = Literal["snappy", "lz4", "zstd"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # As in native/bounded.h: form, values, squeeze, number of values, bytes of the uncompressed body.
 HEADER = struct.Struct("<BBBxII")
 SQUEEZE_PLACE = 2
-VALUES_CODES = {"float32": 1, "bfloat16": 2}
+VALUES_CODES = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 SQUEEZE_CODES = {"snappy": 1, "lz4": 2, "zstd": 3}
 ZSTD_LEVEL = 1  # the exponents compress, the rest hardly; higher levels gain nothing
 
@@ -48,10 +48,11 @@ class Filter(Part, frozen=True):
     not stay.
 
     Args:
-        select: Which entries to send: ``Above`` a bound, or one partition after the other
-            (``Rotate``).
-        values: The precision on the wire. With "bfloat16", rᵢ ← aᵢ minus its rounded value.
-        squeeze: How to compress frames, where that makes them smaller.
+        select: Which entries travel: those ``Above`` a bound, the largest (``TopK``), or one
+            partition after the other (``Rotate``).
+        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to; as "int8"
+            and "int4" too: 64 entries that travel share a scale, as in ``Quantized``.
+        squeeze: How what travels is compressed, where that gains anything.
 
     Raises:
         ConfigError: ``values`` or ``squeeze`` is unknown.
@@ -105,9 +106,10 @@ class Filter(Part, frozen=True):
         return Residual.zeros(numel)
 
     def encode(self, values: Values, residual: Residual, ctx: EncodeContext) -> tuple[Buffer, ...]:
-        delta = self.select.threshold(values, residual.values, ctx)
+        above, ties = self.select.bound(values, residual.values, ctx)
         out = np.empty(bounded_nbytes(values.numel, self.values), dtype=np.uint8)
-        frame = out[: bounded_pack(out, values.data, residual.values, delta, self.values)]
+        size = bounded_pack(out, values.data, residual.values, above, self.values, ties)
+        frame = out[:size]
         return (frame if self.squeeze is None else _squeezed(frame, self.squeeze),)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:

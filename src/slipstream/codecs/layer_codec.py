@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
 
 from slipstream.codecs.matrices import LayerMath, Scratch, Wanted, frames_taken, stack
 from slipstream.codecs.protocol import Form
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
-from slipstream.types import ITEM_BYTES, Buffer, Layer, Values
+from slipstream.types import ITEM_BYTES, Buffer, Layer, Rank, Values
 
-CompactWire = Literal["own", "bfloat16", "float32"]
+CompactWire = Literal["own", "bfloat16", "float32", "int8", "int4"]
 
 
 class LayerCodec(Part, frozen=True):
     """A codec of a whole layer; its subclasses define which two matrices are sent.
 
-    ``wire="own"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32.
+    ``wire="own"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32. ``"int8"``
+    and ``"int4"`` quarter and eighth them: each value is rounded up or down by chance, so that the
+    expected gradient is the exact one. Chance follows from ``seed``, the worker, the step, the
+    layer and the matrix: a run can be repeated.
     """
 
     wire: CompactWire = "own"
+    seed: int = 0
 
     form: ClassVar[Form]
     splits: ClassVar[bool] = True
@@ -28,8 +35,11 @@ class LayerCodec(Part, frozen=True):
     counted: ClassVar[tuple[str, str]]  # names of the matrices' rows, for error messages
 
     def __post_init__(self) -> None:
-        if self.wire not in ("own", "bfloat16", "float32"):
-            raise ConfigError(f"wire={self.wire!r}: choose 'own', 'float32' or 'bfloat16'")
+        if self.wire not in get_args(CompactWire):
+            known = ", ".join(get_args(CompactWire))
+            raise ConfigError(f"wire={self.wire!r}: choose one of {known}")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed={self.seed!r}: choose a number from 0 to 2**32 - 1")
 
     @property
     def name(self) -> str:
@@ -37,7 +47,7 @@ class LayerCodec(Part, frozen=True):
 
     @property
     def lossy(self) -> bool:
-        return self.wire == "bfloat16"
+        return self.wire == "bfloat16" or self.wire in FEW_BITS
 
     def facts(self) -> Facts:
         return facts("up: compact form")
@@ -46,11 +56,19 @@ class LayerCodec(Part, frozen=True):
         """The precision in which matrix ``place`` of this dtype is sent."""
         if self.wire == "float32" and dtype in ("bfloat16", "float16"):
             return "float32"
+        if self.wire in FEW_BITS and dtype != "float64":
+            return self.wire
         return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
 
-    def item_bytes(self, layer: Layer) -> int:
-        """Bytes of one value of the second matrix on the wire."""
-        return ITEM_BYTES[self.wire_dtype(layer.dtype, 1)]
+    def item_bytes(self, layer: Layer) -> float:
+        """What one value of the second matrix takes on the wire."""
+        dtype = self.wire_dtype(layer.dtype, 1)
+        return FEW_BITS[dtype].value_bytes if dtype in FEW_BITS else ITEM_BYTES[dtype]
+
+    def chance(self, rank: Rank, step: int, unit: int, place: int) -> int:
+        """What decides how one matrix of one worker is rounded; independent of all others."""
+        drawn = np.random.SeedSequence((self.seed, rank, step, unit, place))
+        return int(drawn.generate_state(1)[0])
 
     def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
         """The required width and precision of the layer's two matrices."""

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slipstream._native import mean_into
+from slipstream._native import mean_into, quantize_pack
+from slipstream.codecs.quantized import FEW_BITS, SCALE_BYTES
 from slipstream.errors import FrameRefused
 from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Buffer, Layer, Values
 
 HEADER = struct.Struct("<QB7x")  # rows, and a number for the dtype
-DTYPES = ("", "float32", "float64", "bfloat16", "float16", "int64")
+DTYPES = ("", "float32", "float64", "bfloat16", "float16", "int64", "int8", "int4")
 BYTES = {**ITEM_BYTES, "int64": 8}
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -35,7 +36,7 @@ class Wanted:
     precision in which matrices are stacked, if it is not the layer's."""
 
     width: int
-    dtypes: Sequence[str] = tuple(ITEM_BYTES)
+    dtypes: Sequence[str] = (*ITEM_BYTES, *FEW_BITS)
     stacked_as: str = ""
 
 
@@ -67,6 +68,23 @@ class Scratch:
         return held[:nbytes]
 
 
+def matrix_nbytes(numel: int, dtype: str) -> int:
+    """What so many values of a matrix take on the wire, without the header."""
+    if (few := FEW_BITS.get(dtype)) is not None:
+        # Not by the kernel's own function: a header may claim more values than that can count.
+        return -(-numel // few.block) * SCALE_BYTES + -(-numel * few.bits // 8)
+    return numel * BYTES[dtype]
+
+
+def quantize(out: Bytes, values: Bytes, dtype: str, seed: int) -> None:
+    """Write float32 values in few bits, each rounded up or down by chance.
+
+    A product of rounded matrices has no error that could be kept for the next time. With
+    independent chances its expected value is the exact product.
+    """
+    quantize_pack(out, values, None, FEW_BITS[dtype].bits, FEW_BITS[dtype].block, seed)
+
+
 def frame_sizes(nbytes: int) -> list[int]:
     """The sizes of the frames for so many bytes; none for 0 bytes."""
     whole, rest = divmod(nbytes, LARGEST_CHUNK_BYTES)
@@ -95,16 +113,16 @@ def frames_taken(frames: Sequence[Buffer], wanted: Wanted) -> tuple[int, str, in
     dtype = DTYPES[code] if code < len(DTYPES) else ""
     if dtype not in wanted.dtypes:
         raise FrameRefused(f"a matrix of type {dtype or code} where {wanted.dtypes} are taken")
-    row_bytes = wanted.width * BYTES[dtype]
-    if rows and not row_bytes:
+    if rows and not wanted.width:
         raise FrameRefused(f"{rows} rows of a matrix without columns")
-    # Check this before any allocation: a header may claim more rows than fit in memory.
+    nbytes = matrix_nbytes(rows * wanted.width, dtype)
+    # Before anything is counted out: a header may claim more than memory has.
     there = sum(memoryview(frame).nbytes for frame in frames[1:])
-    if rows * row_bytes > there:
-        raise FrameRefused(f"{there} bytes where {rows} rows take {rows * row_bytes}")
-    sizes = frame_sizes(rows * row_bytes)
+    if nbytes > there:
+        raise FrameRefused(f"{there} bytes where {rows} rows take {nbytes}")
+    sizes = frame_sizes(nbytes)
     if [memoryview(frame).nbytes for frame in frames[1 : 1 + len(sizes)]] != sizes:
-        raise FrameRefused(f"{rows} rows of {row_bytes} bytes are cut into other frames")
+        raise FrameRefused(f"{rows} rows in {nbytes} bytes are cut into other frames")
     return rows, dtype, 1 + len(sizes)
 
 
@@ -124,11 +142,21 @@ def stack(
         start += rows * row_bytes
         if given == dtype:
             read_into(out, frames)
-        else:
-            landing = Values.empty(rows * width, given)
-            read_into(landing.data, frames)
-            mean_into(out, [landing.data], given, 1.0, out_dtype=dtype)
+        elif rows:
+            landing = landed(rows * width, given, frames)
+            mean_into(out, [landing.data], landing.dtype, 1.0, out_dtype=dtype)
     return whole
+
+
+def landed(numel: int, dtype: str, frames: Sequence[Buffer]) -> Values:
+    """The values of a matrix that came in another precision than it is stacked in."""
+    content = np.empty(matrix_nbytes(numel, dtype), np.uint8)
+    read_into(content, frames)
+    if dtype not in FEW_BITS:
+        return Values(content, dtype)
+    values = Values.empty(numel, "float32")
+    FEW_BITS[dtype].decode_into([content], values)
+    return values
 
 
 def read_into(out: Bytes, frames: Sequence[Buffer]) -> None:

@@ -17,6 +17,7 @@ from slipstream.types import HERE, Buffer, EncodeContext, Spec, Values
 Bits = Literal[8, 4]
 RoundingMode = Literal["nearest", "stochastic"]
 BLOCKS = range(32, 4096 + 1, 32)  # what native/quantize.h takes
+SCALE_BYTES = 4
 
 
 class Quantized(Part, frozen=True):
@@ -72,6 +73,11 @@ class Quantized(Part, frozen=True):
     def name(self) -> str:
         return f"int{self.bits}"
 
+    @property
+    def value_bytes(self) -> float:
+        """What a value takes on the wire, with its part of the block's scale."""
+        return self.bits / 8 + SCALE_BYTES / self.block
+
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` values on the wire: the scales, and the codes."""
         return quantized_nbytes(numel, self.bits, self.block)
@@ -107,3 +113,8 @@ class Quantized(Part, frozen=True):
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
         self.combine([frames], out, divisor=1.0)
+
+
+# What "int8" and "int4" mean wherever a wire format is chosen. Of 4 bits, smaller blocks: a large
+# value leaves fewer of its neighbours without a step.
+FEW_BITS = {"int8": Quantized(8, block=256), "int4": Quantized(4, block=128)}

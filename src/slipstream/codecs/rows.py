@@ -20,10 +20,12 @@ class Rows(LayerCodec, frozen=True):
     """Ids (rows × 1, int64) and values (rows × width) of an embedding's used rows.
 
     Args:
-        wire: Of the values: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32.
+        wire: Of the values: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32;
+            "int8" and "int4" quarter and eighth them, and round by chance.
+        seed: Of that chance.
 
     Raises:
-        ConfigError: The wire format is unknown.
+        ConfigError: The wire format is unknown, or the seed no number of 32 bits.
 
     >>> Rows().obstacle(Spec("words.weight", (1000, 64), "float32", 0, layer="words", form="rows"))
     ''

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -24,6 +24,13 @@ def _check_bound(name: str, bound: object) -> None:
             f"{name}={bound!r}: give a bound on what may stay behind, finite and not negative, "
             "or the share of entries to hold back, as Drop(0.8)"
         )
+
+
+class Bound(NamedTuple):
+    """Entries above it travel, and of those that are equal to it the first so many."""
+
+    above: float
+    ties: int = 0
 
 
 class Drop(Part, frozen=True):
@@ -101,6 +108,10 @@ class Above(Part, frozen=True):
     def facts(self) -> Facts:
         return facts()
 
+    def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
+        """What is above δᵗ travels."""
+        return Bound(self.threshold(values, memory, ctx))
+
     def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
         """δᵗ; a bound from a share to drop does not decay, since its share is constant."""
         wanted = self.congested if ctx.congested and self.congested is not None else self.delta
@@ -111,6 +122,52 @@ class Above(Part, frozen=True):
         if self.decay == "rate":
             return wanted * ctx.rate
         return wanted / math.sqrt(ctx.clock) if self.decay == "root" else wanted
+
+
+class TopK(Part, frozen=True):
+    """The largest magnitudes travel: k = ⌈share · n⌉ of the n entries of a piece of a tensor.
+
+    Of equal entries the first ones do. Zeros stay, as there is nothing to send. An entry that is
+    not finite counts as larger than any other and always travels.
+
+    Args:
+        share: Above 0, at most 1.
+
+    Raises:
+        ConfigError: The share is out of range.
+
+    >>> four = Values(np.float32([1, -4, 2, 4]).view(np.uint8), "float32")
+    >>> TopK(0.25).bound(four, np.zeros(4, np.float32), EncodeContext())
+    Bound(above=4.0, ties=1)
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        if not (is_number and 0 < self.share <= 1):
+            raise ConfigError(
+                f"TopK(share={self.share!r}): give the share of entries that travel, above 0 and "
+                "at most 1, such as 0.01"
+            )
+
+    def facts(self) -> Facts:
+        return facts()
+
+    def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
+        """The k-th largest magnitude of values plus memory, and how many of that size are among
+        the k."""
+        if not values.numel:
+            return Bound(0.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            acc = np.abs(values.data.view(np.float32) + memory)
+        k = math.ceil(self.share * acc.size)
+        least = kth_largest(k, acc)
+        if not math.isfinite(least):
+            return Bound(float(np.finfo(np.float32).max))
+        if least == 0:
+            return Bound(0.0)
+        return Bound(least, k - int(np.count_nonzero(~(acc <= least))))
 
 
 class Rotate(Part, frozen=True):
@@ -145,10 +202,25 @@ class Rotate(Part, frozen=True):
     def facts(self) -> Facts:
         return facts("up: partial exchange")
 
+    def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
+        """What is above the threshold travels."""
+        return Bound(self.threshold(values, memory, ctx))
+
     def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
         """The threshold within the partition that is due."""
         return -1.0 if self.above is None else self.above.threshold(values, memory, ctx)
 
 
+def kth_largest(k: int, magnitudes: Floats) -> float:
+    """The k-th largest; what is not a number counts as larger than all."""
+    # Few are worth sorting: those above what half as many more than k of a sample are above.
+    sample = magnitudes[:: max(1, magnitudes.size // SAMPLES) | 1]
+    wanted = min(sample.size, 16 + int(1.5 * k * sample.size / magnitudes.size))
+    guess = np.partition(sample, sample.size - wanted)[sample.size - wanted]
+    few = magnitudes[~(magnitudes < guess)]
+    among = few if few.size >= k else magnitudes
+    return float(np.partition(among, among.size - k)[among.size - k])
+
+
 # Every selector that a filter may name.
-AnySelector = Above | Rotate
+AnySelector = Above | TopK | Rotate

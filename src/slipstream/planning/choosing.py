@@ -21,16 +21,19 @@ from slipstream.planning.costs import (
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How dense tensors are sent here: by how many workers and servers (0 servers: collectives, or
-    the share of a tensor that every worker sends to each peer)."""
+    """How dense tensors travel here: by how many workers and servers (none: collectives, or what
+    part of a tensor every worker sends to each other one), and what part of a tensor's own bytes
+    its codecs leave on the wire."""
 
     workers: int
     servers: int = 0
     dedicated: bool = False
     to_each: float = 0.0
+    density: float = 1.0
 
     def dense_bytes(self, nbytes: float) -> float:
-        """Bytes of the busiest link, each way, for a dense tensor of this size."""
+        """The busiest link's, each way, for a dense tensor of this size."""
+        nbytes *= self.density
         if self.to_each:
             return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
@@ -57,12 +60,14 @@ class Chooser(Protocol):
     """A frozen rule that gives the same result on every worker."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
     ) -> Verdict: ...
 
 
 class ByBytes(Part, frozen=True):
     """The paper's Algorithm 1: the form that moves fewer floats through a node.
+
+    Shorter values count as the part of a float that they take.
 
     >>> fc = LayerShape("fc", "factors", outputs=4096, inputs=4096)
     >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8), item_bytes=None).compact
@@ -77,14 +82,14 @@ class ByBytes(Part, frozen=True):
         return self
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
     ) -> Verdict:
         m, n, p1 = shape.outputs, shape.inputs, ways.workers
-        dense = ps_both(m, n, p1, ways.servers or p1)
+        dense = ways.density * ps_both(m, n, p1, ways.servers or p1)
         if shape.form == "factors":
-            compact = float(sfb(m, n, rows, p1))
+            compact = sfb(m, n, rows, p1) * (item_bytes or shape.item_bytes) / shape.item_bytes
         else:
-            compact = 2 * (p1 - 1) * shape.compact_bytes(rows) / shape.item_bytes
+            compact = 2 * (p1 - 1) * shape.compact_bytes(rows, item_bytes) / shape.item_bytes
         said = f"{compact / 1e6:.3g}M floats against {dense / 1e6:.3g}M dense"
         return _verdict(shape, rows, ways, item_bytes, compact <= dense, None, said)
 
@@ -110,7 +115,7 @@ class ByTime(Part, frozen=True):
         return self if self.speeds is not None else msgspec.structs.replace(self, speeds=speeds)
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: int | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
     ) -> Verdict:
         if self.speeds is None:
             raise ConfigError("choosing by time needs speeds: measure them, or give them")
@@ -130,7 +135,7 @@ def _verdict(
     shape: LayerShape,
     rows: int,
     ways: Ways,
-    item_bytes: int | None,
+    item_bytes: float | None,
     compact: bool,
     seconds: float | None,
     said: str,

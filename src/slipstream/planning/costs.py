@@ -31,8 +31,8 @@ class LayerShape:
     def dense_bytes(self) -> int:
         return (self.outputs * self.inputs + self.outputs * self.bias) * self.item_bytes
 
-    def compact_bytes(self, rows: float, item_bytes: int | None = None) -> float:
-        """One worker's gradient in compact form."""
+    def compact_bytes(self, rows: float, item_bytes: float | None = None) -> float:
+        """One worker's gradient in compact form, of values that take ``item_bytes`` each."""
         size = item_bytes or self.item_bytes
         if self.form == "rows":
             return rows * (self.inputs * size + ID_BYTES)
@@ -107,7 +107,7 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
 
 
 def compact_seconds(
-    shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: int | None = None
+    shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: float | None = None
 ) -> float:
     """Time to send to every peer, and to compute the gradient of all rows instead of own rows."""
     link = (workers - 1) * shape.compact_bytes(rows, item_bytes)

@@ -15,7 +15,8 @@ SMALLEST_CHUNK_BYTES = 4 * 1024
 class Group:
     """Tensors that may share a chunk: one route, one dtype, one role.
 
-    Those of a ``layer`` or a ``fragment`` have chunks of their own, which a round may leave out.
+    Those of a ``layer`` or a ``fragment`` have their own chunks, which a round may skip. Chunks are
+    cut so that ``shares`` holders get equal loads.
     """
 
     route: int
@@ -23,6 +24,7 @@ class Group:
     role: str
     splits: bool
     layer: str = ""
+    shares: int = 1
     fragment: int = 0
 
 
@@ -45,10 +47,9 @@ def lay_out(
     specs: Sequence[Spec],
     groups: Sequence[Group],
     *,
-    shares: int,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Layout:
-    """Chunks of at most ``chunk_bytes``, smaller where ``shares`` holders then get equal loads."""
+    """Chunks of at most ``chunk_bytes``, smaller where holders then get equal loads."""
     members: dict[Group, list[int]] = {}
     for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
         members.setdefault(groups[tensor], []).append(tensor)
@@ -56,7 +57,7 @@ def lay_out(
     for group, tensors in members.items():
         if group.splits:
             total = sum(specs[t].numel for t in tensors)
-            runs = fill(specs, tensors, even_numel(total, group.dtype, shares, chunk_bytes))
+            runs = fill(specs, tensors, even_numel(total, group.dtype, group.shares, chunk_bytes))
         else:
             runs = (whole(specs, t) for t in tensors)
         chunks += [

@@ -1,6 +1,8 @@
 """All-reduce: every worker gets the mean gradient, by torch's own collectives.
 
-- Topology: mesh, implemented by ``torch.distributed`` (gloo on CPU, NCCL on GPU).
+- Topology: mesh, its fan-out done by ``torch.distributed`` (gloo on CPU, NCCL on GPU). Collectives
+  sum plain values; so with few bits (``wire="int8"``, ``"int4"``) every worker holds a share of the
+  model instead, sums what comes in full precision, and sends the result to all in few bits.
 - Consistency: rounds of all n workers.
 - What is sent: dense gradients, 2·(n−1)/n of the model each way. Buffers such as batch-norm
   statistics are sent directly between workers: few bytes, and none while they do not change.
@@ -9,14 +11,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from slipstream.codecs import Dense
-from slipstream.codecs.dense import Wire
-from slipstream.errors import ConfigError
-from slipstream.routes import ByRole, Collective, Everywhere, Route
+from slipstream.routes import AnyPolicy, ByRole, Collective, Everywhere, Route
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import QUANTIZED
-from slipstream.topologies import Mesh
+from slipstream.systems.wires import Wire, check_wire, routes_for
+from slipstream.topologies import Mesh, PeerSharded
 
 # Each call of a collective has a fixed cost, so buckets are larger than a server's chunks.
 BUCKET_BYTES = 8 * 1024 * 1024
@@ -28,9 +30,9 @@ def allreduce(
     """Collective all-reduce, wait-free by default.
 
     Args:
-        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
-        wire: The precision of gradients on the wire; "own" is the tensor's.
-        bucket_bytes: The largest size of one all-reduce.
+        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        wire: The form of gradients on the wire, both ways: see ``routes_for``; "own" is exact.
+        bucket_bytes: The most of a gradient that one all-reduce sums.
 
     Returns:
         The strategy.
@@ -40,15 +42,20 @@ def allreduce(
 
     >>> allreduce().routes.parameter.route.scheme
     'dense/collective'
+    >>> allreduce(wire="int8").routes.rules[0].route.scheme
+    'int8/peers'
     """
-    if wire in QUANTIZED:
-        raise ConfigError(
-            f"allreduce(wire={wire!r}): collectives sum plain values; use push_pull(wire={wire!r})"
-        )
-    reduced = Route(Mesh(), up=Dense(wire), down=Dense(wire), over=Collective())
     return Strategy(
         "allreduce",
-        ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(Mesh(), up=Dense()))),
+        reduced(wire),
         schedule=WaitFree() if overlap else AfterBackward(),
         chunk_bytes=bucket_bytes,
     )
+
+
+def reduced(wire: Wire) -> AnyPolicy:
+    check_wire(wire, get_args(Wire))
+    if wire == "int8" or wire == "int4":
+        return routes_for(wire, PeerSharded(), back="same")
+    summed = Route(Mesh(), up=Dense(wire), down=Dense(wire), over=Collective())
+    return ByRole(parameter=Everywhere(summed), buffer=Everywhere(Route(Mesh(), up=Dense())))

@@ -82,7 +82,8 @@ def parameter_flow(
         decay: How the bound changes: "rate" with the learning rate, "root" with 1/√t, "constant".
         staleness: How many clocks a worker may run ahead (s).
         tree: "star", a topology file (see ``slipstream plan-tree``), or a ``Tree``.
-        codec: "float32" or "bfloat16"; with "+snappy", "+lz4" or "+zstd" also compressed.
+        codec: "float32", "bfloat16", "int8" or "int4"; with "+snappy", "+lz4" or "+zstd" also
+            compressed.
         broadcast_delta: The same as ``delta`` for results; by default δ/√n.
         congested_delta: Replaces ``delta`` on congested links.
         congested_below: The available bandwidth below which a link is congested ("50mbit").

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
-from slipstream.codecs import Dense, Quantized
+from slipstream.codecs import Dense
 from slipstream.codecs.dense import Wire as DenseWire
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
 from slipstream.topologies import AnyTopology
 
 Wire = Literal[DenseWire, "int8", "int4"]
-# With 4 bits blocks are smaller, so that a large value sets the scale of fewer other values.
-QUANTIZED = {"int8": Quantized(8, block=256), "int4": Quantized(4, block=128)}
-SMALLEST = 1024  # values; below, the saved bytes are not worth the rounding
+SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
 
 
 def routes_for(
@@ -35,11 +35,27 @@ def routes_for(
     >>> routes_for("int8", Sharded()).rules[0].route.scheme
     'int8/sharded'
     """
-    if wire not in get_args(Wire):
-        raise ConfigError(f"wire={wire!r}: choose one of {', '.join(get_args(Wire))}")
+    check_wire(wire, get_args(Wire))
     if wire == "int8" or wire == "int4":
-        few_bits = QUANTIZED[wire]
-        route = Route(topology, up=few_bits, down=few_bits if back == "same" else Dense())
-        return ByTensor((Rule(Large(SMALLEST), route),), default=Route(topology))
+        return ByTensor((in_few_bits(wire, topology, back=back),), default=Route(topology))
     dense = Dense(wire)
     return Everywhere(Route(topology, up=dense, down=dense if back == "same" else Dense()))
+
+
+def check_wire(wire: str, known: Sequence[str]) -> None:
+    """Refuse a form that there is not.
+
+    Raises:
+        ConfigError: It is none of the known ones.
+    """
+    if wire not in known:
+        raise ConfigError(f"wire={wire!r}: choose one of {', '.join(known)}")
+
+
+def in_few_bits(
+    wire: Literal["int8", "int4"], topology: AnyTopology, *, back: Literal["dense", "same"]
+) -> Rule:
+    """The route of tensors that are worth it."""
+    few_bits = FEW_BITS[wire]
+    down = few_bits if back == "same" else Dense()
+    return Rule(Large(SMALLEST), Route(topology, up=few_bits, down=down))

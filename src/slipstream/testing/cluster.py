@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError
@@ -26,6 +27,7 @@ from slipstream.testing.members import (
 from slipstream.testing.worker import Worker
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Configure, Lost, Message, Ready
+from slipstream.types import Node
 
 ACTION_S = 0.01
 
@@ -113,13 +115,19 @@ class Stage:
     def figures(self) -> list[ServerFigures]:
         return ShardService(len(self.servers), self.members[HUB], FOREVER_S).accounts()
 
-    def owed_back(self) -> Owed:
-        """What servers' codecs hold back."""
+    def owed_back(self, workers: Sequence[Worker]) -> Owed:
+        """What holders' codecs hold back of results: servers', and those of workers that hold."""
         owed: Owed = {}
-        for node, server in zip(self.plan.cluster.server_nodes, self.servers, strict=True):
+        plan = self.plan
+        memories: dict[Node, Callable[[int], Sequence[Any]]] = {
+            worker.rank: worker.held_memories for worker in workers
+        }
+        for node, server in zip(plan.cluster.server_nodes, self.servers, strict=True):
             assert server.shard is not None
-            mine, residuals = self.plan.chunks_of(node), server.shard.aggregator.memories
-            for tensor, part in owed_by(self.plan, mine, residuals).items():
+            memories[node] = server.shard.aggregator.memories
+        for node, residuals in memories.items():
+            mine = [chunk for chunk in plan.chunks_of(node) if plan.holders_of(chunk)[0] == node]
+            for tensor, part in owed_by(plan, mine, residuals).items():
                 owed[tensor] = owed[tensor] + part if tensor in owed else part
         return owed
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.codecs.matrices import Matrix
+from slipstream.codecs import LayerCodec
+from slipstream.codecs.matrices import Matrix, matrix_nbytes, quantize
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import LayerGradients
 from slipstream.runtime.exchange.rounds import RoundChannel
@@ -84,10 +86,17 @@ def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bo
 def held(
     channel: RoundChannel, unit: Unit, matrix: np.ndarray[Any, Any], place: int
 ) -> tuple[Matrix, Loan]:
-    content = raw(matrix)
-    loan = channel.buffer(unit.index, place, content.nbytes)
-    loan.data[:] = content
-    return Matrix(len(matrix), loan.data, matrix.dtype.name), loan
+    content, codec, dtype = raw(matrix), channel.plan.route(unit).up, matrix.dtype.name
+    assert isinstance(codec, LayerCodec)
+    if codec.wire_dtype(dtype, place) in FEW_BITS:
+        dtype = codec.wire_dtype(dtype, place)
+    loan = channel.buffer(unit.index, place, matrix_nbytes(matrix.size, dtype))
+    if dtype in FEW_BITS:
+        seed = codec.chance(channel.rank, channel.step, unit.index, place)
+        quantize(loan.data, content, dtype, seed)
+    else:
+        loan.data[:] = content
+    return Matrix(len(matrix), loan.data, dtype), loan
 
 
 class ByteLayers:

@@ -37,7 +37,7 @@ class Simulation:
     final: tuple[Tensors, ...]  # by rank: its tensors at the end
     held: Tensors  # weights at the servers at the end, where these update
     owed: tuple[Owed, ...]  # by rank: what codecs still hold back, by tensor
-    owed_back: Owed  # the same at the servers
+    owed_back: Owed  # the same of results, at servers or workers that hold
     figures: tuple[ServerFigures, ...]  # by server
     trace: tuple[Event, ...]
     max_spread: int  # most rounds between the fastest and the slowest worker
@@ -122,7 +122,7 @@ def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
         steps=tuple(tuple(worker.steps) for worker in cast),
         updates=tuple(tuple(worker.updates) for worker in cast),
         owed=tuple(worker.owed() for worker in cast),
-        owed_back=stage.owed_back(),
+        owed_back=stage.owed_back(cast),
         final=tuple(worker.last() for worker in cast),
         held=stage.held(),
         figures=tuple(stage.figures()),

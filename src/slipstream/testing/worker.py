@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import WaitLimit
 from slipstream.planning.costs import Speeds
@@ -124,6 +124,10 @@ class Worker:
         """What its codecs hold back."""
         plan, exchange = self.stage.plan, self.exchange
         return owed_by(plan, plan.chunks, lambda index: exchange.memories(plan.chunks[index]))
+
+    def held_memories(self, chunk: int) -> Sequence[Any]:
+        """What its codecs hold back of the results of a chunk that it holds."""
+        return self.exchange.held_memories(self.stage.plan.chunks[chunk])
 
     def last(self) -> Tensors:
         """Its tensors at the end."""

@@ -2,11 +2,12 @@
 
 from slipstream.topologies.mesh import Mesh
 from slipstream.topologies.one_holder import OneHolder
+from slipstream.topologies.peer_sharded import PeerSharded
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.topologies.tree import Tree
 
 # Every topology that a strategy may name, also one that is read from JSON.
-AnyTopology = Sharded | Mesh | Tree | OneHolder
+AnyTopology = Sharded | Mesh | PeerSharded | Tree | OneHolder
 
-__all__ = ["AnyTopology", "Mesh", "OneHolder", "Sharded", "Topology", "Tree"]
+__all__ = ["AnyTopology", "Mesh", "OneHolder", "PeerSharded", "Sharded", "Topology", "Tree"]

@@ -36,6 +36,10 @@ class Topology(Part, frozen=True):
         """
         raise NotImplementedError
 
+    def shares(self, cluster: Cluster) -> int:
+        """Among how many holders chunks are dealt: they are cut so that each gets an equal load."""
+        return cluster.servers
+
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
         """To whom ``node`` sends the results of ``holder``; the holder itself is the first node."""
         return ()

@@ -38,15 +38,20 @@ class Sharded(Topology, frozen=True):
                 f"{cluster.servers} servers but only {len(nbytes)} chunk(s) to hold: "
                 f"ask for at most {len(nbytes)} server(s)"
             )
-        # Largest first to the lightest shard: the shard that ends heaviest was the lightest before
-        # its last chunk, so the difference is at most that chunk.
-        shards = [(0, node) for node in cluster.server_nodes]
-        holders: list[tuple[Node, ...]] = [()] * len(nbytes)
-        for index in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):
-            load, node = heapq.heappop(shards)
-            holders[index] = (node,)
-            heapq.heappush(shards, (load + nbytes[index], node))
-        return tuple(holders)
+        return deal_evenly(nbytes, cluster.server_nodes)
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
         return cluster.worker_nodes if node == holder else ()
+
+
+def deal_evenly(nbytes: Sequence[int], nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
+    """One holder for every chunk; no node's load is more than one chunk above another's."""
+    # Largest first to the lightest shard: whoever ends heaviest was the lightest before its last
+    # chunk, so the difference is at most that chunk.
+    shards = [(0, node) for node in nodes]
+    holders: list[tuple[Node, ...]] = [()] * len(nbytes)
+    for index in sorted(range(len(nbytes)), key=lambda i: -nbytes[i]):
+        load, node = heapq.heappop(shards)
+        holders[index] = (node,)
+        heapq.heappush(shards, (load + nbytes[index], node))
+    return tuple(holders)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.codecs import LayerCodec
-from slipstream.codecs.matrices import Matrix
+from slipstream.codecs.matrices import Matrix, matrix_nbytes, quantize
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.choices import LayerChoices
@@ -127,11 +129,16 @@ class CompactGradients:
         self._channel.ready_layer(layer.unit, matrices, early=early)
 
     def _held(self, layer: CompactLayer, matrix: Tensor, place: int) -> tuple[Matrix, Loan]:
-        """A copy in the wire format: the matrix may be overwritten before it has left."""
-        dtype = self._codec(layer).wire_dtype(dtype_name(matrix), place)
-        kind: torch.dtype = getattr(torch, dtype)
-        loan = self._channel.buffer(layer.unit, place, matrix.numel() * kind.itemsize)
-        typed(loan.data, kind).view(matrix.shape).copy_(matrix)
+        """A copy as it travels: whoever made the matrix may write to it before it has left."""
+        codec, channel = self._codec(layer), self._channel
+        dtype = codec.wire_dtype(dtype_name(matrix), place)
+        loan = channel.buffer(layer.unit, place, matrix_nbytes(matrix.numel(), dtype))
+        if dtype in FEW_BITS:
+            values = matrix.detach().to("cpu", torch.float32).contiguous().numpy()
+            seed = codec.chance(channel.rank, channel.step, layer.unit, place)
+            quantize(loan.data, values.reshape(-1).view(np.uint8), dtype, seed)
+        else:
+            typed(loan.data, getattr(torch, dtype)).view(matrix.shape).copy_(matrix)
         return Matrix(len(matrix), loan.data, dtype), loan
 
     def _codec(self, layer: CompactLayer) -> LayerCodec:

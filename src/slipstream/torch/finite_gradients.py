@@ -27,6 +27,8 @@ BECOMES_INFINITE = {
     "float16": 2.0**16 - 2.0**4,
     "bfloat16": 2.0**128 - 2.0**119,
     "float32": 2.0**128 - 2.0**103,
+    "int8": 2.0**128 - 2.0**103,  # with scales in float32
+    "int4": 2.0**128 - 2.0**103,
     "float64": math.inf,
 }
 

@@ -1,4 +1,7 @@
-"""Codecs' residuals in checkpoints: each worker's for the servers, and each server's.
+"""Codecs' residuals in checkpoints: every worker's towards the holders, and every holder's.
+
+Holders are servers, or workers that hold shares; a checkpoint calls theirs "servers" either way, so
+that it can be loaded by the other kind.
 
 A worker's residual counts with its share of the mean, 1/n. If the number of workers changes, it
 is distributed again so that the weighted sum over workers does not change.
@@ -7,7 +10,7 @@ is distributed again so that the weighted sum over workers does not change.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from slipstream.runtime.members.member import HUB
 from slipstream.transports.wire import Fetch, Message, State, checksum
 from slipstream.types import Chunk
 
-RESIDUAL = "residual"  # its name as an entry of a state
+RESIDUAL, PUBLISHED = "residual", "published"  # entries of a state: a worker's own, or as a holder
 HEAD = "residual/"
 
 
@@ -33,7 +36,7 @@ class Residuals:
         self, plan: Plan, exchange: RoundChannel, member: Endpoint, limit_s: float
     ) -> None:
         self._plan, self._exchange, self._member, self._limit_s = plan, exchange, member, limit_s
-        self._answers: dict[tuple[str, int], Message[Any]] = {}
+        self._answers: dict[tuple[str, int, str], Message[Any]] = {}  # by sender, chunk and entry
         self._owed = [c for c in plan.chunks if any(m is not None for m in exchange.memories(c))]
         self._published = [
             chunk
@@ -41,6 +44,7 @@ class Residuals:
             if not isinstance(down := plan.routes[chunk.route].down, InPlace)
             and down.init(1, chunk.dtype) is not None
         ]
+        self._held = [c for c in self._published if self._holder(c) == member.name]
         member.on(State, self._on_state)
 
     @property
@@ -54,36 +58,42 @@ class Residuals:
         """Every rank calls it; rank 0 gets all residuals, named by owner and tensor."""
         if not self._member.is_hub:
             for chunk in self._owed:
-                memories = self._exchange.memories(chunk)
-                entries = [(s, RESIDUAL, "float32") for s in range(len(memories))]
-                frames = [memory.tobytes() for memory in memories]
-                self._member.send(HUB, State(chunk.index, entries, checksum(frames)), frames)
+                self._send(HUB, chunk, RESIDUAL, self._exchange.memories(chunk))
+            for chunk in self._held:
+                self._send(HUB, chunk, PUBLISHED, self._exchange.held_memories(chunk))
             return {}
         for chunk in self._published:
-            self._member.send(self._server(chunk), Fetch(chunk.index))
+            if rank_of(self._holder(chunk)) < 0:
+                self._member.send(self._holder(chunk), Fetch(chunk.index))
         self._member.wait_until(
             lambda: not self._awaited(),
             what="everybody's residuals",
             limit_s=self._limit_s,
-            missing=lambda: sorted({name for name, _ in self._awaited()}),
+            missing=lambda: sorted({name for name, *_ in self._awaited()}),
         )
         found: dict[str, torch.Tensor] = {}
         for chunk in self._owed:
             self._collect(found, f"{HEAD}0/", chunk, self._exchange.memories(chunk))
-        for (name, index), message in self._answers.items():
-            whose = f"{HEAD}{rank_of(name)}/" if rank_of(name) >= 0 else f"{HEAD}servers/"
+        for chunk in self._held:
+            self._collect(found, f"{HEAD}servers/", chunk, self._exchange.held_memories(chunk))
+        for (name, index, entry), message in self._answers.items():
+            own = rank_of(name) >= 0 and entry == RESIDUAL
+            whose = f"{HEAD}{rank_of(name)}/" if own else f"{HEAD}servers/"
             parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
             self._collect(found, whose, self._plan.chunks[index], parts)
         self._answers.clear()
         return found
 
-    def _awaited(self) -> set[tuple[str, int]]:
-        """Senders and chunks of answers that have not arrived; a lost worker's residuals are
-        lost."""
-        wanted = {(self._server(c), c.index) for c in self._published}
+    def _awaited(self) -> set[tuple[str, int, str]]:
+        """Whose answers of which chunks have not come; what a lost worker owed is lost with it."""
+        wanted = {
+            (holder, c.index, RESIDUAL if rank_of(holder) < 0 else PUBLISHED)
+            for c in self._published
+            if (holder := self._holder(c)) != self._member.name
+        }
         for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
             if name not in self._member.lost:
-                wanted |= {(name, chunk.index) for chunk in self._owed}
+                wanted |= {(name, chunk.index, RESIDUAL) for chunk in self._owed}
         return wanted - self._answers.keys()
 
     def _collect(
@@ -117,22 +127,30 @@ class Residuals:
                     if (owed := named.get(f"{old}/{name}")) is not None:
                         part = owed.reshape(-1)[segment.start : segment.stop]
                         memory += (part * (now / before)).numpy()
+        for chunk in self._held:
+            parts = self._of_holder(chunk, named)
+            for memory, part in zip(self._exchange.held_memories(chunk), parts, strict=True):
+                memory[:] = part
         if self._member.is_hub:
             for chunk in self._published:
-                self._tell_server(chunk, named)
+                if rank_of(self._holder(chunk)) < 0:
+                    self._send(self._holder(chunk), chunk, RESIDUAL, self._of_holder(chunk, named))
 
-    def _tell_server(self, chunk: Chunk, named: Mapping[str, torch.Tensor]) -> None:
-        entries, frames = [], []
-        for s, segment in enumerate(chunk.segments):
+    def _of_holder(self, chunk: Chunk, named: Mapping[str, torch.Tensor]) -> list[Any]:
+        """By segment: what the chunk's holder had not sent of its results."""
+        parts = []
+        for segment in chunk.segments:
             spec = self._plan.specs[segment.tensor]
             owed = named.get(f"servers/{spec.name}", torch.zeros(spec.numel)).reshape(-1)
-            entries.append((s, RESIDUAL, "float32"))
-            frames.append(owed[segment.start : segment.stop].numpy().tobytes())
-        self._member.send(
-            self._server(chunk), State(chunk.index, entries, checksum(frames)), frames
-        )
+            parts.append(owed[segment.start : segment.stop].numpy())
+        return parts
 
-    def _server(self, chunk: Chunk) -> str:
+    def _send(self, peer: str, chunk: Chunk, entry: str, memories: Sequence[Any]) -> None:
+        entries = [(s, entry, "float32") for s in range(len(memories))]
+        frames = [memory.tobytes() for memory in memories]
+        self._member.send(peer, State(chunk.index, entries, checksum(frames)), frames)
+
+    def _holder(self, chunk: Chunk) -> str:
         return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
 
     def _on_state(self, message: Message[State]) -> None:
@@ -141,10 +159,12 @@ class Residuals:
             raise FrameRefused(f"there is no chunk {body.chunk}")
         chunk = self._plan.chunks[body.chunk]
         sizes = [4 * segment.numel for segment in chunk.segments]
-        known = rank_of(message.sender) >= 0 or message.sender == self._server(chunk)
+        entry = body.entries[0][1] if body.entries else ""
+        is_holder = message.sender == self._holder(chunk)
+        known = is_holder or (rank_of(message.sender) >= 0 and entry == RESIDUAL)
         if not known or [memoryview(frame).nbytes for frame in message.frames] != sizes:
             raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
         if checksum(message.frames) != body.crc:
             raise FrameRefused(f"checksum of chunk {body.chunk}'s residuals does not match")
         with self._member.updating():
-            self._answers[message.sender, body.chunk] = message
+            self._answers[message.sender, body.chunk, entry] = message

@@ -17,14 +17,18 @@ from slipstream.codecs.matrices import (
     Wanted,
     frame_sizes,
     frames_taken,
+    matrix_nbytes,
+    quantize,
     to_frames,
 )
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Layer, Spec, Values
 
 LINEAR = Layer("fc", "factors", outputs=3, inputs=5, weight=0, bias=1, dtype="float32")
 TABLE = Layer("words", "rows", outputs=7, inputs=5, weight=0, bias=None, dtype="float32")
 WIRES: list[Any] = ["own", "bfloat16", "float32"]
+FEW: list[Any] = ["int8", "int4"]
 COUNTS = st.integers(0, 40)
 PRECISIONS = st.sampled_from(sorted(ITEM_BYTES))
 
@@ -255,6 +259,102 @@ def test_ids_and_values_are_stacked_in_the_order_given() -> None:
     np.testing.assert_array_equal(stacked.reshape(-1, 5), np.concatenate(values))
 
 
+# ---- few bits
+
+
+def quantized(values: np.ndarray, wire: str, seed: int) -> list[bytes]:
+    data = np.empty(matrix_nbytes(values.size, wire), np.uint8)
+    quantize(data, np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8), wire, seed)
+    return [bytes(memoryview(f)) for f in to_frames(Matrix(len(values), data, wire))]
+
+
+@given(numel=st.integers(0, 5000), wire=st.sampled_from(FEW))
+def test_sizes_are_those_of_the_kernels(numel: int, wire: str) -> None:
+    assert matrix_nbytes(numel, wire) == FEW_BITS[wire].nbytes(numel)
+
+
+@pytest.mark.parametrize(("wire", "step"), [("int8", 1 / 127), ("int4", 1 / 7)])
+def test_values_of_few_bits_arrive_within_a_step(wire: Any, step: float) -> None:
+    numbers, math = np.random.default_rng(1), Recorder()
+    xs = [numbers.normal(size=(n, 5)) for n in (3, 0, 90)]
+    dys = [numbers.normal(size=(n, 3)) for n in (3, 0, 90)]
+    codec, pairs = Factors(wire), list(zip(xs, dys, strict=True))
+    given_ = [quantized(x, wire, 1) + quantized(dy, wire, 2) for x, dy in pairs]
+    for frames in given_:
+        codec.examine(frames, LINEAR)
+    codec.combine(given_, LINEAR, math, Scratch(), divisor=2)
+    ((_, dy, x, rows, _),) = math.asked
+    assert rows == 93
+    for got, sent in ((x, xs), (dy, dys)):
+        wanted = np.concatenate(sent).reshape(-1)
+        assert 0 < np.abs(got - wanted).max() <= step * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("wire", FEW)
+def test_the_expected_product_is_the_exact_one(wire: Any) -> None:
+    """The mean over many draws comes as near as independent draws do, and no two are equal."""
+    numbers, codec, layer, draws = np.random.default_rng(2), Factors(wire), LINEAR, 4000
+    x, dy = numbers.normal(size=(4, 5)), numbers.normal(size=(4, 3))
+    total, squares, seen = np.zeros((3, 5)), np.zeros((3, 5)), set()
+    for draw in range(draws):
+        math = Recorder()
+        seeds = [codec.chance(draw % 4, draw // 4, 7, place) for place in (0, 1)]
+        seen.update(seeds)
+        frames = quantized(x, wire, seeds[0]) + quantized(dy, wire, seeds[1])
+        codec.combine([frames], layer, math, Scratch(), divisor=1)
+        ((_, second, first, _, _),) = math.asked
+        product = second.reshape(4, 3).T.astype(np.float64) @ first.reshape(4, 5) - dy.T @ x
+        total, squares = total + product, squares + product**2
+    assert len(seen) == 2 * draws
+    mean, deviation = total / draws, np.sqrt(squares / draws)
+    assert deviation.max() > 0
+    assert (np.abs(mean) <= 5 * deviation / np.sqrt(draws) + 1e-4).all()
+
+
+def test_chance_differs_by_worker_step_layer_and_matrix_and_can_be_repeated() -> None:
+    places = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    drawn = [Factors("int8").chance(*place) for place in places]
+    assert len(set(drawn)) == len(places)
+    assert drawn == [Factors("int8").chance(*place) for place in places]
+    assert drawn[0] != Factors("int8", seed=1).chance(*places[0])
+
+
+@pytest.mark.parametrize("wire", FEW)
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_visible(wire: Any, odd: float) -> None:
+    math, values = Recorder(), np.ones((2, 5), np.float32)
+    values[1, 2] = odd
+    frames = quantized(values, wire, 0) + quantized(np.ones((2, 3)), wire, 1)
+    Factors(wire).combine([frames], LINEAR, math, Scratch(), divisor=1)
+    ((_, _, x, _, _),) = math.asked
+    np.testing.assert_array_equal(x.reshape(2, 5)[1, 2], odd)
+    assert np.isfinite(np.delete(x, 7)).all()
+
+
+@pytest.mark.parametrize("wire", FEW)
+def test_few_bits_that_are_cut_are_refused(wire: Any) -> None:
+    frames = quantized(np.ones((2, 5)), wire, 0) + quantized(np.ones((2, 3)), wire, 1)
+    Factors(wire).examine(frames, LINEAR)
+    for broken in (
+        [frames[0], frames[1][:-1], *frames[2:]],
+        [HEADER.pack(2**63, DTYPES.index(wire)), *frames[1:]],
+        frames[:-1],
+    ):
+        with pytest.raises(FrameRefused):
+            Factors(wire).examine(broken, LINEAR)
+
+
+def test_few_bits_are_of_short_floats_too_but_not_of_ids_or_float64() -> None:
+    assert Factors("int8").wire_dtype("bfloat16", 0) == "int8"
+    assert Factors("int8").wire_dtype("float64", 1) == "float64"
+    assert Rows("int4").wire_dtype("int64", 0) == "int64"
+    assert Rows("int4").wire_dtype("float32", 1) == "int4"
+    assert Factors("int8").item_bytes(LINEAR) == 1 + 4 / 256
+    assert Factors("int4").item_bytes(LINEAR) == 0.5 + 4 / 128
+    assert [Factors(wire).name for wire in FEW] == ["factors-int8", "factors-int4"]
+    assert all(Rows(wire).lossy for wire in FEW)
+
+
 # ---- recipes
 
 
@@ -278,10 +378,16 @@ def test_names_and_facts() -> None:
 
 
 @pytest.mark.parametrize("codec", [Factors, Rows])
-@pytest.mark.parametrize("wire", ["float16", "int8", "", None])
+@pytest.mark.parametrize("wire", ["float16", "int3", "", None])
 def test_other_wires_are_refused(codec: Any, wire: Any) -> None:
-    with pytest.raises(ConfigError, match="wire="):
+    with pytest.raises(ConfigError, match=r"wire=.* choose one of own, .*, int8, int4"):
         codec(wire)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 0.5, True])
+def test_other_seeds_are_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match=r"seed=.* from 0 to 2\*\*32 - 1"):
+        Factors("int8", seed)
 
 
 def test_what_has_no_compact_form_is_refused_with_the_way_out() -> None:

@@ -1,6 +1,8 @@
 """Chunks must hold every element exactly once, whatever the tensors are like."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import HUGE_SHAPES, SHAPES, spec_lists, vector
 
-from slipstream.planning.layout import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Group, Layout, lay_out
+from slipstream.planning import layout as planning
+from slipstream.planning.layout import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Group, Layout
 from slipstream.types import ITEM_BYTES, Chunk, Spec
 
 CHUNK_SIZES = st.sampled_from([8, 12, 13, 100, 4096, 4097, 10_000, 1 << 16, CHUNK_BYTES])
+
+
+def lay_out(
+    specs: Sequence[Spec], groups: Sequence[Group], *, shares: int, chunk_bytes: int = CHUNK_BYTES
+) -> Layout:
+    """All groups for the same number of holders."""
+    shared = {group: replace(group, shares=shares) for group in groups}
+    return planning.lay_out(specs, [shared[g] for g in groups], chunk_bytes=chunk_bytes)
 
 
 @st.composite

@@ -4,14 +4,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.compat import check
 from slipstream.errors import ConfigError
 from slipstream.planning.choosing import ByTime, Ways
 from slipstream.planning.costs import LayerShape
-from slipstream.routes import Route
+from slipstream.routes import Cheapest, Large, Route, Rule, dense_only
 from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
-from slipstream.systems.poseidon import COLLECTIVE, SHARDS
+from slipstream.systems.poseidon import COLLECTIVE, SHARDS, SHARES
+from slipstream.topologies import PeerSharded, Sharded
 from slipstream.types import Cluster, Spec
 from slipstream.updates import Update, User
 
@@ -25,7 +27,7 @@ SPECS = [
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"choose": "luck"}, "choose='luck'"), ({"wire": "int8"}, "wire='int8'")],
+    [({"choose": "luck"}, "choose='luck'"), ({"wire": "int3"}, "wire='int3': .*int8, int4")],
 )
 def test_what_there_is_no_such_thing_as(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -65,6 +67,53 @@ def test_dense_roads() -> None:
     assert road(by_time, Cluster(4, 4)) == COLLECTIVE
     assert road(by_time, Cluster(4, 2, dedicated=True)) == COLLECTIVE
     assert road(by_time, Cluster(4, 4, dedicated=True)) == SHARDS
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_dense_roads_in_few_bits(wire: Any) -> None:
+    """Workers that hold shares take the place of collectives; small tensors stay as they are."""
+    large = Spec("conv.weight", (64, 64), "float32", 0)
+    shares = Route(PeerSharded(), up=FEW_BITS[wire], down=FEW_BITS[wire])
+    shards = Route(Sharded(), up=FEW_BITS[wire], down=FEW_BITS[wire])
+    by_bytes, by_time = poseidon(choose="bytes", wire=wire), poseidon(rate="10gbit", wire=wire)
+    enough = Cluster(4, 4, dedicated=True)
+    for strategy, cluster, wanted in (
+        (by_time, Cluster(4), (shares, SHARES)),
+        (by_time, enough, (shards, SHARDS)),
+        (by_bytes, Cluster(4, 4), (shards, SHARDS)),
+    ):
+        chosen = [strategy.routes.candidates(spec, cluster)[-1] for spec in (large, SPECS[0])]
+        assert tuple(chosen) == wanted
+    assert not by_time.needs_servers([large, *SPECS], Cluster(4))
+    assert Strategy.from_json(by_time.to_json()) == by_time
+    assert [r.up.form for r in dense_only(by_time.routes).routes()] == ["dense"] * 5
+
+
+def test_a_rule_keeps_a_route_to_tensors_that_fit_unless_it_is_given_to_all() -> None:
+    ruled = Rule(Large(1024), SHARES)
+    small, cluster = SPECS[0], Cluster(4)
+    assert Cheapest((ruled, COLLECTIVE)).candidates(small, cluster) == (COLLECTIVE,)
+    assert Cheapest((ruled, SHARES, COLLECTIVE)).candidates(small, cluster) == (SHARES,)
+    with pytest.raises(ConfigError, match="needs a dense route"):
+        Cheapest((ruled,))
+
+
+def test_few_bits_are_counted_by_the_rules() -> None:
+    large = [
+        Spec("fc.weight", (1024, 1024), "float32", 1, layer="fc", form="factors"),
+        Spec("fc.bias", (1024,), "float32", 2, layer="fc", form="factors"),
+    ]
+    for choose in ("bytes", "time"):
+        moved = []
+        for wire in ("own", "int8", "int4"):
+            strategy = poseidon(choose=choose, wire=wire, rate="1mbit")  # type: ignore[arg-type]
+            plan = strategy.plan(large, Cluster(4, 4))
+            few, many = (plan.verdicts(rows, None)["fc"] for rows in (16, 4096))
+            assert (few.compact, many.compact) == (True, False)
+            moved.append((few.link_bytes, many.link_bytes))
+        for few_bits, part in zip(moved[1:], (1 / 4, 1 / 8), strict=True):
+            for taken, own in zip(few_bits, moved[0], strict=True):
+                assert part < taken / own < 1.07 * part
 
 
 def test_chunks_do_not_mix_layers() -> None:

@@ -6,6 +6,7 @@ from slipstream.codecs import Dense, Quantized
 from slipstream.compat import check
 from slipstream.errors import ConfigError
 from slipstream.systems import parse
+from slipstream.topologies import PeerSharded
 from slipstream.types import Cluster, Spec
 
 SPECS = (
@@ -14,7 +15,11 @@ SPECS = (
     Spec("half.weight", (64, 32), "bfloat16", 2),
     Spec("norm.mean", (2048,), "float32", 3, role="buffer"),
 )
-SYSTEMS = ("push_pull", "all_to_all", "backup_workers", "bounded_staleness", "async_sgd")
+SYSTEMS = (
+    "push_pull", "allreduce", "all_to_all", "poseidon", "backup_workers", "bounded_staleness",
+    "async_sgd",
+)  # fmt: skip
+BETWEEN_WORKERS = ("allreduce", "all_to_all", "poseidon")
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
@@ -22,7 +27,7 @@ SYSTEMS = ("push_pull", "all_to_all", "backup_workers", "bounded_staleness", "as
 def test_large_fp32_parameters_are_quantised_and_nothing_else(system: str, wire: str) -> None:
     strategy = parse(f"{system}(wire={wire!r})")
     check(strategy)
-    plan = strategy.plan(SPECS, Cluster(3, servers=0 if system == "all_to_all" else 1))
+    plan = strategy.plan(SPECS, Cluster(3, servers=0 if system in BETWEEN_WORKERS else 1))
     ups = [plan.routes[route].up for route in plan.route_of]
     assert isinstance(ups[0], Quantized)
     assert ups[0].name == wire
@@ -36,16 +41,18 @@ def test_gradients_come_back_quantised_and_weights_do_not() -> None:
     assert rule.route.down == Dense()
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("push_pull(wire='int3')", "choose one of own, .*int8, int4"),
-        ("allreduce(wire='int8')", r"collectives sum plain values; use push_pull\(wire='int8'\)"),
-    ],
-)
-def test_a_form_that_cannot_be_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        parse(text)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_form_that_cannot_be_is_refused(system: str) -> None:
+    with pytest.raises(ConfigError, match=r"wire='int3': choose one of own, .*int8, int4"):
+        parse(f"{system}(wire='int3')")
+
+
+def test_all_reduce_in_few_bits_needs_no_servers_and_comes_back_in_few_bits() -> None:
+    strategy = parse("allreduce(wire='int4')")
+    assert not strategy.needs_servers(SPECS, Cluster(3))
+    routes = strategy.plan(SPECS, Cluster(3)).routes
+    assert {type(route.topology) for route in routes} == {PeerSharded}
+    assert [route.down for route in routes] == [route.up for route in routes]
 
 
 @pytest.mark.parametrize(

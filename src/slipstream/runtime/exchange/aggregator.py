@@ -172,6 +172,13 @@ class Aggregator:
             raise FrameRefused(f"chunk {chunk} is not held here")
         return kept_values(self._published[unit].residuals[part])
 
+    def forget_residuals(self) -> None:
+        """Other weights were loaded: what was not sent belongs to those before."""
+        for held in self._published.values():
+            for residual in (residual for part in held.residuals for residual in part):
+                if residual is not None:
+                    residual.clear()
+
     def round(self, unit: Unit) -> int:
         """How many rounds of a unit have closed."""
         return self.collector.round(unit.index)

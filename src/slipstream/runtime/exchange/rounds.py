@@ -78,6 +78,7 @@ class RoundChannel:
         self._buffers = SendBuffers()
         self._forwarding = self._sender.forwarding
         self._aggregator = Aggregator(rank, plan, PublishMean())
+        self._aggregator.congested = lambda: self.congested()
         self._collector = self._aggregator.collector
         member.on(Publish, self._on_publish)
         member.on(Push, self._on_push)
@@ -91,12 +92,17 @@ class RoundChannel:
             return [None] * len(chunk.segments)
         return kept_values(state.residuals)
 
+    def held_memories(self, chunk: Chunk) -> Sequence[Any]:
+        """What this worker has not sent of the results of a chunk that it holds for all workers."""
+        return self._aggregator.memories(chunk.index)
+
     def forget_residuals(self) -> None:
         """Other weights were loaded: the residuals belong to the weights before."""
         for state in self._states.values():
             for residual in state.residuals:
                 if residual is not None:
                     residual.clear()
+        self._aggregator.forget_residuals()
 
     # ---- contributing (the training thread)
 
