@@ -279,8 +279,8 @@ RULES = (
         facts("outer gradients are sent", "rounds of the first N"),
         "which workers make a round is decided for the whole model, and a late worker continues "
         "from the new outer weights",
-        "use LocalSteps() without fragments= and overlap_steps=, or All()",
-        any_of=facts("in fragments", "merged later"),
+        "use LocalSteps() without fragments=, overlap_steps= and mix=, or All()",
+        any_of=facts("in fragments", "merged later", "keeps own weights in part"),
     ),
     Rule(
         facts("keeps own weights in part", "down: error feedback"),

@@ -229,8 +229,8 @@ class Job:
     def flush(self) -> None:
         """Wait until every worker has all updates of all workers; every rank must call it.
 
-        In partial exchange (``ako``) all workers then have the same weights, bit for bit.
-        Elsewhere it is ``wait``.
+        In partial exchange (``ako``) all workers then have the same weights, bit for bit; with
+        ``diloco`` the mean of their weights. Elsewhere it is ``wait``.
         """
         self._training.flush()
 

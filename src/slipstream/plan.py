@@ -68,6 +68,7 @@ class Plan:
         specs = [considered(spec, policy, cluster, whole) for spec in specs]
         given = [policy.candidates(spec, cluster) for spec in specs]
         for spec, candidates in zip(specs, given, strict=True):
+            check_dropped(strategy, spec, candidates[-1])
             if trouble := candidates[-1].obstacle(spec):
                 raise IncompatibleRoute(
                     f"{spec.name!r} cannot travel {candidates[-1].scheme}: {trouble}"
@@ -286,6 +287,21 @@ def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[s
     if any(route.up.form != "dense" for route in policy.routes()):
         obstacle = spec.obstacle or ("named in dense" if spec.layer else "")
     return replace(spec, layer="", form="", obstacle=obstacle)
+
+
+def check_dropped(strategy: Strategy, spec: Spec, route: Route) -> None:
+    """Refuse a parameter of which a late worker's local steps would be lost.
+
+    Raises:
+        IncompatibleRoute: A round may drop its outer gradient, and the route keeps no residual.
+    """
+    local = isinstance(strategy.update.inner, LocalSteps) and spec.role == "parameter"
+    if local and strategy.consistency.agreed and "up: error feedback" not in route.up.facts():
+        raise IncompatibleRoute(
+            f"{spec.name!r} ({spec.dtype}) cannot travel {route.scheme}: a round of the first N "
+            "drops the local steps of late workers unless a residual keeps them, in float32; route "
+            "it to Filter(), train in float32, or use rounds of all workers"
+        )
 
 
 def fragments_of(update: Update, specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -21,10 +22,13 @@ from slipstream.systems import parse
 STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
 
 
-def build(dtype: torch.dtype) -> nn.Module:
+def build(dtype: torch.dtype, kind: str = "plain") -> nn.Module:
     torch.manual_seed(3)
-    layers = nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)
-    return nn.Sequential(*layers).to(dtype)
+    hidden = nn.BatchNorm1d(HIDDEN) if kind == "norm" else nn.Tanh()
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), hidden, nn.Linear(HIDDEN, OUTPUTS)).to(dtype)
+    for parameter in model[0].parameters() if kind == "frozen" else ():
+        parameter.requires_grad = False
+    return model
 
 
 def batch(rank: int, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,6 +49,18 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, of: tuple[int,
     optimizer.zero_grad()
     F.mse_loss(model(inputs), targets).backward()
     optimizer.step()
+
+
+class Breaking:
+    """Makes one step leave weights that are not finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._done = model, False
+
+    def once(self, *_: Any) -> None:
+        if not self._done:
+            self._done = True
+            next(self._model.parameters()).data.fill_(math.nan)
 
 
 class Moves:
@@ -69,22 +85,32 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
     start_servers_by_fork()
     dtype = getattr(torch, dtype_name)
     wanted = json.loads(options)
-    begun = weights(model := build(dtype))
+    begun = weights(model := build(dtype, wanted.get("model", "plain")))
     optimizer = inner(model, wanted.get("inner", "SGD"))
     moves = Moves(model, optimizer)  # before distribute, so that its hook runs before a merge
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    nonfinite = wanted.get("nonfinite", "pass")
+    with slipstream.init(start_limit_s=30, wait_limit_s=20, nonfinite=nonfinite) as job:
         model, optimizer = job.distribute(model, optimizer, parse(strategy))
         if (path := wanted.get("load")) is not None:
             job.load(path)
-        for step in job.steps(wanted.get("steps", STEPS)):
+        told: dict[str, Any] = {}
+        if "load" in wanted:
+            with job.outer_weights():
+                told["loaded"] = digest(model)
+        uneven = 2 * job.rank if wanted.get("uneven") else 0
+        for step in job.steps(wanted.get("steps", STEPS) + uneven):
             data = 0 if wanted.get("alike") else job.rank
             if wanted.get("late"):
                 fall_behind(Path(folder), job.rank, step // wanted["late"])
+            if wanted.get("broken") == [job.rank, step]:
+                optimizer.register_step_pre_hook(Breaking(model).once)
             step_once(model, optimizer, (data, step))
             if step + 1 == wanted.get("save_after"):
                 job.save(os.path.join(folder, "saved.safetensors"))
+                with job.outer_weights():
+                    told["saved"] = digest(model)
         job.wait()
-        told: dict[str, Any] = {"own": digest(model), "stats": job.stats()}
+        told |= {"own": digest(model), "stats": job.stats()}
         names = [spec.name for spec in job.plan.specs]
         told["fragments"] = [[names[t] for t in tensors] for tensors in job.plan.fragments]
         if not wanted.get("plain"):

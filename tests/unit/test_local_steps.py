@@ -130,7 +130,7 @@ def composed(**changes: Any) -> Strategy:
                 "consistency": Consistency(FirstOf(2)),
                 "update": Update(LocalSteps(4, 2), Nesterov(at="holder")),
             },
-            "use LocalSteps() without fragments= and overlap_steps=",
+            "use LocalSteps() without fragments=, overlap_steps= and mix=",
         ),
     ],
 )

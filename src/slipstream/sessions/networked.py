@@ -248,12 +248,8 @@ class NetworkedTraining(Training):
                 f"{self._name} has no outer weights: all workers have the same; use diloco() or "
                 "local_sgd() to train between rounds"
             )
-        return self._lent([self._outer(replica) for replica in self.replicas])
-
-    @staticmethod
-    def _outer(replica: Replica) -> dict[str, torch.Tensor]:
-        assert replica.outer is not None
-        return replica.outer.by_name(replica.outer.weights)
+        found = [replica.outer for replica in self.replicas]
+        return self._lent([outer.copies() for outer in found if outer is not None])
 
     def mean_weights(self) -> MeanWeights:
         model = self.pairs[0].model
@@ -276,7 +272,7 @@ class NetworkedTraining(Training):
             return
         if self.own_steps and not self._weights.loads_midway:
             raise ConfigError(f"with {self._name} job.load comes before the first step")
-        self.flush()
+        self._weights.settle()
         occasion = self._calls.name("load")
         with self._calls.watched("job.load"):
             steps = load_job(path, occasion, self.pairs, self.replicas, self.membership)
@@ -376,8 +372,9 @@ class RoundClock:
         return self._step_in(self._replica.open_round())
 
     def _step_in(self, round_: int) -> int:
-        since = (self._replica.synchronizer.step - self.resumed_at) % self._steps_a_round
-        return self.resumed_at + round_ * self._steps_a_round + since
+        per_round = self._steps_a_round
+        begun = self.resumed_at // per_round * per_round  # a checkpoint may be within a round
+        return begun + round_ * per_round + self._replica.synchronizer.step % per_round
 
     def end_step(self, step: int) -> None:
         """Nothing to check: a worker may miss rounds."""

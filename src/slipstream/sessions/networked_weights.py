@@ -6,6 +6,7 @@ This decides how workers get equal weights, who deals batches, and what a checkp
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
+from slipstream.torch.averages import lent
 from slipstream.torch.copying import copy_state
 from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.preparing import distinct_models
@@ -83,6 +85,10 @@ class Weights:
         """Wait until every worker has all updates of all workers."""
         self._parts.wait()
 
+    def settle(self) -> None:
+        """Before a checkpoint replaces all weights: nothing may be under way."""
+        self.flush()
+
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write a checkpoint; every rank must call it."""
         self.flush()
@@ -105,6 +111,17 @@ class LocalWeights(Weights):
             applier = replica.synchronizer.applier
             assert isinstance(applier, OuterUpdates)
             applier.synchronize()
+
+    def settle(self) -> None:
+        self._parts.wait()
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """The outer weights, without the steps since; training goes on as if nothing was saved."""
+        with ExitStack() as stack:
+            for pair, replica in zip(self._parts.pairs, self._parts.replicas, strict=True):
+                assert replica.outer is not None
+                stack.enter_context(lent(pair.model, replica.outer.copies()))
+            self._parts.save(path, facts)
 
     def finish(self) -> None:
         self.flush()

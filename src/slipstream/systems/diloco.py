@@ -1,7 +1,7 @@
 """DiLoCo (Douillard and others, 2023; streaming form 2025): many local steps for one exchange.
 
-- Topology: every worker holds every tensor, its rounds done by collectives; few bits a value, or
-  rounds of the first N, take sharded servers.
+- Topology: every worker holds every tensor, and collectives make the rounds; with few bits per
+  value every worker holds a share, and rounds of the first N use sharded servers.
 - Consistency: outer rounds of all n workers; with ``first=N`` of the first N.
 - What travels: worker i's outer gradient, the distance it has moved in H steps of the user's
   optimizer.
@@ -16,9 +16,12 @@ in a residual, which is taken out of θᵢ when it merges, so that no part of a 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from slipstream.codecs import Above, Dense, Filter
+from slipstream.codecs.filter import Precision
 from slipstream.consistency import All, Consistency, FirstOf
 from slipstream.routes import (
     AnyPolicy,
@@ -33,12 +36,9 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems.allreduce import BUCKET_BYTES
-from slipstream.systems.wires import Wire, routes_for
-from slipstream.topologies import Mesh, Sharded
+from slipstream.systems.wires import Wire, check_wire, in_few_bits, routes_for
+from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.updates import LocalSteps, Nesterov, Update
-
-# Every entry is sent, and what a round has dropped returns to the residual.
-EVERYTHING = Filter(Above(0.0, decay="constant"))
 
 
 def diloco(
@@ -111,14 +111,21 @@ def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -
 
 
 def outer_routes(wire: Wire, first: int | None, *, exact_results: bool) -> AnyPolicy:
-    """Collectives where values are plain and all workers take part; else servers."""
+    """Collectives where values are plain and all workers take part; else links.
+
+    With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
+    drops it.
+    """
+    check_wire(wire, get_args(Wire))
     if first is not None:
-        if wire == "own":
-            route = Route(Sharded(), up=EVERYTHING)
-            return ByTensor((Rule(Large(0), route),), default=Route(Sharded()))
-        return routes_for(wire, Sharded())
+        precision: Precision = "bfloat16" if wire == "bfloat16" else "float32"
+        everything = Route(Sharded(), up=Filter(Above(0.0, decay="constant"), values=precision))
+        rules = [Rule(Large(0), everything)]
+        if wire == "int8" or wire == "int4":
+            rules.insert(0, in_few_bits(wire, Sharded(), back="dense"))
+        return ByTensor(tuple(rules), default=Route(Sharded()))
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, Sharded(), back="dense" if exact_results else "same")
+        return routes_for(wire, PeerSharded(), back="dense" if exact_results else "same")
     dense = Dense(wire)
     reduced = Route(Mesh(), up=dense, down=dense, over=Collective())
     return ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(Mesh())))

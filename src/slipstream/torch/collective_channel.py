@@ -23,6 +23,8 @@ from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
 from slipstream.types import Chunk
 
+STEP_DIGITS = 16  # of the step; workers that differ differ by less than this can tell
+
 
 @dataclass(slots=True, eq=False)
 class Bucket:
@@ -48,13 +50,12 @@ class Bucket:
 
     @property
     def marks(self) -> torch.Tensor:
-        return self.flat[self.chunk.numel : -1]
+        return self.flat[self.chunk.numel : -STEP_DIGITS]
 
     @property
-    def parity(self) -> torch.Tensor:
-        """The step modulo 2, which even the shortest format can sum; workers differ by at most
-        one."""
-        return self.flat[-1]
+    def digits(self) -> torch.Tensor:
+        """The step's last binary digits; even the shortest format can sum each of them."""
+        return self.flat[-STEP_DIGITS:]
 
 
 class CollectiveChannel:
@@ -94,7 +95,7 @@ class CollectiveChannel:
         if not isinstance(codec, Dense):
             raise IncompatibleRoute(f"collectives carry dense values only, not {codec.name}")
         dtype = getattr(torch, codec.wire_dtype(chunk.dtype))
-        size = chunk.numel + len(chunk.segments) + 1
+        size = chunk.numel + len(chunk.segments) + STEP_DIGITS
         flat = torch.zeros(size, dtype=dtype, device=self.collectives.device)
         return Bucket(chunk, flat, len(chunk.segments))
 
@@ -156,7 +157,7 @@ class CollectiveChannel:
                 if bucket.unready:
                     return
                 bucket.step = self.step
-                bucket.parity.fill_(self.step % 2)
+                bucket.digits.copy_(binary(self.step))
                 bucket.work = self.collectives.all_reduce(bucket.flat)
                 self._launched.append(bucket)
                 self._count(bucket)
@@ -209,7 +210,8 @@ class CollectiveChannel:
 
     def _agree_on_step(self, due: Sequence[Bucket]) -> None:
         workers = self.plan.cluster.workers
-        if any(float(bucket.parity) != workers * (bucket.step % 2) for bucket in due):
+        sums = [(bucket.digits.float().cpu(), workers * binary(bucket.step)) for bucket in due]
+        if any(not torch.equal(found, expected) for found, expected in sums):
             raise RuntimeFault(
                 f"workers ran different numbers of backward passes up to step {self.step}: every "
                 "worker must call backward() equally often a step (use job.accumulate() for "
@@ -232,6 +234,11 @@ class CollectiveChannel:
             flat[start : start + numel].copy_(bucket.values(offset, numel))
         if not in_place:
             result.copy_(shaped_as(result, flat))
+
+
+def binary(step: int) -> torch.Tensor:
+    """The last binary digits of a step."""
+    return torch.tensor([float(step >> digit & 1) for digit in range(STEP_DIGITS)])
 
 
 def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:

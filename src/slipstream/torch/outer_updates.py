@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.files.checkpoint_format import OptimizerState
+from slipstream.torch.finite_gradients import before_use
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.kept_state import Held, Named, OwnState
 from slipstream.torch.server_state import ServerState
+from slipstream.torch.staging import as_real, shaped_as
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.updates import LocalSteps, Nesterov
 
@@ -46,14 +49,17 @@ class OuterWeights:
             momenta: v by the parameter's name, as a checkpoint has it.
         """
         self.weights = {i: p.detach().clone() for i, p in self._trained.items()}
-        numbers = {name: i for i, name in self._names.items()}
-        self.momenta = {
-            numbers[name]: v.to(self.weights[numbers[name]]) for name, v in momenta.items()
-        }
+        # A checkpoint may hold more: of layers that are frozen in this job.
+        trained = {name: i for i, name in self._names.items() if name in momenta}
+        self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
 
-    def by_name(self, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The same by the parameter's name."""
-        return {self._names[i]: tensor for i, tensor in tensors.items()}
+    def copies(self) -> dict[str, Tensor]:
+        """θ by the parameter's name, in memory that no update changes."""
+        return {self._names[i]: theta.clone() for i, theta in self.weights.items()}
+
+    def momenta_by_name(self) -> dict[str, Tensor]:
+        """v by the parameter's name."""
+        return {self._names[i]: v for i, v in self.momenta.items()}
 
     def update(self, tensor: int, gradient: Tensor) -> None:
         """Apply the mean outer gradient of a tensor."""
@@ -92,8 +98,11 @@ class OuterUpdates:
         self._servers_apply = synchronizer.plan.update.holder_applies
         self._kept_before: dict[int, Tensor | float] = {}  # when a fragment was sent
         self._under_way: list[int] = []  # fragments, in the order in which they were sent
+        self._alike_after = 0  # the step after which all workers had the outer weights
+        self._begun = False
         self.hooks = [
             optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_pre_hook(before_use(self._examine)),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
@@ -105,12 +114,23 @@ class OuterUpdates:
     def begin_step(self) -> None:
         """What is under way stays so."""
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        gradients = self._synchronizer.gradients
-        gradients.refuse_unknown(optimizer)
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._synchronizer.driver.frozen:
+            raise RuntimeFault(
+                "optimizer.step() within job.outer_weights(), where the model has lent weights: "
+                "train after the block"
+            )
+        if not self._begun and not self._servers_apply:
+            # The loop may have loaded other weights since job.distribute, the same on all ranks.
+            self._outer.begin(self._outer.momenta_by_name())
+        self._begun = True
+        self._synchronizer.gradients.refuse_unknown(optimizer)
+
+    def _examine(self) -> None:
+        """This worker's gradients are complete, and its optimizer is about to use them."""
         self._synchronizer.tap.end()
-        gradients.clear_refused()
-        gradients.clip()
+        self._synchronizer.gradients.clear_refused()
+        self._synchronizer.gradients.clip()
 
     def _after_step(self, *_: Any) -> None:
         made = self._synchronizer.step + 1
@@ -124,8 +144,8 @@ class OuterUpdates:
     # ---- outer rounds
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
-        """Merge what is under way."""
-        while self._under_way:
+        """Merge what is under way; not while the model has lent weights."""
+        while self._under_way and not self._synchronizer.driver.frozen:
             self._merge(self._under_way[0])
 
     @torch.no_grad()
@@ -133,20 +153,27 @@ class OuterUpdates:
         """Give all workers the same weights; every rank calls it after the same step.
 
         They are the mean of the workers' weights: the outer optimizer is for whole rounds. Where
-        servers apply, they are the servers', without what workers did since the last round.
+        servers apply, it is a round like any other.
+
+        Raises:
+            RuntimeFault: The model has lent weights.
         """
+        if self._synchronizer.driver.frozen:
+            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
         self.wait()
-        tensors, outer = self._synchronizer.inventory.tensors, self._outer
-        if self._servers_apply:
-            for tensor, theta in outer.weights.items():
-                tensors[tensor].data.copy_(theta)
+        if self._alike_after == self._synchronizer.step:
             return
+        tensors, outer = self._synchronizer.inventory.tensors, self._outer
         everything = range(len(self._synchronizer.plan.fragments))
         self._send(everything)
         for fragment in everything:
-            for tensor, mean in self._results_of(fragment).items():
-                tensors[tensor].data.copy_(outer.weights[tensor].sub_(mean))
+            for tensor, mean, _ in self._results_of(fragment):
+                theta = outer.weights[tensor]
+                if mean is not None:
+                    theta.copy_(mean) if self._servers_apply else theta.sub_(mean)
+                tensors[tensor].data.copy_(theta)
         self._kept_before.clear()
+        self._alike_after = self._synchronizer.step
 
     @torch.no_grad()
     def _send(self, fragments: Collection[int]) -> None:
@@ -163,36 +190,43 @@ class OuterUpdates:
         for channel in synchronizer.driver.channels:
             channel.skip_round(others)
         synchronizer.flush()
+        synchronizer.driver.exchanged = False  # it was no exchange of this step's gradients
         self._under_way += fragments
 
-    def _results_of(self, fragment: int) -> dict[int, Tensor]:
-        """Wait for a fragment's results, by parameter; some have none if no worker's counts."""
+    def _results_of(self, fragment: int) -> Iterator[tuple[int, Tensor | None, bool]]:
+        """Wait for a fragment's results.
+
+        Yields:
+            A parameter's number, its result, and whether this worker's outer gradient counted. If
+            no worker's counted, since none was finite, there is no result.
+        """
         self._under_way.remove(fragment)
         tensors, slots = self._synchronizer.plan.fragments[fragment], self._synchronizer.slots
         self._synchronizer.driver.wait(tensors)
-        found = {}
         for tensor in sorted(self._outer.weights.keys() & set(tensors)):
             result, slots.results[tensor] = slots.results[tensor], None
+            counted = slots.contributions[tensor] is not None
             slots.contributions[tensor] = None
-            if result is not None:
-                found[tensor] = result
-        return found
+            yield tensor, result, counted
 
     @torch.no_grad()
     def _merge(self, fragment: int) -> None:
         """Update a fragment's outer weights, and go on from these."""
         mix = self._local.mix
-        for tensor, result in self._results_of(fragment).items():
+        for tensor, result, counted in self._results_of(fragment):
             theta = self._outer.weights[tensor]
-            theta.copy_(result) if self._servers_apply else self._outer.update(tensor, result)
+            if result is not None:
+                theta.copy_(result) if self._servers_apply else self._outer.update(tensor, result)
             own = self._synchronizer.inventory.tensors[tensor].data
-            if mix:
+            if mix and counted:
                 # What this round has kept back counts later, so it must not stay in the weights,
                 # too; what earlier rounds had kept back was sent, and is not in them yet.
                 own += self._kept_back(tensor) - self._kept_before.pop(tensor)
                 own.lerp_(theta, 1.0 - mix)
             else:
                 own.copy_(theta)
+        if not (mix or self._local.fragments > 1 or self._local.overlap_steps):
+            self._alike_after = self._synchronizer.step + 1
 
     def _kept_back(self, tensor: int) -> Tensor | float:
         """The part of this worker's outer gradient that its codec has not sent yet."""
@@ -211,7 +245,9 @@ def residual_of(
             if segment.tensor == tensor and values is not None:
                 whole = torch.zeros(plan.specs[tensor].numel) if whole is None else whole
                 whole[segment.start : segment.stop] = torch.from_numpy(values)
-    return 0.0 if whole is None else whole.to(like[tensor]).view_as(like[tensor])
+    if whole is None:
+        return 0.0
+    return shaped_as(like[tensor], whole.to(as_real(like[tensor])))
 
 
 class OuterState:
@@ -228,7 +264,7 @@ class OuterState:
     def fetch(self) -> Held:
         held = self._own.fetch()
         if self._servers is None:
-            held.momenta = self._outer.by_name(self._outer.momenta)
+            held.momenta = self._outer.momenta_by_name()
             return held
         at_servers = self._servers.fetch()
         held.weights, held.round = at_servers.weights, at_servers.round

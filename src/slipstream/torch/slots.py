@@ -83,6 +83,7 @@ class LiveTensors:
         steps_travel = plan.runs_ahead and plan.update.inner.travels == "steps"
         self.contributions: GradientPlaces = list(apart) if steps_travel or trains_locally else own
         self.results: GradientPlaces = apart if plan.runs_ahead or trains_locally else own
+        self._copies_buffers = trains_locally
         self._weights_replace = plan.update.holder_applies and not trains_locally
         self._fetched: dict[int, torch.Tensor] = {}
         self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
@@ -116,7 +117,10 @@ class LiveTensors:
                 gradient = gradient.to_dense()
             return gradient
         live = self._live(tensor)
-        return None if torch.equal(live, self._known[tensor]) else live.detach()
+        if torch.equal(live, self._known[tensor]):
+            return None
+        # Where results are merged later, the next forward changes the buffer while it is sent.
+        return live.detach().clone() if self._copies_buffers else live.detach()
 
     def source(self, tensor: int) -> Values | None:
         """This worker's contribution, in host memory; None if it has none that counts.

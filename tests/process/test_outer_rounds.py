@@ -150,7 +150,7 @@ def test_what_waits_in_a_residual_is_not_kept_in_the_weights_too(run: Run) -> No
     is kept; unless what a codec has not sent yet counts twice."""
     route, outer = Route(Sharded(), up=Quantized(4, block=64)), Nesterov(lr=1.0, momentum=0.0)
     first, second = (
-        run(composed(route, Update(LocalSteps(3, mix=mix), outer)), "float32", alike=True)
+        run(composed(route, Update(LocalSteps(3, mix=mix), outer)), "float32", alike=True, steps=11)
         for mix in (0.0, 0.75)
     )
     moved = vector(first[0]["weights"]) - vector(first[0]["begun"])
@@ -167,10 +167,70 @@ def test_what_a_late_worker_did_counts_in_a_later_round(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["diloco(every=4)", STREAMED, "diloco(every=3, first=3)", "local_sgd(every=5)"]
+    "strategy", ["diloco(every=4)", "diloco(every=4, first=3)", "local_sgd(every=4)"]
 )
 def test_a_checkpoint_continues_as_the_run_did(strategy: str, run: Run, tmp_path: Path) -> None:
     dtype = "float32" if "first" in strategy else "float64"
-    whole = run(strategy, dtype, save_after=6)
+    plain = run(strategy, dtype)
+    whole = run(strategy, dtype, save_after=8)
+    assert whole[0]["digest"] == plain[0]["digest"], "saving changes nothing"
     resumed = run(strategy, dtype, load=str(tmp_path / "saved.safetensors"))
     assert {each["digest"] for each in resumed} == {whole[0]["digest"]}
+
+
+@pytest.mark.parametrize("strategy", [STREAMED, "diloco(every=5, wire='int8')"])
+def test_within_a_round_a_checkpoint_has_the_outer_weights(
+    strategy: str, run: Run, tmp_path: Path
+) -> None:
+    dtype = "float32" if "int8" in strategy else "float64"
+    plain = run(strategy, dtype)
+    whole = run(strategy, dtype, save_after=6)
+    assert whole[0]["digest"] == plain[0]["digest"], "saving changes nothing"
+    resumed = run(strategy, dtype, load=str(tmp_path / "saved.safetensors"))
+    assert {each["loaded"] for each in resumed} == {whole[0]["saved"]}
+    assert len({each["digest"] for each in resumed}) == 1
+
+
+def test_a_checkpoint_within_a_round_keeps_the_count_of_steps(run: Run, tmp_path: Path) -> None:
+    run("diloco(every=5)", "float32", save_after=7)
+    told = run("diloco(every=3, first=2)", "float32", load=str(tmp_path / "saved.safetensors"))
+    assert len({each["digest"] for each in told}) == 1
+    assert all(each["stats"]["steps"] >= STEPS for each in told)
+
+
+def test_a_checkpoint_loads_where_layers_are_frozen(run: Run, tmp_path: Path) -> None:
+    run("diloco(every=3)", save_after=6)
+    # Its optimizer has no state; that of the frozen layer would not fit.
+    told = run("diloco(every=3)", load=str(tmp_path / "saved.safetensors"), model="frozen")
+    assert len({each["digest"] for each in told}) == 1
+
+
+@pytest.mark.parametrize("strategy", [STREAMED, "diloco(every=3, wire='int8')"])
+def test_buffers_change_while_they_are_sent(strategy: str, run: Run) -> None:
+    told = run(strategy, "float32", model="norm")
+    assert len({each["digest"] for each in told}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["diloco(every=4, overlap_steps=1)", "diloco(every=3)"])
+def test_a_worker_whose_weights_broke_takes_the_outer_ones(strategy: str, run: Run) -> None:
+    told = run(strategy, nonfinite="refuse", broken=[1, 1])
+    assert len({each["digest"] for each in told}) == 1
+    assert all(vector(each["weights"]).isfinite().all() for each in told)
+
+
+def test_several_models_synchronise_and_train_on(fork_server: ForkServer, tmp_path: Path) -> None:
+    run = fork_server.run(Path(__file__).with_name("local_pairs_worker.py"), str(tmp_path), ranks=2)
+    assert set(run.codes.values()) == {0}, run.told()
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    assert told[0]["flushed"] != told[0]["ended"]
+
+
+def test_workers_that_make_different_numbers_of_steps_are_told_so(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    options = json.dumps({"uneven": True})
+    arguments = "diloco(every=10)", str(tmp_path), "float64", options
+    run = fork_server.run(WORKER, *arguments, ranks=RANKS)
+    assert 0 not in set(run.codes.values())
+    assert "workers ran different numbers of backward passes" in run.told()
