@@ -9,6 +9,7 @@ from slipstream.codecs import Drop as Drop
 from slipstream.codecs import Factors as Factors
 from slipstream.codecs import Filter as Filter
 from slipstream.codecs import InPlace as InPlace
+from slipstream.codecs import LowRank as LowRank
 from slipstream.codecs import OneBit as OneBit
 from slipstream.codecs import Quantized as Quantized
 from slipstream.codecs import Rotate as Rotate

@@ -19,16 +19,20 @@ Fact = Literal[
     "over a collective",
     "in shared memory",
     # Codecs, on the way up and on the way down. Error feedback: what is not sent is kept, and
-    # added to the next gradient. Partial exchange: partitions of updates, in turns (Ako).
+    # added to the next gradient. Partial exchange: partitions of updates, in turns (Ako). Agreed
+    # basis: frames can be read only with what all have learned in earlier rounds.
     "up: dense",
     "up: compact form",
     "up: lossy",
     "up: error feedback",
     "up: shorter values",
     "up: partial exchange",
+    "up: agreed basis",
     "down: lossy",
     "down: error feedback",
     "down: partial exchange",
+    "down: agreed basis",
+    "down: as up",
     "down: nothing is sent",
     # Consistency.
     "rounds of all workers",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from slipstream.codecs import Filter, Rotate
@@ -75,7 +76,7 @@ class Plan:
         routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
         route_of = [routes.index(candidates[-1]) for candidates in given]
         groups = [
-            Group(r, s.dtype, s.role, splits(routes[r]), s.layer)
+            Group(r, s.dtype, s.role, s.layer or ("" if routes[r].up.splits else s.name))
             for s, r in zip(specs, route_of, strict=True)
         ]
         chunk_bytes = strategy.chunk_bytes
@@ -258,18 +259,15 @@ def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[s
     return replace(spec, layer="", form="", obstacle=obstacle)
 
 
-def splits(route: Route) -> bool:
-    return route.up.splits and route.down.splits
-
-
 def units_of(
     specs: Sequence[Spec], routes: Sequence[Route], layout: Layout, compact: Mapping[str, int]
 ) -> tuple[Unit, ...]:
-    """A unit for every chunk that travels dense, and one for every layer that may not."""
+    """A unit for every chunk that travels dense (or for all of a tensor's, where its contributions
+    are not cut), and one for every layer that may not."""
     units: list[Unit] = []
-    for chunk in layout.chunks:
-        if routes[chunk.route].up.form == "dense":
-            units.append(Unit(len(units), chunk.route, (chunk,)))
+    dense = [chunk for chunk in layout.chunks if routes[chunk.route].up.form == "dense"]
+    for (route, _), chunks in groupby(dense, lambda c: (c.route, together(c, routes[c.route]))):
+        units.append(Unit(len(units), route, tuple(chunks)))
     for layer in layers_of(specs):
         route = compact[layer.name]
         own = tuple(
@@ -277,6 +275,13 @@ def units_of(
         )
         units.append(Unit(len(units), route, own, layer))
     return tuple(units)
+
+
+def together(chunk: Chunk, route: Route) -> tuple[str, int]:
+    """Equal for chunks that one contribution is to."""
+    if route.up.splits:
+        return "chunk", chunk.index
+    return "tensor", chunk.segments[0].tensor
 
 
 def places_of(units: Sequence[Unit], chunks: int) -> tuple[tuple[int, int], ...]:

@@ -92,7 +92,8 @@ class Route(Part, frozen=True):
 
     Args:
         topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``.
-        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Filter``, ``Factors``, ``Rows``.
+        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
+            ``Filter``, ``Factors``, ``Rows``.
         down: How results are encoded; ``InPlace`` if they need not be sent.
         over: ``Links``, ``Collective`` or ``SharedMemory``.
 
@@ -122,6 +123,10 @@ class Route(Part, frozen=True):
             known |= facts("down: error feedback")
         if "up: partial exchange" in self.down.facts():
             known |= facts("down: partial exchange")
+        if "up: agreed basis" in self.down.facts():
+            known |= facts("down: agreed basis")
+        if self.down == self.up:
+            known |= facts("down: as up")
         # A codec's facts are about the way up; InPlace, which is for the way down, has its own.
         return known | self.down.facts() if isinstance(self.down, InPlace) else known
 

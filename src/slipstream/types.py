@@ -121,7 +121,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one ledger counts: a chunk, or all tensors of a layer (weight and bias share dY).
+    """What one ledger counts: a chunk, all chunks of a tensor whose contributions are not cut, or
+    all tensors of a layer (weight and bias share dY).
 
     ``route`` is the plan's number of its route. ``chunks`` are the layout's: results that come back
     dense come chunk by chunk.
@@ -137,6 +138,21 @@ class Unit:
         if self.layer is not None:
             return self.layer.tensors
         return tuple(dict.fromkeys(s.tensor for chunk in self.chunks for s in chunk.segments))
+
+    @property
+    def places(self) -> tuple[Segment, ...]:
+        """What contributions are to, where they are no layer's: neighbouring pieces of a tensor are
+        one, though its results come back chunk by chunk."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].segments
+        joined: list[Segment] = []
+        for segment in (s for chunk in self.chunks for s in chunk.segments):
+            last = joined[-1] if joined else None
+            if last is not None and (last.tensor, last.stop) == (segment.tensor, segment.start):
+                joined[-1] = Segment(last.tensor, last.start, segment.stop)
+            else:
+                joined.append(segment)
+        return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from slipstream.codecs import (
     Factors,
     Filter,
     InPlace,
+    LowRank,
     Rotate,
     SegmentCodec,
 )
@@ -137,6 +138,9 @@ STARTS: list[dict[str, Any]] = [
     {**WHOLE, **HOLDER, "policy": Prefer, "up": Factors()},
     {"policy": Cheapest, "topology": Mesh(), "up": Factors()},
     {"policy": ByTensor, "up": Filter(Above(Drop(0.5)))},
+    {"policy": Prefer, "up": LowRank(), "down": LowRank()},
+    {"policy": Prefer, "up": LowRank(), "admit": FirstOf(2), **HOLDER},
+    {"policy": ByTensor, "topology": Mesh(), "up": LowRank()},
     {"policy": ByRole, "topology": Mesh(), "over": Collective()},
     {"admit": FirstOf(2), **HOLDER},
     {"admit": Fold(), "gate": Lag(2)},

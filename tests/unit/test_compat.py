@@ -6,7 +6,17 @@ import msgspec
 import pytest
 
 from slipstream import compat
-from slipstream.codecs import Above, Dense, Factors, Filter, InPlace, OneBit, Rotate, Rows
+from slipstream.codecs import (
+    Above,
+    Dense,
+    Factors,
+    Filter,
+    InPlace,
+    LowRank,
+    OneBit,
+    Rotate,
+    Rows,
+)
 from slipstream.compat import RULES, problems
 from slipstream.consistency import (
     All,
@@ -146,6 +156,8 @@ BROKEN: dict[str, Strategy] = {
     "of which none may be missed": made(SHARDS, Consistency(FirstOf(first=1))),
     "miss the other workers' increments": made(SHARDS, Consistency(Each())),
     "no server to update": made(PEERS, update=AT_HOLDER),
+    "must use the same basis": made(Route(Sharded(), up=LowRank()), Consistency(Fold())),
+    "in which workers sent their gradients": made(Route(Sharded(), LowRank(4), LowRank(2))),
     "which is a mesh": made(Route(Sharded(), over=Collective())),
     "sums dense values": made(Route(Mesh(), up=OneBit(), over=Collective())),
     "needs every worker in every round": made(REDUCED, Consistency(Fold())),

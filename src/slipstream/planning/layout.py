@@ -15,13 +15,13 @@ SMALLEST_CHUNK_BYTES = 4 * 1024
 class Group:
     """Tensors that may share a chunk: one route, one dtype, one role.
 
-    Those of a ``layer`` have chunks of their own, which a round may leave out.
+    Those of a ``layer`` have chunks of their own, which a round may leave out. So has a tensor that
+    is contributed to as a whole, which is a layer here.
     """
 
     route: int
     dtype: str
     role: str
-    splits: bool
     layer: str = ""
 
 
@@ -53,14 +53,11 @@ def lay_out(
         members.setdefault(groups[tensor], []).append(tensor)
     chunks: list[Chunk] = []
     for group, tensors in members.items():
-        if group.splits:
-            total = sum(specs[t].numel for t in tensors)
-            runs = fill(specs, tensors, even_numel(total, group.dtype, shares, chunk_bytes))
-        else:
-            runs = (whole(specs, t) for t in tensors)
+        total = sum(specs[t].numel for t in tensors)
+        runs = fill(specs, tensors, even_numel(total, group.dtype, shares, chunk_bytes))
         chunks += [
             Chunk(len(chunks) + i, group.route, group.dtype, segments)
-            for i, segments in enumerate(run for run in runs if run)
+            for i, segments in enumerate(runs)
         ]
     return Layout(tuple(chunks))
 
@@ -72,11 +69,6 @@ def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
     rounds = max(1, -(-total // (max(1, shares) * largest)))
     even = -(-total // (max(1, shares) * rounds))
     return max(even, min(SMALLEST_CHUNK_BYTES // size, largest))
-
-
-def whole(specs: Sequence[Spec], tensor: int) -> tuple[Segment, ...]:
-    numel = specs[tensor].numel
-    return (Segment(tensor, 0, numel),) if numel else ()
 
 
 def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[tuple[Segment, ...]]:
