@@ -62,6 +62,7 @@ from slipstream.systems import async_sgd as async_sgd
 from slipstream.systems import backup_workers as backup_workers
 from slipstream.systems import bounded_staleness as bounded_staleness
 from slipstream.systems import gadei as gadei
+from slipstream.systems import low_rank as low_rank
 from slipstream.systems import one_bit as one_bit
 from slipstream.systems import parameter_flow as parameter_flow
 from slipstream.systems import poseidon as poseidon

@@ -209,13 +209,25 @@ class Large(Part, frozen=True):
 class Rule(Part, frozen=True):
     """Tensors that fit ``where`` take the ``route``: one line of ``ByTensor``.
 
+    Args:
+        where: Which tensors.
+        route: Their route; or ``Prefer``, the first of several that can carry them.
+
     >>> from slipstream.topologies import Mesh
     >>> Rule(Large(pattern="fc*"), Route(Mesh())).route.scheme
     'dense/mesh'
     """
 
     where: Large
-    route: Route
+    route: Route | Prefer
+
+    def routes(self) -> tuple[Route, ...]:
+        return (self.route,) if isinstance(self.route, Route) else self.route.routes()
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        if isinstance(self.route, Route):
+            return (self.route,)
+        return self.route.candidates(spec, cluster)
 
 
 class ByTensor(Part, frozen=True):
@@ -237,11 +249,11 @@ class ByTensor(Part, frozen=True):
         lists_to_tuples(self)
 
     def routes(self) -> tuple[Route, ...]:
-        return (*(rule.route for rule in self.rules), self.default)
+        return (*(route for rule in self.rules for route in rule.routes()), self.default)
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
-        fit = (rule.route for rule in self.rules if rule.where.fits(spec))
-        return (next(fit, self.default),)
+        fit = (r.candidates(spec, cluster) for r in self.rules if r.where.fits(spec))
+        return next(fit, (self.default,))
 
 
 class Cheapest(Part, frozen=True):
@@ -355,7 +367,10 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, ByRole):
         return ByRole(dense_only(policy.parameter), dense_only(policy.buffer))  # type: ignore[arg-type]
     if isinstance(policy, ByTensor):
-        rules = tuple(rule for rule in policy.rules if rule.route.up.form == "dense")
+        dense_rules = (
+            rule for rule in policy.rules if all(r.up.form == "dense" for r in rule.routes())
+        )
+        rules = tuple(dense_rules)
         require_dense([policy.default])
         return ByTensor(rules, policy.default)
     dense = tuple(route for route in policy.routes() if route.up.form == "dense")

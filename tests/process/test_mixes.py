@@ -75,6 +75,7 @@ def test_factors_of_all_workers_are_exact_where_servers_update(run: Run) -> None
         "one bit on a mesh",
         "8 bits both ways",
         "4 bits by chance, on a mesh",
+        "low rank, staleness",
     ],
 )
 def test_workers_have_the_same_weights_to_the_last_bit(name: str, run: Run) -> None:
@@ -99,7 +100,13 @@ def test_factors_with_backup_workers_count_who_is_in_time(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["filter, backup workers", "one bit, backup workers", "8 bits, backup workers"]
+    "name",
+    [
+        "filter, backup workers",
+        "one bit, backup workers",
+        "8 bits, backup workers",
+        "low rank, backup workers",
+    ],
 )
 def test_what_a_dropped_push_held_is_not_lost(name: str, run: Run) -> None:
     """W₀ − W = (lr / N) Σ over workers of (all its gradients − what it still holds back)."""
@@ -127,6 +134,22 @@ def test_quantised_gradients_learn_like_exact_ones(name: str, away: float, run: 
     wanted, _ = alone(torch.float32)
     moved = (wanted - vector(told[0]["begun"])).norm()
     assert (vector(told[0]["weights"]) - wanted).norm() < away * moved
+
+
+@pytest.mark.parametrize("name", ["low rank both ways", "low rank on a mesh"])
+def test_low_rank_gradients_learn_like_exact_ones_but_for_what_is_held_back(
+    name: str, run: Run
+) -> None:
+    told = run(name)
+    assert len({each["digest"] for each in told}) == 1
+    wanted, _ = alone(torch.float32)
+    moved = (wanted - vector(told[0]["begun"])).norm()
+    held_back = sum(vector(each["owed"]) for each in told)
+    assert isinstance(held_back, torch.Tensor)
+    now = vector(told[0]["weights"])
+    later = now - RATE / RANKS * held_back
+    assert (now - wanted).norm() < 0.4 * moved
+    assert (later - wanted).norm() < 0.2 * (now - wanted).norm()
 
 
 def test_bfloat16_on_a_mesh_rounds_contributions_only(run: Run) -> None:

@@ -13,12 +13,19 @@ pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("residuals_worker.py")
 BITS = "one_bit(chunk_bytes=4096)"
+RANK = "low_rank(rank=2, chunk_bytes=4096)"
 
 
 def run(
-    fork_server: ForkServer, folder: Path, doing: str, *, ranks: int, servers: int
+    fork_server: ForkServer,
+    folder: Path,
+    doing: str,
+    *,
+    ranks: int,
+    servers: int,
+    strategy: str = BITS,
 ) -> list[dict[str, Any]]:
-    settings = {"SLIPSTREAM_STRATEGY": BITS, "SLIPSTREAM_SERVERS": str(servers)}
+    settings = {"SLIPSTREAM_STRATEGY": strategy, "SLIPSTREAM_SERVERS": str(servers)}
     checkpoint = str(folder / "checkpoint")
     run = fork_server.run(WORKER, checkpoint, doing, ranks=ranks, env=settings)
     assert set(run.codes.values()) == {0}, run.told()
@@ -32,6 +39,16 @@ def test_training_goes_on_to_the_same_bits(fork_server: ForkServer, tmp_path: Pa
     assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
     assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
     assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}
+
+
+def test_low_rank_goes_on_with_what_it_owed_and_one_basis(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    through = run(fork_server, tmp_path, "save", ranks=2, servers=2, strategy=RANK)
+    resumed = run(fork_server, tmp_path, "resume", ranks=2, servers=1, strategy=RANK)
+    assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
+    assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
+    assert len({worker["digest"] for worker in resumed}) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -10,20 +10,19 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from slipstream._native import mean_into
+from slipstream._native import largest, low_rank_pack, low_rank_unpack, mean_into
 from slipstream.codecs.orthonormal import drawn, orthonormal
 from slipstream.codecs.protocol import Form
-from slipstream.codecs.residual import Residual, obstacle_to_residual
+from slipstream.codecs.residual import Floats, Residual, obstacle_to_residual
 from slipstream.codecs.shared_codec import Shape, SharedCodec
 from slipstream.errors import ConfigError, FrameRefused, RuntimeFault
 from slipstream.parts import Facts, facts
 from slipstream.types import HERE, LARGEST_CHUNK_BYTES, Buffer, EncodeContext, Spec, Values
 
-Matrix = np.ndarray[Any, np.dtype[np.float32]]
 Side = Literal[0, 1]  # which side of the matrix the basis is multiplied with: right, left
 
 HEADER = struct.Struct("<II")  # the side, and the checksum of the basis
-BLOCK = 1 << 18  # values of a matrix that are worked on at a time, so that they stay in the cache
+LARGEST_VALUE = 1e30  # of a gradient: its products, however many are added, are finite
 
 
 class LowRank(SharedCodec, frozen=True):
@@ -40,8 +39,8 @@ class LowRank(SharedCodec, frozen=True):
     if ``down`` is the same ``LowRank``, and that is all of the result.
 
     The first basis follows from ``seed``, and so do its directions where all gradients were zero.
-    A gradient with a NaN or an infinity, or with a norm above 1e19, arrives as NaN and does not
-    enter R; the basis begins anew after it.
+    A gradient with a NaN, an infinity or a value above 1e30 arrives as NaN and does not enter R;
+    the basis begins anew after it.
 
     Args:
         rank: r, 1 or more. (a + b) r must be less than a b; else the tensor is refused.
@@ -139,12 +138,12 @@ class Bases:
         side: Side = 1 if round_ // self._ahead % 2 else 0
         length, rank = self._shape[1 - side], self._codec.rank
         spare = drawn((self._codec.seed, round_), length)
-        columns = np.zeros((rank, length))
+        vectors = np.zeros((rank, length))
         if merged is not None:
             factor = np.frombuffer(merged, np.float32, offset=HEADER.size)
             if np.isfinite(factor).all():
-                columns = factor.reshape(length, rank).T.astype(np.float64, order="C")
-        return Projection(self._codec, self._shape, side, orthonormal(columns, spare))
+                vectors = factor.reshape(rank, length).astype(np.float64)
+        return Projection(self._codec, self._shape, side, orthonormal(vectors, spare))
 
 
 class Projection:
@@ -155,7 +154,7 @@ class Projection:
     splits: ClassVar[bool] = False
     frames: ClassVar[int] = 1
 
-    def __init__(self, codec: LowRank, shape: tuple[int, int], side: Side, basis: Matrix) -> None:
+    def __init__(self, codec: LowRank, shape: tuple[int, int], side: Side, basis: Floats) -> None:
         self._codec, self._shape, self._side, self._basis = codec, shape, side, basis
         self._header = HEADER.pack(side, zlib.crc32(basis))
         self.name, self.facts, self.obstacle = codec.name, codec.facts, codec.obstacle
@@ -164,19 +163,13 @@ class Projection:
     def encode(
         self, values: Values, residual: Residual, ctx: EncodeContext = HERE
     ) -> tuple[Buffer, ...]:
-        frame = np.empty(self._codec.nbytes(self._shape, self._side), np.uint8)
-        frame[: HEADER.size] = np.frombuffer(self._header, np.uint8)
-        factor = self._factor(frame)
-        given = values.data.view(np.float32)
-        # Of a basis of unit vectors, no product is larger than the matrix's norm.
-        if not math.isfinite(np.dot(given, given)):
-            factor[:] = np.nan
+        frame = self._frame()
+        factor = frame[HEADER.size :]
+        if not largest(values.data, "float32") <= LARGEST_VALUE:
+            factor.view(np.float32)[:] = np.nan
             return (frame,)
-        kept = residual.values
-        np.add(kept, given, out=kept)
-        matrix = kept.reshape(self._shape)
-        np.matmul(matrix.T if self._side else matrix, self._basis, out=factor)
-        self._subtract(factor, matrix)
+        rows, rank, left = self._shape[0], self._codec.rank, self._side == 1
+        low_rank_pack(factor, values.data, residual.values, self._basis, rows, rank, left)
         return (frame,)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
@@ -189,8 +182,7 @@ class Projection:
                     "a worker multiplied its gradient with another basis than the others, which "
                     "has no mean with theirs: this is an error in slipstream; please report it"
                 )
-        out = np.empty(self._codec.nbytes(self._shape, self._side), np.uint8)
-        out[: HEADER.size] = np.frombuffer(self._header, np.uint8)
+        out = self._frame()
         factors = [memoryview(frame)[HEADER.size :] for (frame,) in contributions]
         mean_into(out[HEADER.size :], factors, "float32", divisor, out_dtype="float32")
         return out
@@ -201,25 +193,15 @@ class Projection:
         self.decode_into((self.merge(contributions, divisor=divisor),), out)
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
-        factor = self._factor(frames[0])
-        left, right = (self._basis, factor) if self._side else (factor, self._basis)
-        np.matmul(left, right.T, out=out.data.view(np.float32).reshape(self._shape))
+        factor = memoryview(frames[0])[HEADER.size :]
+        u, v = (self._basis, factor) if self._side else (factor, self._basis)
+        low_rank_unpack(out.data, u, v, self._shape[0], self._codec.rank)
 
-    def _factor(self, frame: Buffer) -> Matrix:
-        flat = np.frombuffer(frame, np.float32, offset=HEADER.size)
-        return flat.reshape(self._shape[self._side], self._codec.rank)
-
-    def _subtract(self, factor: Matrix, matrix: Matrix) -> None:
-        """What was sent, from what was to be sent; a few rows at a time, in the cache."""
-        rows, columns = self._shape
-        left, right = (self._basis, factor) if self._side else (factor, self._basis)
-        step = max(1, BLOCK // columns)
-        room = np.empty((min(step, rows), columns), np.float32)
-        for start in range(0, rows, step):
-            part = matrix[start : start + step]
-            sent = room[: len(part)]
-            np.matmul(left[start : start + step], right.T, out=sent)
-            np.subtract(part, sent, out=part)
+    def _frame(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """One with a header, and room for a factor."""
+        frame = np.empty(self._codec.nbytes(self._shape, self._side), np.uint8)
+        frame[: HEADER.size] = np.frombuffer(self._header, np.uint8)
+        return frame
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:

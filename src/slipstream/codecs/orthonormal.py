@@ -38,15 +38,15 @@ def orthonormal(rows: Doubles, spare: Iterator[Doubles]) -> np.ndarray[Any, np.d
             place.
 
     Returns:
-        Columns with the same span, orthogonal and of length 1.
+        Vectors with the same span, orthogonal and of length 1.
 
-    >>> orthonormal(np.array([[2.0, 0, 0], [0, 0, 0]]), drawn((1,), 3)).shape
-    (3, 2)
+    >>> orthonormal(np.array([[2.0, 0, 0], [0, 0, 0]]), drawn((1,), 3))[0].tolist()
+    [1.0, 0.0, 0.0]
     """
     for number, row in enumerate(rows):
         while not _make_unit(rows[:number], row):
             row[:] = next(spare)
-    return np.ascontiguousarray(rows.T, dtype=np.float32)
+    return rows.astype(np.float32)
 
 
 def _make_unit(others: Doubles, row: Doubles) -> bool:

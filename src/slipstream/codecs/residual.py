@@ -31,8 +31,7 @@ class Residual:
     bit for bit where entries are selected; where they are rounded, ``kept`` is what the rounding
     lost. If the receiver drops the contribution, ``put_back`` makes it as if it were never sent.
 
-    A codec that has more to remember than values (the last factors of a low-rank approximation,
-    say) returns a subclass from ``init``.
+    What all ends of a link must remember alike is not kept here: see ``Agreement``.
 
     Attributes:
         values: What is kept, one entry for each value of the segment. Encoders change it in place.

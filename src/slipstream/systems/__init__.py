@@ -17,6 +17,7 @@ from slipstream.systems.async_sgd import async_sgd as async_sgd
 from slipstream.systems.backup_workers import backup_workers as backup_workers
 from slipstream.systems.bounded_staleness import bounded_staleness as bounded_staleness
 from slipstream.systems.gadei import gadei as gadei
+from slipstream.systems.low_rank import low_rank as low_rank
 from slipstream.systems.one_bit import one_bit as one_bit
 from slipstream.systems.parameter_flow import parameter_flow as parameter_flow
 from slipstream.systems.poseidon import poseidon as poseidon
@@ -33,6 +34,7 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
         backup_workers,
         bounded_staleness,
         gadei,
+        low_rank,
         one_bit,
         parameter_flow,
         poseidon,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.codecs import Agreement, Codec, LayerCodec, Residual, SharedCodec
-from slipstream.codecs.residual import Floats
+from slipstream.codecs.residual import Floats, kept_values
 from slipstream.consistency import Progress
 from slipstream.plan import Plan
 from slipstream.routes import Route
@@ -78,14 +78,11 @@ class UnitState:
 
     def kept(self, chunk: Chunk) -> list[Floats | None]:
         """By segment of one of the unit's chunks: what was not sent yet, itself and no copy."""
-        found: list[Floats | None] = [None] * len(chunk.segments)
-        for number, segment in enumerate(chunk.segments):
-            for place, residual in zip(self.unit.places, self.residuals, strict=False):
-                inside = place.start <= segment.start and segment.stop <= place.stop
-                if place.tensor == segment.tensor and inside and residual is not None:
-                    begin = segment.start - place.start
-                    found[number] = residual.values[begin : begin + segment.numel]
-        return found
+        if len(self.unit.chunks) == 1:
+            return kept_values(self.residuals)
+        by_tensor = dict(zip(self.unit.tensors, self.residuals, strict=True))  # each is whole
+        whole = [(segment, by_tensor[segment.tensor]) for segment in chunk.segments]
+        return [None if r is None else r.values[s.start : s.stop] for s, r in whole]
 
     def release(self, upto: int) -> None:
         """This worker itself needs its matrices of these rounds no more."""
