@@ -59,6 +59,18 @@ def test_all_workers_have_the_same_bits_and_nothing_is_lost(road: str, seed: int
     assert any(route.up == RANK for route in run.plan.routes)
 
 
+def test_every_road_gives_the_same_bits() -> None:
+    """All learn the same from a round, so that all have the same basis in the next one."""
+    roads = ("servers, both ways", "servers, up only", "mesh", "tree")
+    results = [
+        simulate(
+            ROADS[road], SPECS, workers=3, servers=0 if road == "mesh" else 2, rounds=5
+        ).results
+        for road in roads
+    ]
+    assert all(result == results[0] for result in results)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_gradient_of_a_late_worker_returns_and_counts(seed: int) -> None:
     strategy = preferring(
