@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "bounded.h"
 #include "crc32c.h"
 #include "largest.h"
+#include "low_rank.h"
 #include "mean.h"
 #include "one_bit.h"
 #include "quantize.h"
@@ -103,6 +105,67 @@ std::size_t count_floats(const Buffer& buffer, const char* name) {
         refuse(std::string(name) + " has " + std::to_string(buffer.nbytes()) +
                " bytes, not a multiple of the 4 of a float32");
     return buffer.nbytes() / sizeof(float);
+}
+
+// Floats where the kernels may read and write them directly.
+float* floats_of(const Buffer& buffer, const char* name) {
+    if (reinterpret_cast<std::uintptr_t>(buffer.data()) % alignof(float) != 0)
+        refuse(std::string(name) + " must be aligned to the 4 bytes of a float32");
+    return reinterpret_cast<float*>(buffer.data());
+}
+
+// Floats at any address: vectors are few, so a copy costs little.
+std::vector<float> vectors_of(nb::handle object, const char* name, std::size_t count) {
+    const Buffer source(object, name, Buffer::Access::read);
+    if (count_floats(source, name) != count)
+        refuse(std::string(name) + " has " + std::to_string(source.nbytes()) + " bytes where " +
+               std::to_string(count) + " float32 are needed");
+    std::vector<float> copied(count);
+    std::memcpy(copied.data(), source.data(), source.nbytes());
+    return copied;
+}
+
+slipstream::LowRankShape low_rank_shape(std::size_t count, std::size_t rows, std::size_t rank) {
+    if (rows == 0 || count == 0 || count % rows != 0)
+        refuse(std::to_string(count) + " values are no matrix of " + std::to_string(rows) + " rows");
+    if (rank == 0 || rank > count) refuse("rank must be from 1 to the number of values");
+    return {rows, count / rows, rank};
+}
+
+void low_rank_pack(nb::handle factor, nb::handle gradient, nb::handle residual, nb::handle basis,
+                   std::size_t rows, std::size_t rank, bool left) {
+    const Buffer target(factor, "factor", Buffer::Access::write);
+    const Buffer source(gradient, "gradient", Buffer::Access::read);
+    const Buffer kept(residual, "residual", Buffer::Access::write);
+    const auto shape = low_rank_shape(count_floats(source, "gradient"), rows, rank);
+    if (kept.nbytes() != source.nbytes())
+        refuse("residual has " + std::to_string(kept.nbytes()) + " bytes, gradient has " +
+               std::to_string(source.nbytes()));
+    const std::size_t length = left ? shape.columns : shape.rows;
+    if (count_floats(target, "factor") != rank * length)
+        refuse("factor has " + std::to_string(target.nbytes()) + " bytes where " +
+               std::to_string(rank * length) + " float32 are needed");
+    if (overlap(target, source) || overlap(target, kept) || overlap(source, kept))
+        refuse("factor, gradient and residual must not overlap");
+    const auto vectors = vectors_of(basis, "basis", rank * (left ? shape.rows : shape.columns));
+    float* to = floats_of(target, "factor");
+    const float* from = floats_of(source, "gradient");
+    float* rest = floats_of(kept, "residual");
+
+    const nb::gil_scoped_release unlocked;
+    slipstream::low_rank_pack(to, from, rest, vectors.data(), shape, left);
+}
+
+void low_rank_unpack(nb::handle out, nb::handle u, nb::handle v, std::size_t rows,
+                     std::size_t rank) {
+    const Buffer target(out, "out", Buffer::Access::write);
+    const auto shape = low_rank_shape(count_floats(target, "out"), rows, rank);
+    const auto along_columns = vectors_of(u, "u", rank * shape.rows);
+    const auto along_rows = vectors_of(v, "v", rank * shape.columns);
+    float* to = floats_of(target, "out");
+
+    const nb::gil_scoped_release unlocked;
+    slipstream::low_rank_unpack(to, along_columns.data(), along_rows.data(), shape);
 }
 
 void check_packed(const Buffer& packed, const std::string& name, std::size_t count) {
@@ -335,6 +398,11 @@ NB_MODULE(_native, m) {
     m.def("one_bit_unpack_portable", &one_bit_unpack<slipstream::one_bit_unpack_portable>,
           "out"_a, "inputs"_a, "divisor"_a = 1.0,
           "The same bytes, whatever the processor offers.");
+    m.def("low_rank_pack", &low_rank_pack, "factor"_a, "gradient"_a, "residual"_a, "basis"_a,
+          "rows"_a, "rank"_a, "left"_a,
+          "Multiply `gradient` + `residual` with a basis; keep what the product leaves.");
+    m.def("low_rank_unpack", &low_rank_unpack, "out"_a, "u"_a, "v"_a, "rows"_a, "rank"_a,
+          "Write the matrix that pairs of vectors add up to.");
     m.def("quantized_nbytes", &quantized_nbytes, "count"_a, "bits"_a, "block"_a,
           "The bytes that `count` values take.");
     m.def("quantize_pack", &quantize_pack<slipstream::quantize_pack>, "out"_a, "gradient"_a,

@@ -9,6 +9,7 @@ from slipstream.codecs import Drop as Drop
 from slipstream.codecs import Factors as Factors
 from slipstream.codecs import Filter as Filter
 from slipstream.codecs import InPlace as InPlace
+from slipstream.codecs import LowRank as LowRank
 from slipstream.codecs import OneBit as OneBit
 from slipstream.codecs import Quantized as Quantized
 from slipstream.codecs import Rotate as Rotate
@@ -64,6 +65,7 @@ from slipstream.systems import bounded_staleness as bounded_staleness
 from slipstream.systems import diloco as diloco
 from slipstream.systems import gadei as gadei
 from slipstream.systems import local_sgd as local_sgd
+from slipstream.systems import low_rank as low_rank
 from slipstream.systems import one_bit as one_bit
 from slipstream.systems import parameter_flow as parameter_flow
 from slipstream.systems import poseidon as poseidon

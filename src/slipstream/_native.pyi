@@ -63,6 +63,29 @@ def one_bit_unpack(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) 
 def one_bit_unpack_portable(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
     """What `one_bit_unpack` falls back to on a processor without AVX2: the same bytes."""
 
+def low_rank_pack(
+    factor: _Bytes,
+    gradient: _Bytes,
+    residual: _Bytes,
+    basis: _Bytes,
+    rows: int,
+    rank: int,
+    left: bool,
+) -> None:
+    """Write the product of the matrix `gradient + residual` with a basis; keep what that leaves.
+
+    All are float32. `basis` has `rank` vectors as long as a row (as a column if `left`), one after
+    the other; `factor` gets as many, as long as a column (as a row if `left`). `residual` becomes
+    the sum minus what `low_rank_unpack` makes of the two, rounded once. Equal input gives equal
+    bytes on any processor. No two of the buffers may overlap.
+    """
+
+def low_rank_unpack(out: _Bytes, u: _Bytes, v: _Bytes, rows: int, rank: int) -> None:
+    """Write the sum of the outer products of `rank` vectors each, added strictly in order.
+
+    `u` are as long as a column of `out`, `v` as long as a row, all float32.
+    """
+
 def quantized_nbytes(count: int, bits: int, block: int) -> int:
     """The bytes that `quantize_pack` writes for `count` values: scales, then codes."""
 

@@ -210,6 +210,20 @@ RULES = (
         "use Mesh() for factors and rows, or Prefer() instead of Cheapest()",
         unless=facts("every worker holds"),
     ),
+    # ---- Codecs whose frames mean something only in the basis that all agree on.
+    Rule(
+        facts("up: agreed basis"),
+        "all workers must use the same basis in a round, but here a round has gradients of "
+        "several clocks, or of one worker",
+        "use All() or FirstOf(), or up=Quantized()",
+        any_of=facts("stale-synchronous rounds", "each gradient is an update"),
+    ),
+    Rule(
+        facts("down: agreed basis"),
+        "a result returns in the basis in which workers sent their gradients",
+        "give up= and down= the same LowRank(), or use down=Dense()",
+        unless=facts("down: as up"),
+    ),
     # ---- The way down.
     Rule(
         facts("down: lossy", "the holder updates"),

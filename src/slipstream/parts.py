@@ -21,15 +21,19 @@ Fact = Literal[
     "in shared memory",
     # Codecs, of contributions (up) and of results (down). Error feedback: what is not sent is kept,
     # and added to the next gradient. Partial exchange: partitions of updates, in rotation (Ako).
+    # Agreed basis: frames can be read only with what all members learned in earlier rounds.
     "up: dense",
     "up: compact form",
     "up: lossy",
     "up: error feedback",
     "up: shorter values",
     "up: partial exchange",
+    "up: agreed basis",
     "down: lossy",
     "down: error feedback",
     "down: partial exchange",
+    "down: agreed basis",
+    "down: as up",
     "down: nothing is sent",
     # Consistency.
     "rounds of all workers",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from slipstream.codecs import Above, Dense, Filter, Quantized, Rotate
@@ -84,8 +85,7 @@ class Plan:
                 r,
                 s.dtype,
                 s.role,
-                splits(routes[r]),
-                s.layer,
+                s.layer or ("" if routes[r].up.splits else s.name),
                 routes[r].topology.shares(cluster),
                 fragment_of[t],
             )
@@ -311,18 +311,15 @@ def fragments_of(update: Update, specs: Sequence[Spec]) -> tuple[tuple[int, ...]
     return deal_fragments(specs, update.inner.fragments)
 
 
-def splits(route: Route) -> bool:
-    return route.up.splits and route.down.splits
-
-
 def units_of(
     specs: Sequence[Spec], routes: Sequence[Route], layout: Layout, compact: Mapping[str, int]
 ) -> tuple[Unit, ...]:
-    """A unit for every chunk that is sent dense, and one for every layer with a compact form."""
+    """A unit for every chunk that is sent dense (or for all chunks of a tensor whose contributions
+    are not cut), and one for every layer with a compact form."""
     units: list[Unit] = []
-    for chunk in layout.chunks:
-        if routes[chunk.route].up.form == "dense":
-            units.append(Unit(len(units), chunk.route, (chunk,)))
+    dense = [chunk for chunk in layout.chunks if routes[chunk.route].up.form == "dense"]
+    for (route, _), chunks in groupby(dense, lambda c: (c.route, together(c, routes[c.route]))):
+        units.append(Unit(len(units), route, tuple(chunks)))
     for layer in layers_of(specs):
         route = compact[layer.name]
         own = tuple(
@@ -330,6 +327,13 @@ def units_of(
         )
         units.append(Unit(len(units), route, own, layer))
     return tuple(units)
+
+
+def together(chunk: Chunk, route: Route) -> tuple[str, int]:
+    """Equal for chunks that one contribution is to."""
+    if route.up.splits:
+        return "chunk", chunk.index
+    return "tensor", chunk.segments[0].tensor
 
 
 def places_of(units: Sequence[Unit], chunks: int) -> tuple[tuple[int, int], ...]:

@@ -93,7 +93,8 @@ class Route(Part, frozen=True):
     Args:
         topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded``, ``Tree`` or
             ``OneHolder``.
-        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Filter``, ``Factors``, ``Rows``.
+        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
+            ``Filter``, ``Factors``, ``Rows``.
         down: How results are encoded; ``InPlace`` if they need not be sent.
         over: ``Links``, ``Collective`` or ``SharedMemory``.
 
@@ -123,6 +124,10 @@ class Route(Part, frozen=True):
             known |= facts("down: error feedback")
         if "up: partial exchange" in self.down.facts():
             known |= facts("down: partial exchange")
+        if "up: agreed basis" in self.down.facts():
+            known |= facts("down: agreed basis")
+        if self.down == self.up:
+            known |= facts("down: as up")
         # A codec's facts are about contributions; InPlace, which is for results, has its own.
         return known | self.down.facts() if isinstance(self.down, InPlace) else known
 
@@ -205,13 +210,25 @@ class Large(Part, frozen=True):
 class Rule(Part, frozen=True):
     """Tensors that match ``where`` take the ``route``: one line of ``ByTensor``.
 
+    Args:
+        where: Which tensors.
+        route: Their route; or ``Prefer``, the first of several that can carry them.
+
     >>> from slipstream.topologies import Mesh
     >>> Rule(Large(pattern="fc*"), Route(Mesh())).route.scheme
     'dense/mesh'
     """
 
     where: Large
-    route: Route
+    route: Route | Prefer
+
+    def routes(self) -> tuple[Route, ...]:
+        return (self.route,) if isinstance(self.route, Route) else self.route.routes()
+
+    def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
+        if isinstance(self.route, Route):
+            return (self.route,)
+        return self.route.candidates(spec, cluster)
 
 
 class ByTensor(Part, frozen=True):
@@ -233,11 +250,11 @@ class ByTensor(Part, frozen=True):
         lists_to_tuples(self)
 
     def routes(self) -> tuple[Route, ...]:
-        return (*(rule.route for rule in self.rules), self.default)
+        return (*(route for rule in self.rules for route in rule.routes()), self.default)
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
-        fit = (rule.route for rule in self.rules if rule.where.fits(spec))
-        return (next(fit, self.default),)
+        fit = (r.candidates(spec, cluster) for r in self.rules if r.where.fits(spec))
+        return next(fit, (self.default,))
 
 
 class Cheapest(Part, frozen=True):
@@ -276,11 +293,16 @@ class Cheapest(Part, frozen=True):
         return facts("chosen for each step")
 
     def routes(self) -> tuple[Route, ...]:
-        return tuple(each.route if isinstance(each, Rule) else each for each in self.given)
+        given = ((each,) if isinstance(each, Route) else each.routes() for each in self.given)
+        return tuple(route for routes in given for route in routes)
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
-        pairs = zip(self.given, self.routes(), strict=True)
-        routes = [r for each, r in pairs if not isinstance(each, Rule) or each.where.fits(spec)]
+        routes: list[Route] = []
+        for each in self.given:
+            if isinstance(each, Route):
+                routes.append(each)
+            elif each.where.fits(spec):
+                routes += each.candidates(spec, cluster)
         dense = [route for route in routes if route.up.form == "dense"]
         compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
         if spec.layer in self.dense:
@@ -359,7 +381,10 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, ByRole):
         return ByRole(dense_only(policy.parameter), dense_only(policy.buffer))  # type: ignore[arg-type]
     if isinstance(policy, ByTensor):
-        rules = tuple(rule for rule in policy.rules if rule.route.up.form == "dense")
+        dense_rules = (
+            rule for rule in policy.rules if all(r.up.form == "dense" for r in rule.routes())
+        )
+        rules = tuple(dense_rules)
         require_dense([policy.default])
         return ByTensor(rules, policy.default)
     dense = tuple(route for route in policy.routes() if route.up.form == "dense")

@@ -122,7 +122,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one ledger counts: a chunk, or all tensors of a layer (weight and bias share dY).
+    """What one ledger counts: a chunk, all chunks of a tensor whose contributions are not cut, or
+    all tensors of a layer (weight and bias share dY).
 
     ``route`` is the number of its route in the plan. ``chunks`` are those of the layout: dense
     results are sent chunk by chunk.
@@ -138,6 +139,21 @@ class Unit:
         if self.layer is not None:
             return self.layer.tensors
         return tuple(dict.fromkeys(s.tensor for chunk in self.chunks for s in chunk.segments))
+
+    @property
+    def places(self) -> tuple[Segment, ...]:
+        """What contributions are to, where they are no layer's: neighbouring pieces of a tensor are
+        one, though its results come back chunk by chunk."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].segments
+        joined: list[Segment] = []
+        for segment in (s for chunk in self.chunks for s in chunk.segments):
+            last = joined[-1] if joined else None
+            if last is not None and (last.tensor, last.stop) == (segment.tensor, segment.start):
+                joined[-1] = Segment(last.tensor, last.start, segment.stop)
+            else:
+                joined.append(segment)
+        return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

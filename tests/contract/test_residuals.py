@@ -1,5 +1,6 @@
 """Every value is sent exactly once, whoever keeps a residual: codecs, and Ako's accumulators."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.codecs import Above, Drop, Filter, OneBit, Quantized, TopK
+from slipstream.codecs import Above, Drop, Filter, LowRank, OneBit, Quantized, TopK
 from slipstream.codecs.partition import PeerAccumulators, Rotation
 from slipstream.codecs.residual import Residual
 from slipstream.types import EncodeContext, Values
@@ -32,7 +33,12 @@ ROTATIONS = {
     "rotation, filtered": (Rotation(3), BOUND),
     "rotation, the same for all": (Rotation(2, same_for_all=True), None),
 }
-ROUNDED = {"one bit", "4 bits by chance"}  # what is kept is a difference that has to be rounded
+LOW_RANK = {"rank 1": LowRank(1), "rank 3": LowRank(3)}
+ROUNDED = {
+    "one bit",
+    "4 bits by chance",
+    *LOW_RANK,
+}  # what is kept is a difference that has to be rounded
 FRACTIONS = {
     *ROUNDED,
     "8 bits",
@@ -87,7 +93,38 @@ def rotating_user(rotation: Rotation, above: Above | None, numel: int) -> User:
     return User(send, lambda: accumulator.residual.values, None)
 
 
+def rows_of(numel: int) -> int:
+    return next(n for n in (13, 7, 5, 3, 2, 1) if numel % n == 0)
+
+
+def smaller_side(numel: int) -> int:
+    return min(rows_of(numel), numel // rows_of(numel))
+
+
+def low_rank_user(codec: LowRank, numel: int) -> User:
+    rows = rows_of(numel)
+    agreement, residual = codec.agree((rows, numel // rows)), codec.init(numel, "float32")
+    clock = itertools.count()
+    last: list[Any] = []
+
+    def send(values: Array) -> Array:
+        round_ = next(clock)
+        in_round, flat = agreement.at(round_), Values(values.view(np.uint8), "float32")
+        frames = in_round.encode(flat, residual)
+        last[:] = [in_round, [bytes(memoryview(frame)) for frame in frames]]
+        agreement.learn(round_, in_round.merge([last[1]], divisor=2))
+        out = Values.empty(numel, "float32")
+        in_round.decode_into(last[1], out)
+        return out.data.view(np.float32).copy()
+
+    return User(send, lambda: residual.values, lambda: residual.put_back(*last))
+
+
 def user(name: str, numel: int) -> User:
+    if name in LOW_RANK:
+        # A basis has at most as many vectors as a vector has numbers.
+        rank = LOW_RANK[name].rank
+        return low_rank_user(LowRank(min(rank, smaller_side(numel))), numel)
     if name in CODECS:
         return codec_user(CODECS[name], numel)
     return rotating_user(*ROTATIONS[name], numel)
@@ -104,7 +141,7 @@ def rounds(seed: int, numel: int, count: int) -> Iterator[tuple[Array, bool]]:
         yield dyadic(random, numel), bool(random.random() < 0.4)
 
 
-names = pytest.mark.parametrize("name", [*CODECS, *ROTATIONS])
+names = pytest.mark.parametrize("name", [*CODECS, *ROTATIONS, *LOW_RANK])
 many = given(numel=st.integers(1, 200), count=st.integers(1, 8), seed=st.integers(0, 2**32 - 1))
 
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import Above, Dense, Drop, Factors, Filter, OneBit, Quantized, Rows, TopK
+from slipstream.codecs import (
+    Above,
+    Dense,
+    Drop,
+    Factors,
+    Filter,
+    LowRank,
+    OneBit,
+    Quantized,
+    Rows,
+    TopK,
+)
 from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
@@ -25,7 +36,29 @@ def compact(topology: Mesh | Sharded) -> Prefer:
 
 FILTERED = Prefer((Route(Sharded(), up=Filter(Above(Drop(0.8)))), Route(Sharded())))
 
+RANK = LowRank(4)
+
+
+def low(route: Route) -> Prefer:
+    """Matrices by this route, biases dense."""
+    return Prefer((route, Route(route.topology)))
+
+
 MIXES = {
+    "low rank both ways": Strategy(
+        "rank_sharded", low(Route(Sharded(), RANK, RANK)), chunk_bytes=SMALL
+    ),
+    "low rank on a mesh": Strategy("rank_mesh", low(Route(Mesh(), RANK))),
+    "low rank, staleness": Strategy(
+        "rank_lag", low(Route(Sharded(), RANK, RANK)), Consistency(All(), Lag(1))
+    ),
+    "low rank, backup workers": Strategy(
+        "rank_backup",
+        Prefer((Route(Sharded(), RANK), Route(Sharded(), Quantized(8, block=64)))),
+        Consistency(FirstOf(2)),
+        HOLDER,
+        chunk_bytes=SMALL // 4,
+    ),
     "factors, backup workers": Strategy(
         "factors_backup", compact(WHOLE), Consistency(FirstOf(2)), HOLDER
     ),

@@ -80,6 +80,7 @@ def test_factors_of_all_workers_are_exact_where_servers_update(run: Run) -> None
         "shares of workers, 8 bits, staleness",
         "factors of 8 bits on a mesh",
         "4 bits of the largest, shares of workers",
+        "low rank, staleness",
     ],
 )
 def test_workers_have_the_same_weights_to_the_last_bit(name: str, run: Run) -> None:
@@ -110,6 +111,7 @@ def test_factors_with_backup_workers_count_who_is_in_time(run: Run) -> None:
         "one bit, backup workers",
         "8 bits, backup workers",
         "4 bits of the largest, backup workers",
+        "low rank, backup workers",
     ],
 )
 def test_what_a_dropped_push_held_is_not_lost(name: str, run: Run) -> None:
@@ -189,6 +191,22 @@ def test_shares_of_workers_are_exact(run: Run) -> None:
     told = run("shares of workers", "float64")
     wanted, _ = alone(torch.float64)
     assert all((vector(each["weights"]) - wanted).abs().max() <= 1e-12 for each in told)
+
+
+@pytest.mark.parametrize("name", ["low rank both ways", "low rank on a mesh"])
+def test_low_rank_gradients_learn_like_exact_ones_but_for_what_is_held_back(
+    name: str, run: Run
+) -> None:
+    told = run(name)
+    assert len({each["digest"] for each in told}) == 1
+    wanted, _ = alone(torch.float32)
+    moved = (wanted - vector(told[0]["begun"])).norm()
+    held_back = sum(vector(each["owed"]) for each in told)
+    assert isinstance(held_back, torch.Tensor)
+    now = vector(told[0]["weights"])
+    later = now - RATE / RANKS * held_back
+    assert (now - wanted).norm() < 0.4 * moved
+    assert (later - wanted).norm() < 0.2 * (now - wanted).norm()
 
 
 def test_bfloat16_on_a_mesh_rounds_contributions_only(run: Run) -> None:

@@ -30,6 +30,7 @@ BY_WORKERS = {
     "poseidon": "poseidon(choose='bytes', dense=['last'])",
     "adam_factors": "adam_factors",
     "one_bit": "one_bit(chunk_bytes=4096)",
+    "low_rank": "low_rank(rank=2, chunk_bytes=4096)",
     "flow": "parameter_flow(chunk_bytes=4096)",
     "stale flow": "parameter_flow(staleness=1)",
     "own steps": "parameter_flow(payload='update')",

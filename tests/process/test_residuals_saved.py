@@ -14,6 +14,7 @@ pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("residuals_worker.py")
 BITS = "one_bit(chunk_bytes=4096)"
 SHARES = "allreduce(wire='int4', bucket_bytes=4096)"  # workers hold, and keep what rounding loses
+RANK = "low_rank(rank=2, chunk_bytes=4096)"
 
 
 def run(
@@ -42,6 +43,16 @@ def test_training_goes_on_to_the_same_bits(
     assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
     assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
     assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}
+
+
+def test_low_rank_goes_on_with_what_it_owed_and_one_basis(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    through = run(fork_server, tmp_path, "save", ranks=2, servers=2, strategy=RANK)
+    resumed = run(fork_server, tmp_path, "resume", ranks=2, servers=1, strategy=RANK)
+    assert any(through[0]["owed"].values()), "nothing was owed, so nothing is shown"
+    assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
+    assert len({worker["digest"] for worker in resumed}) == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -14,6 +14,7 @@ from slipstream.codecs import (
     Factors,
     Filter,
     InPlace,
+    LowRank,
     OneBit,
     Quantized,
     Rotate,
@@ -113,6 +114,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     LagBehindPeers: counted(Each(), LagBehindPeers(7)),
     Large: Strategy("mine", ByTensor((Rule(Large(9, 1, "*.weight"), SHARDED),), FACTORS)),
     Links: on(Route(Mesh(), over=Links())),
+    LowRank: on(Route(Sharded(), up=LowRank(2, 5), down=LowRank(2, 5))),
     Merging: Strategy("mine", Everywhere(SHARDED), schedule=Merging()),
     Mesh: on(Route(Mesh())),
     Off: updated(inner=Off()),
@@ -125,7 +127,9 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Rotate: on(Route(Mesh(), up=Filter(Rotate(3, True, 1e6, Above(0.1))))),
     Route: on(Route(Sharded(whole_layers=True), Filter(), OneBit(), Collective())),
     Rows: on(Route(Mesh(), up=Rows("bfloat16"))),
-    Rule: Strategy("mine", ByTensor((Rule(Large(), SHARDED), Rule(Large(2), FACTORS)), SHARDED)),
+    Rule: Strategy(
+        "mine", ByTensor((Rule(Large(), Prefer((SHARDED,))), Rule(Large(2), FACTORS)), SHARDED)
+    ),
     Sharded: on(Route(Sharded(whole_layers=True))),
     SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
     TopK: on(Route(Mesh(), up=Filter(TopK(0.01), values="int4"))),
@@ -169,7 +173,7 @@ def test_there_is_an_example_of_every_part() -> None:
 
 
 def test_json_can_name_every_part_but_those_that_others_build_on() -> None:
-    bases = {"Admission", "EveryRound", "Gate", "LayerCodec", "Topology"}
+    bases = {"Admission", "EveryRound", "Gate", "LayerCodec", "SharedCodec", "Topology"}
     assert {part.__name__ for part in all_parts() - known_parts()} == bases
 
 

@@ -33,7 +33,7 @@ class AboutCodec(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether a tensor may be cut into chunks; else it is sent whole."""
+        """Whether contributions are cut where chunks are (else a tensor's is one)."""
         ...
 
     def facts(self) -> Facts:

@@ -32,8 +32,7 @@ class Residual:
     error. If the receiver drops the contribution, ``put_back`` restores the state before it was
     sent.
 
-    A codec with more state than these values (the last factors of a low-rank approximation, for
-    example) returns a subclass from ``init``.
+    What all ends of a link must remember alike is not kept here: see ``Agreement``.
 
     Attributes:
         values: What is kept, one entry for each value of the segment. Encoders change it in place.

@@ -15,14 +15,14 @@ SMALLEST_CHUNK_BYTES = 4 * 1024
 class Group:
     """Tensors that may share a chunk: one route, one dtype, one role.
 
-    Those of a ``layer`` or a ``fragment`` have their own chunks, which a round may skip. Chunks are
-    cut so that ``shares`` holders get equal loads.
+    Those of a ``layer`` or a ``fragment`` have their own chunks, which a round may skip. A tensor
+    whose contributions are not cut counts as a layer. Chunks are cut so that ``shares`` holders get
+    equal loads.
     """
 
     route: int
     dtype: str
     role: str
-    splits: bool
     layer: str = ""
     shares: int = 1
     fragment: int = 0
@@ -55,14 +55,11 @@ def lay_out(
         members.setdefault(groups[tensor], []).append(tensor)
     chunks: list[Chunk] = []
     for group, tensors in members.items():
-        if group.splits:
-            total = sum(specs[t].numel for t in tensors)
-            runs = fill(specs, tensors, even_numel(total, group.dtype, group.shares, chunk_bytes))
-        else:
-            runs = (whole(specs, t) for t in tensors)
+        total = sum(specs[t].numel for t in tensors)
+        runs = fill(specs, tensors, even_numel(total, group.dtype, group.shares, chunk_bytes))
         chunks += [
             Chunk(len(chunks) + i, group.route, group.dtype, segments)
-            for i, segments in enumerate(run for run in runs if run)
+            for i, segments in enumerate(runs)
         ]
     return Layout(tuple(chunks))
 
@@ -74,11 +71,6 @@ def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
     rounds = max(1, -(-total // (max(1, shares) * largest)))
     even = -(-total // (max(1, shares) * rounds))
     return max(even, min(SMALLEST_CHUNK_BYTES // size, largest))
-
-
-def whole(specs: Sequence[Spec], tensor: int) -> tuple[Segment, ...]:
-    numel = specs[tensor].numel
-    return (Segment(tensor, 0, numel),) if numel else ()
 
 
 def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[tuple[Segment, ...]]:

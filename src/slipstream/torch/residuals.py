@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.codecs import InPlace
+from slipstream.codecs import InPlace, SharedCodec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.channel import rank_of
@@ -41,7 +41,7 @@ class Residuals:
         self._published = [
             chunk
             for chunk in plan.chunks
-            if not isinstance(down := plan.routes[chunk.route].down, InPlace)
+            if not isinstance(down := plan.routes[chunk.route].down, InPlace | SharedCodec)
             and down.init(1, chunk.dtype) is not None
         ]
         self._held = [c for c in self._published if self._holder(c) == member.name]

@@ -29,9 +29,9 @@ def lay_out(
 def cases(draw: st.DrawFn) -> tuple[list[Spec], list[Group], int, int]:
     specs = draw(spec_lists())
     routes = draw(st.lists(st.integers(0, 2), min_size=len(specs), max_size=len(specs)))
-    splits = draw(st.tuples(*[st.booleans()] * 3))
+    apart = draw(st.tuples(*[st.booleans()] * 3))
     groups = [
-        Group(route, spec.dtype, spec.role, splits[route])
+        Group(route, spec.dtype, spec.role, spec.name if apart[route] else "")
         for spec, route in zip(specs, routes, strict=True)
     ]
     return specs, groups, draw(st.integers(0, 7)), draw(CHUNK_SIZES)
@@ -60,16 +60,14 @@ def test_every_element_is_in_exactly_one_chunk(
 
 
 @given(cases())
-def test_chunks_are_within_their_size_unless_a_tensor_must_travel_whole(
+def test_chunks_are_within_their_size_and_some_tensors_have_chunks_of_their_own(
     case: tuple[list[Spec], list[Group], int, int],
 ) -> None:
     specs, groups, shares, chunk_bytes = case
     for chunk in lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes).chunks:
-        if groups[chunk.segments[0].tensor].splits:
-            assert chunk.nbytes <= max(chunk_bytes, ITEM_BYTES[chunk.dtype])
-        else:
-            (segment,) = chunk.segments
-            assert segment.numel == specs[segment.tensor].numel
+        assert chunk.nbytes <= max(chunk_bytes, ITEM_BYTES[chunk.dtype])
+        if groups[chunk.segments[0].tensor].layer:
+            assert len(chunk.segments) == 1
 
 
 @given(cases())
@@ -131,7 +129,7 @@ def test_shares_are_equal_to_within_a_few_elements(
 
 
 def chunks_of(total: int, *, shares: int, dtype: str, chunk_bytes: int) -> tuple[Chunk, ...]:
-    group = Group(0, dtype, "parameter", splits=True)
+    group = Group(0, dtype, "parameter")
     spec = vector("w", total, dtype=dtype)
     return lay_out([spec], [group], shares=shares, chunk_bytes=chunk_bytes).chunks
 
@@ -146,7 +144,7 @@ def test_tensors_beyond_32_bits_are_planned_without_touching_memory(
     huge: tuple[int, ...], small: tuple[int, ...], shares: int
 ) -> None:
     specs = [Spec("huge", huge, "float32", 0), Spec("small", small, "float32", 1)]
-    groups = [Group(0, "float32", "parameter", splits=True)] * 2
+    groups = [Group(0, "float32", "parameter")] * 2
     layout = lay_out(specs, groups, shares=shares, chunk_bytes=1 << 30)
     assert sum(chunk.numel for chunk in layout.chunks) == specs[0].numel + specs[1].numel
     assert max(chunk.nbytes for chunk in layout.chunks) <= 1 << 30
@@ -156,17 +154,15 @@ def test_tensors_beyond_32_bits_are_planned_without_touching_memory(
     assert all(before[1] == after[0] for before, after in pairwise(spans))
 
 
-@pytest.mark.parametrize("splits", [True, False])
-def test_tensors_without_elements_are_in_no_chunk(splits: bool) -> None:
+@pytest.mark.parametrize("layer", ["", "fc"])
+def test_tensors_without_elements_are_in_no_chunk(layer: str) -> None:
     specs = [vector("none", 0, order=0), vector("some", 3, order=1), vector("nil", 0, order=2)]
-    groups = [Group(0, "float32", "parameter", splits)] * 3
+    groups = [Group(0, "float32", "parameter", layer)] * 3
     layout = lay_out(specs, groups, shares=2)
     assert layout.of_tensor(3) == ((), (0,), ())
     assert lay_out([], [], shares=1).chunks == ()
 
 
 def test_a_scalar_is_one_element() -> None:
-    layout = lay_out(
-        [Spec("s", (), "float64", 0)], [Group(0, "float64", "parameter", True)], shares=1
-    )
+    layout = lay_out([Spec("s", (), "float64", 0)], [Group(0, "float64", "parameter")], shares=1)
     assert [chunk.nbytes for chunk in layout.chunks] == [8]

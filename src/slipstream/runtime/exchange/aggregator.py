@@ -10,12 +10,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream._native import mean_into
-from slipstream.codecs import Codec, InPlace, LayerCodec
+from slipstream.codecs import Agreement, LayerCodec, SharedCodec
 from slipstream.codecs.matrices import Scratch
 from slipstream.codecs.residual import Floats, Residual, kept_values
-from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
+from slipstream.errors import FrameRefused, contribution_of
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.collector import ClosedRound, Collector
+from slipstream.runtime.exchange.result_frames import (
+    agreement_on,
+    down_codec,
+    result_parts,
+    tells_merged,
+)
 from slipstream.transports.wire import Early, Publish, Push, Settings, checksum
 from slipstream.types import (
     HERE,
@@ -93,6 +99,8 @@ class Published:
     """State of a unit: the ages of its gradients, its recent results, its residuals."""
 
     residuals: list[list[Residual | None]]  # by chunk, then by segment
+    agreement: Agreement | None = None
+    merged: Buffer = b""  # the last round's contributions, where there is an agreement
     staleness: Counter[int] = field(default_factory=Counter)
     recent: deque[list[Result]] = field(default_factory=deque)  # by round
 
@@ -110,12 +118,7 @@ class Aggregator:
         self.collector = Collector(node, plan)
         self._scratch = Scratch()
         self._published = {
-            unit.index: Published(
-                [
-                    [down_codec(plan, unit).init(s.numel, c.dtype) for s in c.segments]
-                    for c in unit.chunks
-                ]
-            )
+            unit.index: Published(residuals_of(plan, unit), agreement_on(plan, unit))
             for unit in self.collector.units
         }
 
@@ -226,7 +229,7 @@ class Aggregator:
         audience = found.closed.audience
         results = []
         means = self._combine(found)
-        for part, chunk in enumerate(found.unit.chunks):
+        for part, chunk in enumerate(found.unit.chunks[: result_parts(self.plan, found.unit)]):
             values = self.updater.apply(chunk, means[part], settings, rate=rate, whole=whole)
             results.append(
                 self._result(
@@ -254,6 +257,10 @@ class Aggregator:
         codec = self.plan.route(found.unit).up
         if isinstance(codec, LayerCodec):
             return self._combine_layer(found, codec)
+        agreement = self._published[found.unit.index].agreement
+        if agreement is not None:
+            return self._combine_agreed(found, agreement)
+        assert not isinstance(codec, SharedCodec)
         (chunk,) = found.unit.chunks
         flat = Values.empty(chunk.numel, chunk.dtype)
         means: list[Values | None] = []
@@ -266,6 +273,22 @@ class Aggregator:
                 codec.combine(given, out, divisor=found.divisor(self.plan, place, len(given)))
             means.append(out if given else None)
         return [means]
+
+    def _combine_agreed(
+        self, found: ClosedRound, agreement: Agreement
+    ) -> list[Sequence[Values | None]]:
+        """The mean by chunk; where contributions return merged, that is all of the result."""
+        unit, given, codec = found.unit, found.given(0), agreement.at(found.round)
+        divisor = found.divisor(self.plan, 0, len(given))
+        merged = codec.merge(given, divisor=divisor) if given else b""
+        self._published[unit.index].merged = merged
+        agreement.learn(found.round, merged if given else None)
+        if not given or down_codec(self.plan, unit) is None:
+            return [[None] * len(chunk.segments) for chunk in unit.chunks]
+        (place,) = unit.places
+        mean = Values.empty(place.numel, unit.chunks[0].dtype)
+        codec.decode_into((merged,), mean)
+        return [[mean.part(s.start, s.stop) for s in chunk.segments] for chunk in unit.chunks]
 
     def _combine_layer(
         self, found: ClosedRound, codec: LayerCodec
@@ -290,13 +313,16 @@ class Aggregator:
         audience: tuple[Rank, ...] | None,
         dropped: tuple[Rank, ...],
     ) -> Result:
-        codec = down_codec(self.plan, unit)
+        codec, published = down_codec(self.plan, unit), self._published[unit.index]
         frames: list[Buffer] = []
-        residuals = self._published[unit.index].residuals[part]
-        for each, residual in zip(values, residuals, strict=True):
-            if each is not None:
-                frames.extend(codec.encode(each, residual, ctx))
-        counts = [0 if each is None else codec.frames for each in values]
+        counts: list[int] = []
+        if codec is not None:
+            for each, residual in zip(values, published.residuals[part], strict=True):
+                if each is not None:
+                    frames.extend(codec.encode(each, residual, ctx))
+            counts = [0 if each is None else codec.frames for each in values]
+        if tells_merged(self.plan, unit, part):
+            frames.append(published.merged)
         body = Publish(unit.index, part, round_, counts, checksum(frames), list(dropped))
         return Result(body, tuple(frames), audience)
 
@@ -335,8 +361,10 @@ def wide(layer: Layer) -> Layer:
     return layer if layer.dtype == "float64" else replace(layer, dtype="float32")
 
 
-def down_codec(plan: Plan, unit: Unit) -> Codec:
-    codec = plan.route(unit).down
-    if isinstance(codec, InPlace):
-        raise RuntimeFault(f"nothing returns on {plan.route(unit).scheme}")
-    return codec
+def residuals_of(plan: Plan, unit: Unit) -> list[list[Residual | None]]:
+    """Empty ones for the way down, by chunk and segment."""
+    codec = down_codec(plan, unit)
+    return [
+        [None if codec is None else codec.init(s.numel, chunk.dtype) for s in chunk.segments]
+        for chunk in unit.chunks
+    ]

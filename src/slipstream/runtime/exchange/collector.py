@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.codecs import Codec, LayerCodec
+from slipstream.codecs import Codec, LayerCodec, SharedCodec
 from slipstream.consistency import Closed, RoundLedger
 from slipstream.consistency.ledgers import FirstOfLedger
 from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
@@ -54,7 +54,7 @@ class ClosedRound:
         zero); a buffer's over those on which it changed."""
         if self.unit.layer is not None:
             return self.closed.divisor
-        segment = self.unit.chunks[0].segments[place]
+        segment = self.unit.places[place]
         is_parameter = plan.specs[segment.tensor].role == "parameter"
         return self.closed.divisor if is_parameter else given
 
@@ -185,6 +185,8 @@ class Collector:
         codec = self.plan.route(held.unit).up
         if isinstance(codec, LayerCodec):
             return self._examine_layer(held, codec, rank, body, frames)
+        if isinstance(codec, SharedCodec):
+            return self._examine_whole(held.unit, codec, body, frames)
         return examine_segments(codec, held.unit, body.counts, frames)
 
     def _examine_layer(
@@ -207,6 +209,15 @@ class Collector:
             return (None,)
         codec.examine(whole, held.unit.layer)
         return (whole,)
+
+    def _examine_whole(
+        self, unit: Unit, codec: SharedCodec, body: Push, frames: Sequence[Buffer]
+    ) -> tuple[Group, ...]:
+        (place,) = unit.places
+        groups = split_frames([place.numel], body.counts, frames, 1)
+        for frame in frames:
+            codec.examine(frame, self.plan.specs[place.tensor].shape)
+        return groups
 
     def _count_part(self, round_: int, rank: Rank) -> None:
         if not self.plan.consistency.agreed:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from slipstream.codecs import LayerCodec
 from slipstream.codecs.matrices import LayerMath, Scratch
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.aggregator import down_codec
 from slipstream.runtime.exchange.channel import Slots
-from slipstream.runtime.exchange.collector import ClosedRound, split_frames
+from slipstream.runtime.exchange.collector import ClosedRound
+from slipstream.runtime.exchange.result_frames import down_codec, open_result, tells_merged
 from slipstream.runtime.exchange.unit_state import Answer, UnitState
-from slipstream.types import Segment, Values
+from slipstream.types import Buffer, Segment, Values
 
 
 class ResultWriter:
@@ -37,6 +37,13 @@ class ResultWriter:
             return []
         return self._combine_segments(state, answer.closed)
 
+    def learn(self, state: UnitState, answer: Answer) -> None:
+        """Take from a result what later rounds need, whether or not it was written."""
+        for part, (body, frames) in sorted(answer.parts.items()):
+            if state.agreement is not None and tells_merged(self._plan, state.unit, part):
+                _, merged = open_result(self._plan, state.unit, body, frames)
+                state.agreement.learn(answer.round, merged)
+
     def finish(self, tensor: int) -> None:
         """The whole result of a tensor is written, if there is any."""
         absent, sink = self._absent.pop(tensor, []), self._sinks.pop(tensor, None)
@@ -52,27 +59,39 @@ class ResultWriter:
         codec = down_codec(self._plan, state.unit)
         touched = []
         for part, (body, frames) in sorted(answer.parts.items()):
+            groups, merged = open_result(self._plan, state.unit, body, frames)
             segments = state.unit.chunks[part].segments
-            groups = split_frames([s.numel for s in segments], body.counts, frames, codec.frames)
+            if codec is None:
+                segments = state.unit.places
+                groups = (None if merged is None else (merged,),)
             for segment, group in zip(segments, groups, strict=True):
                 touched.append(segment.tensor)
                 if group is None:
                     self._absent.setdefault(segment.tensor, []).append(segment)
                 else:
-                    codec.decode_into(group, self._sink(segment))
+                    read_by = codec or state.codec_in(answer.round)
+                    assert read_by is not None
+                    read_by.decode_into(group, self._sink(segment))
+        self.learn(state, answer)
         return list(dict.fromkeys(touched))
 
     def _combine_segments(self, state: UnitState, closed: ClosedRound) -> list[int]:
-        codec, (chunk,) = state.codec, state.unit.chunks
-        assert codec is not None
-        for place, segment in enumerate(chunk.segments):
+        merged: Buffer | None = None
+        for place, segment in enumerate(state.unit.places):
             given = closed.given(place)
             if not given:
                 self._absent.setdefault(segment.tensor, []).append(segment)
                 continue
             divisor = closed.divisor(self._plan, place, len(given))
-            codec.combine(given, self._sink(segment), divisor=divisor)
-        return list(dict.fromkeys(segment.tensor for segment in chunk.segments))
+            if state.agreement is not None:
+                codec = state.agreement.at(closed.round)
+                merged = codec.merge(given, divisor=divisor)
+                codec.decode_into((merged,), self._sink(segment))
+            elif state.codec is not None:
+                state.codec.combine(given, self._sink(segment), divisor=divisor)
+        if state.agreement is not None:
+            state.agreement.learn(closed.round, merged)
+        return list(dict.fromkeys(segment.tensor for segment in state.unit.places))
 
     def _combine_layer(self, state: UnitState, closed: ClosedRound) -> None:
         codec, layer, given = state.route.up, state.unit.layer, closed.given(0)

@@ -12,16 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from slipstream.codecs.matrices import LayerMath, Matrix, to_frames
-from slipstream.codecs.residual import kept_values
 from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.aggregator import (
-    Aggregator,
-    PublishMean,
-    down_codec,
-)
+from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.runtime.exchange.channel import Slots, rank_of
-from slipstream.runtime.exchange.collector import ClosedRound, split_frames
+from slipstream.runtime.exchange.collector import ClosedRound
+from slipstream.runtime.exchange.result_frames import examine_result
 from slipstream.runtime.exchange.results import ResultWriter
 from slipstream.runtime.exchange.round_sender import RoundSender
 from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
@@ -60,7 +56,7 @@ class RoundChannel:
         self._member, self._slots = member, slots
         self._results = ResultWriter(plan, slots, math)
         self._limit_s = limit_s
-        self._states = {unit.index: fresh(unit, plan.route(unit)) for unit in plan.over_links()}
+        self._states = {unit.index: fresh(unit, plan) for unit in plan.over_links()}
         self._of_tensor: list[list[int]] = [[] for _ in plan.specs]
         self._awaited_by: list[list[UnitState]] = [[] for _ in plan.specs]  # layers, too
         for unit in plan.over_links():
@@ -90,7 +86,7 @@ class RoundChannel:
         state = self._states.get(self.plan.places[chunk.index][0])
         if state is None or state.unit.layer is not None:
             return [None] * len(chunk.segments)
-        return kept_values(state.residuals)
+        return state.kept(chunk)
 
     def held_memories(self, chunk: Chunk) -> Sequence[Any]:
         """What this worker has not sent of the results of a chunk that it holds for all workers."""
@@ -139,19 +135,19 @@ class RoundChannel:
         self._await_turn(state)
         ctx = EncodeContext(self.step + 1, self.rate(), self.congested())
         groups: list[Sequence[Buffer] | None] = []
-        (chunk,) = state.unit.chunks
-        for segment, residual in zip(chunk.segments, state.residuals, strict=True):
-            values = self._slots.source(segment.tensor)
-            if values is None or state.codec is None:
+        codec = state.codec_in(state.begun)
+        for place, residual in zip(state.unit.places, state.residuals, strict=True):
+            values = self._slots.source(place.tensor)
+            if values is None or codec is None:
                 groups.append(None)
             else:
-                part = values.part(segment.start, segment.stop)
-                groups.append(state.codec.encode(part, residual, ctx))
+                part = values.part(place.start, place.stop)
+                groups.append(codec.encode(part, residual, ctx))
         if self.plan.consistency.under_way > 1:
             # The next step's gradient may be ready before this one has left.
             groups = [g and [bytes(memoryview(frame)) for frame in g] for g in groups]
         if any(residual is not None for residual in state.residuals):
-            state.sent = tuple(groups)
+            state.sent, state.sent_by = tuple(groups), codec
         self._push(state, groups, ctx.rate)
 
     # ---- layers in compact form (the training thread)
@@ -284,11 +280,14 @@ class RoundChannel:
         if answer is None:
             return
         with self._member.changed:
-            for round_ in [r for r in state.answers if r <= answer.round]:
-                del state.answers[round_]
+            older = sorted(round_ for round_ in state.answers if round_ < answer.round)
+            skipped = [state.answers.pop(round_) for round_ in older]
+            del state.answers[answer.round]
             if state.newest is None:
                 self._arrived.discard(state.unit.index)
         self._wait_until_left(state)
+        for each in skipped:
+            self._results.learn(state, each)
         for tensor in self._write(state, answer):
             # Full weights of a tensor's chunks may be of different rounds, so none waits for
             # another.
@@ -337,7 +336,7 @@ class RoundChannel:
         state.begun = max(state.begun, answer.round + 1)
         if answer.dropped(self.rank):
             state.put_back()
-        state.sent = ()
+        state.sent, state.sent_by = (), None
         touched = self._results.write(state, answer)
         state.release(answer.round)
         return touched
@@ -347,7 +346,7 @@ class RoundChannel:
     def _on_publish(self, message: Message[Publish]) -> None:
         body = message.body
         state = self._states.get(body.unit)
-        if state is None or body.part >= len(state.unit.chunks):
+        if state is None or body.part >= state.parts:
             raise FrameRefused(f"a result for unit {body.unit}, which does not travel links")
         if not self._forwarding.may_send(message.sender, state.unit):
             raise FrameRefused(f"{message.sender} does not hold unit {body.unit}")
@@ -362,7 +361,7 @@ class RoundChannel:
             self._told_round = max(self._told_round, body.round + 1)
             answer = state.answers.setdefault(body.round, Answer(body.round))
             answer.parts[body.part] = (body, message.frames)
-            if answer.complete(state.unit):
+            if answer.complete(state.parts):
                 self._note_arrived(state, answer)
                 self._member.changed.notify_all()
 
@@ -393,12 +392,7 @@ class RoundChannel:
     ) -> None:
         if not self._is_for_others(state, body) and not self._fits(state, body):
             raise FrameRefused(f"a result for round {body.round} of unit {body.unit}")
-        codec, chunk = down_codec(self.plan, state.unit), state.unit.chunks[body.part]
-        numels = [segment.numel for segment in chunk.segments]
-        groups = split_frames(numels, body.counts, frames, codec.frames)
-        for numel, group in zip(numels, groups, strict=True):
-            if group is not None:
-                codec.examine(group, numel, chunk.dtype)
+        examine_result(self.plan, state.unit, body, frames)
         if checksum(frames) != body.crc:
             raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
         self._sender.count(self.received, sender, state.route.scheme, frames)

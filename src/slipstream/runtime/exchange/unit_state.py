@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.codecs import Codec, LayerCodec, Residual
+from slipstream.codecs import Agreement, Codec, LayerCodec, Residual, SharedCodec
+from slipstream.codecs.residual import Floats, kept_values
 from slipstream.consistency import Progress
+from slipstream.plan import Plan
 from slipstream.routes import Route
 from slipstream.runtime.exchange.collector import ClosedRound
+from slipstream.runtime.exchange.result_frames import agreement_on, result_parts
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Publish
-from slipstream.types import Buffer, Rank, Unit
+from slipstream.types import Buffer, Chunk, Rank, Unit
 
 Parts = dict[int, tuple[Publish, Sequence[Buffer]]]
 
@@ -26,8 +29,8 @@ class Answer:
     parts: Parts = field(default_factory=dict)
     closed: ClosedRound | None = None
 
-    def complete(self, unit: Unit) -> bool:
-        return self.closed is not None or len(self.parts) == len(unit.chunks)
+    def complete(self, parts: int) -> bool:
+        return self.closed is not None or len(self.parts) == parts
 
     def dropped(self, rank: Rank) -> bool:
         return any(rank in body.dropped for body, _ in self.parts.values())
@@ -39,8 +42,10 @@ class UnitState:
 
     unit: Unit
     route: Route
-    codec: Codec | None  # of contributions, by segment; None for a layer
-    residuals: list[Residual | None]  # by segment
+    codec: Codec | None  # of places on the way up; None for a layer, or where rounds differ
+    agreement: Agreement | None  # what all ends know alike, where rounds differ
+    residuals: list[Residual | None]  # by place
+    parts: int  # messages of a result
     unready: int
     begun: int = 0  # contributions made
     committed: int = 0  # results written
@@ -48,7 +53,8 @@ class UnitState:
     answers: dict[int, Answer] = field(default_factory=dict)  # by round
     leaving: list[Ticket] = field(default_factory=list)
     pushed: bool = False  # in this step
-    sent: tuple[Sequence[Buffer] | None, ...] = ()  # the last contribution, while it may be dropped
+    sent: tuple[Sequence[Buffer] | None, ...] = ()  # the last contribution, while it may return
+    sent_by: Codec | None = None
     loans: dict[int, list[Loan]] = field(default_factory=dict)  # by round
     ahead_for: int = -1  # the round for which a first matrix was sent early
 
@@ -58,13 +64,25 @@ class UnitState:
 
     @property
     def newest(self) -> Answer | None:
-        """The newest complete answer."""
-        complete = [a for a in list(self.answers.values()) if a.complete(self.unit)]
+        """The newest answer of which all has come."""
+        complete = [a for a in list(self.answers.values()) if a.complete(self.parts)]
         return max(complete, key=lambda answer: answer.round, default=None)
 
     @property
     def on_mesh(self) -> bool:
         return not self.route.topology.needs_servers
+
+    def codec_in(self, round_: int) -> Codec | None:
+        """What contributions to a round are encoded with; None for a layer."""
+        return self.codec if self.agreement is None else self.agreement.at(round_)
+
+    def kept(self, chunk: Chunk) -> list[Floats | None]:
+        """By segment of one of the unit's chunks: what was not sent yet, itself and no copy."""
+        if len(self.unit.chunks) == 1:
+            return kept_values(self.residuals)
+        by_tensor = dict(zip(self.unit.tensors, self.residuals, strict=True))  # each is whole
+        whole = [(segment, by_tensor[segment.tensor]) for segment in chunk.segments]
+        return [None if r is None else r.values[s.start : s.stop] for s, r in whole]
 
     def release(self, upto: int) -> None:
         """This worker no longer needs its matrices of these rounds."""
@@ -75,13 +93,23 @@ class UnitState:
     def put_back(self) -> None:
         """The contribution was dropped: add its content back to the residuals."""
         for residual, frames in zip(self.residuals, self.sent, strict=False):
-            if self.codec is not None and residual is not None and frames is not None:
-                residual.put_back(self.codec, frames)
+            if self.sent_by is not None and residual is not None and frames is not None:
+                residual.put_back(self.sent_by, frames)
 
 
-def fresh(unit: Unit, route: Route) -> UnitState:
-    """The state before the first round."""
-    codec: Codec | None = None if isinstance(route.up, LayerCodec) else route.up
-    segments = [(s.numel, chunk.dtype) for chunk in unit.chunks for s in chunk.segments]
-    residuals = [codec.init(*segment) for segment in segments] if codec is not None else []
-    return UnitState(unit, route, codec, residuals, unready=len(unit.tensors))
+def fresh(unit: Unit, plan: Plan) -> UnitState:
+    """Before the first round."""
+    up = plan.route(unit).up
+    residuals: list[Residual | None] = []
+    if not isinstance(up, LayerCodec):
+        dtype = unit.chunks[0].dtype
+        residuals = [up.init(place.numel, dtype) for place in unit.places]
+    return UnitState(
+        unit,
+        plan.route(unit),
+        None if isinstance(up, LayerCodec | SharedCodec) else up,
+        agreement_on(plan, unit),
+        residuals,
+        result_parts(plan, unit),
+        unready=len(unit.tensors),
+    )

@@ -20,7 +20,7 @@ def written(plan: Plan) -> list[float]:
     for unit, (counts, frames) in zip(plan.units, (([1], [content]), ([0], [])), strict=True):
         body = Publish(unit.index, 0, 0, counts, checksum(frames))
         answer = Answer(0, {0: (body, frames)})
-        writer.write(fresh(unit, plan.route(unit)), answer)
+        writer.write(fresh(unit, plan), answer)
     writer.finish(0)
     return np.unique(np.frombuffer(slots.contents()[0], np.float32)).tolist()
 
