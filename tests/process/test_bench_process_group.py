@@ -46,11 +46,14 @@ def run(fork_server: ForkServer, trial: Trial, workers: int) -> Run:
 def test_an_emulated_step_takes_the_tables_time(fork_server: ForkServer) -> None:
     expected_s = table("googlenet").step_ms / 1000
     trial = Trial(workload="vgg", device="googlenet", steps=3, warmup=1)
-    tries = [run(fork_server, trial, 1).step_s]
-    # Others may want the machine's cores: one undisturbed run is enough.
-    while min(tries) > 1.03 * expected_s and len(tries) < 25:
+    # Others may want the machine's cores, and a step that was held up makes the next one shorter:
+    # one undisturbed run is enough.
+    tries: list[float] = []
+    while len(tries) < 25:
         tries.append(run(fork_server, trial, 1).step_s)
-    assert 0.999 * expected_s < min(tries) < 1.03 * expected_s
+        if 0.999 * expected_s < tries[-1] < 1.03 * expected_s:
+            return
+    raise AssertionError(f"no step took {expected_s} s: {tries}")
 
 
 def test_a_worker_that_cannot_start_fails_the_trial_and_the_others_go(

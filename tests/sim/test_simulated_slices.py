@@ -417,7 +417,7 @@ ONES = np.ones(4, np.float32).tobytes()
 @pytest.mark.parametrize(
     ("body", "frames", "word"),
     [
-        (Part(0, 0, 1, 20, True, checksum([ONES])), [ONES], "from weight 20 of 23"),
+        (Part(0, 0, 1, 20, True, checksum([ONES])), [ONES], "at weight 20 of 23"),
         (Part(0, 0, 1, 2**61, True, checksum([ONES])), [ONES], "of 23"),
         (Part(0, 0, 1, 0, True, checksum([ONES[:-1]])), [ONES[:-1]], "15 bytes"),
         (Part(0, 0, 1, 0, True, checksum([ONES, ONES])), [ONES, ONES], "2 frames"),
