@@ -114,6 +114,40 @@ RULES = (
         "every worker computes the result for itself, so nothing is sent back",
         "use down=Dense()",
     ),
+    # ---- Two levels: the workers of a host aggregate first.
+    Rule(
+        facts("hosts aggregate first", "some tensors skip the host"),
+        "one worker of a host exchanges for all of them, so all tensors have two levels or none",
+        "use TwoLevel() for every route",
+    ),
+    Rule(
+        facts("hosts aggregate first"),
+        "a host's workers make a round together, and contribute their sum",
+        "use Consistency(All()), or one level: between= of TwoLevel()",
+        unless=facts("rounds of all workers"),
+    ),
+    Rule(
+        facts("hosts aggregate first"),
+        "a host's workers share one result, which all of them need before the next round, and none "
+        "of them may be missing",
+        "use Consistency(All(), Lag(0)), or one level: between= of TwoLevel()",
+        any_of=facts("may run ahead", "survives lost workers"),
+    ),
+    Rule(
+        facts("hosts aggregate first", "the holder updates"),
+        "a host's workers share mean gradients, not weights",
+        "use User(at='worker'), or one level: between= of TwoLevel()",
+    ),
+    Rule(
+        facts("hosts aggregate first", "update deltas are sent"),
+        "a host's workers share mean gradients, not update deltas",
+        "use Update(inner=Off()), or one level: between= of TwoLevel()",
+    ),
+    Rule(
+        facts("hosts aggregate first", "up: compact form"),
+        "a host's workers sum dense gradients",
+        "use up=Dense(), or one level: between= of TwoLevel()",
+    ),
     # ---- Collectives.
     Rule(
         facts("over a collective"),
@@ -423,6 +457,9 @@ def problems(strategy: Strategy) -> list[Problem]:
     routes = dict.fromkeys(strategy.routes.routes())
     if len(routes) > 1:
         common |= facts("several routes")
+    levels = {"hosts aggregate first" in route.facts() for route in routes}
+    if len(levels) > 1:
+        common |= facts("some tensors skip the host")
     found: dict[str, Problem] = {}
     for route in routes:
         known = common | route.facts()

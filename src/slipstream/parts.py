@@ -13,6 +13,8 @@ Fact = Literal[
     "every worker holds",
     "one process holds",
     "workers relay",
+    "hosts aggregate first",
+    "some tensors skip the host",
     "layers stay whole",
     # Transports.
     "over links",

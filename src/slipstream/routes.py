@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
+import msgspec
+
 from slipstream.codecs import AnyCodec, Dense, InPlace, SegmentCodec
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
 from slipstream.planning.costs import dense_link_bytes
-from slipstream.topologies import AnyTopology
+from slipstream.topologies import AnyTopology, TwoLevel
 from slipstream.types import Cluster, Spec
 
 
@@ -91,7 +93,8 @@ class Route(Part, frozen=True):
     """Who holds a tensor, how it travels there, how the result travels back, and over what.
 
     Args:
-        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``.
+        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``Tree`` or ``OneHolder``; with
+            ``TwoLevel`` a host's workers aggregate first.
         up: How contributions are encoded: ``Dense``, ``OneBit``, ``Filter``, ``Factors``, ``Rows``.
         down: How results are encoded; ``InPlace`` if they need not be sent.
         over: ``Links``, ``Collective`` or ``SharedMemory``.
@@ -333,6 +336,31 @@ def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
     ring = dense_link_bytes(1.0, cluster.workers, 0, dedicated=False)
     shards = dense_link_bytes(1.0, cluster.workers, cluster.servers, dedicated=True)
     return served[0] if shards < ring else collective[0]
+
+
+def between_hosts(policy: AnyPolicy) -> AnyPolicy:
+    """The policy as hosts follow it: the topologies within ``TwoLevel``.
+
+    Args:
+        policy: Any policy.
+
+    Returns:
+        The same one if no route has two levels.
+    """
+    if isinstance(policy, ByRole):
+        return ByRole(between_hosts(policy.parameter), between_hosts(policy.buffer))  # type: ignore[arg-type]
+    if isinstance(policy, ByTensor):
+        rules = tuple(Rule(rule.where, _between(rule.route)) for rule in policy.rules)
+        return ByTensor(rules, _between(policy.default))
+    if isinstance(policy, Everywhere):
+        return Everywhere(_between(policy.route))
+    return msgspec.structs.replace(policy, given=tuple(map(_between, policy.given)))
+
+
+def _between(route: Route) -> Route:
+    if not isinstance(route.topology, TwoLevel):
+        return route
+    return msgspec.structs.replace(route, topology=route.topology.between)
 
 
 def dense_only(policy: AnyPolicy) -> AnyPolicy:

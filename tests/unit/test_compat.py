@@ -27,7 +27,7 @@ from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route, S
 from slipstream.schedules import AfterBackward, Merging, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, Sharded, Tree, TwoLevel
 from slipstream.types import Cluster, Spec
 from slipstream.updates import Add, ClipNorm, Ema, Update, User, UserSteps
 
@@ -35,6 +35,7 @@ SHARDS, WHOLE = Route(Sharded()), Route(Sharded(whole_layers=True), up=Factors()
 PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
 SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
 IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
+HOSTS = Route(TwoLevel())
 RELAYED = Route(Tree((((0,), (1,), ()),)))
 AT_HOLDER = Update(outer=User(at="holder"))
 STEPS = Update(inner=UserSteps(), outer=Add())
@@ -238,6 +239,12 @@ BROKEN: dict[str, Strategy] = {
     "applies all gradients with the same learning rate": made(
         IN_MEMORY, Consistency(Each(), Free(), ByAge())
     ),
+    "make a round together": made(HOSTS, Consistency(FirstOf(2)), AT_HOLDER),
+    "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
+    "share mean gradients, not weights": made(HOSTS, update=AT_HOLDER),
+    "share mean gradients, not update deltas": made(HOSTS, update=STEPS),
+    "workers sum dense gradients": made(Route(TwoLevel(Mesh()), up=Factors())),
+    "all tensors have two levels or none": made(Prefer((HOSTS, SHARDS))),
 }
 
 
@@ -277,7 +284,7 @@ def test_rules_speak_of_facts_that_some_part_states() -> None:
         for route in strategy.routes.routes():
             stated |= route.facts()
     named: Facts = frozenset().union(*(rule.when | rule.any_of | rule.unless for rule in RULES))
-    assert named <= stated | {"several routes"}  # no single part states that
+    assert named <= stated | {"several routes", "some tensors skip the host"}  # no single part does
     assert stated <= FACTS
 
 

@@ -51,7 +51,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, Sharded, Tree, TwoLevel
 from slipstream.types import Spec
 from slipstream.updates import Add, ClipNorm, Ema, Off, Update, User, UserSteps
 
@@ -117,6 +117,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Sharded: on(Route(Sharded(whole_layers=True))),
     SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
+    TwoLevel: on(Route(TwoLevel(Mesh()))),
     Update: updated(inner=UserSteps(), outer=Add()),
     User: updated(outer=User("holder")),
     UserSteps: updated(inner=UserSteps("kept")),

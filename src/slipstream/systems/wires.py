@@ -8,12 +8,31 @@ from slipstream.codecs import Dense, Quantized
 from slipstream.codecs.dense import Wire as DenseWire
 from slipstream.errors import ConfigError
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
-from slipstream.topologies import AnyTopology
+from slipstream.topologies import AnyTopology, Mesh, Sharded, TwoLevel
 
 Wire = Literal[DenseWire, "int8", "int4"]
+Hosts = Literal["first", "flat"]
 # Of 4 bits, smaller blocks: a large value leaves fewer of its neighbours without a step.
 QUANTIZED = {"int8": Quantized(8, block=256), "int4": Quantized(4, block=128)}
 SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
+
+
+def with_hosts(hosts: Hosts, between: Sharded | Mesh) -> TwoLevel | Sharded | Mesh:
+    """What ``hosts=`` means.
+
+    Args:
+        hosts: "first": workers of one host aggregate first; "flat": each takes part by itself.
+        between: The topology of hosts, or of workers.
+
+    Raises:
+        ConfigError: It is neither.
+
+    >>> with_hosts("first", Mesh())
+    TwoLevel(between=Mesh(), inside=OneHolder())
+    """
+    if hosts not in get_args(Hosts):
+        raise ConfigError(f"hosts={hosts!r}: choose 'first' or 'flat'")
+    return TwoLevel(between) if hosts == "first" else between
 
 
 def routes_for(

@@ -5,8 +5,9 @@ from slipstream.topologies.one_holder import OneHolder
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.topologies.tree import Tree
+from slipstream.topologies.two_level import TwoLevel
 
 # Every topology that a strategy may name, also one that is read from JSON.
-AnyTopology = Sharded | Mesh | Tree | OneHolder
+AnyTopology = Sharded | Mesh | Tree | OneHolder | TwoLevel
 
-__all__ = ["AnyTopology", "Mesh", "OneHolder", "Sharded", "Topology", "Tree"]
+__all__ = ["AnyTopology", "Mesh", "OneHolder", "Sharded", "Topology", "Tree", "TwoLevel"]

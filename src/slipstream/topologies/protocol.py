@@ -17,9 +17,17 @@ class Topology(Part, frozen=True):
     nobody forwards, and results are sent to nobody. Override what differs.
     """
 
-    name: ClassVar[str]
-    needs_servers: ClassVar[bool] = True
     relays: ClassVar[bool] = False  # whether workers forward results to others
+
+    @property
+    def name(self) -> str:
+        """What statistics call it."""
+        raise NotImplementedError
+
+    @property
+    def needs_servers(self) -> bool:
+        """Whether servers hold tensors."""
+        return True
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         """Place chunks.

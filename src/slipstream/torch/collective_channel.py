@@ -18,10 +18,10 @@ from slipstream.runtime.members.joining import Membership
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.link_store import LinkStore
-from slipstream.torch.slots import wire_dtypes
+from slipstream.torch.slots import GradientPlaces, OwnGradients, wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
-from slipstream.types import Chunk
+from slipstream.types import Chunk, Cluster
 
 
 @dataclass(slots=True)
@@ -51,7 +51,11 @@ class Bucket:
 
 
 class CollectiveChannel:
-    """All chunks of a plan that travel by collectives; implements ``Channel``."""
+    """All chunks of a plan that travel by collectives; implements ``Channel``.
+
+    Args:
+        gradients: What is summed, and where sums go; by default the parameters' own.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class CollectiveChannel:
         collectives: Collectives,
         member: Any,
         finite: FiniteGradients | None = None,
+        gradients: GradientPlaces | None = None,
     ) -> None:
         self.plan = plan
         self.step = 0
@@ -67,6 +72,7 @@ class CollectiveChannel:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self._parameters = parameters
+        self._gradients = gradients or OwnGradients(parameters)
         self.collectives = collectives
         self._member = member
         self._finite = finite or FiniteGradients()
@@ -131,15 +137,15 @@ class CollectiveChannel:
         self._launch_complete()
 
     def _contribution(self, tensor: int) -> torch.Tensor | None:
-        parameter = self._parameters[tensor]
-        if parameter.grad is None:
+        gradient = self._gradients[tensor]
+        if gradient is None:
             return None
-        flat = flatten(parameter.grad)
+        flat = flatten(gradient)
         # Of the whole value, not of its share: where all shares fit, their sum may not.
         name, travels_as = self.plan.specs[tensor].name, self._travels_as[tensor]
         if self._finite.admits(name, magnitude_of(flat), travels_as):
             return flat
-        parameter.grad = None
+        self._gradients[tensor] = None
         return None
 
     def _launch_complete(self) -> None:
@@ -212,17 +218,20 @@ class CollectiveChannel:
         first_bucket, first_segment, _, _ = self._places[tensor][0]
         if not self._buckets[first_bucket].marks[first_segment]:
             return  # nobody used it: its gradient stays as it is
-        parameter = self._parameters[tensor]
-        if parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        in_place = parameter.grad.is_contiguous() and not is_lazy(parameter.grad)
-        flat = as_real(parameter.grad if in_place else torch.empty_like(parameter)).reshape(-1)
+        gradient = self._gradients[tensor]
+        if gradient is None or gradient.is_sparse:
+            empty = torch.empty_like(self._parameters[tensor], requires_grad=False)
+            self._gradients[tensor] = empty
+            gradient = self._gradients[tensor]
+            assert gradient is not None
+        in_place = gradient.is_contiguous() and not is_lazy(gradient)
+        flat = as_real(gradient if in_place else torch.empty_like(gradient)).reshape(-1)
         for b, s, start, offset in self._places[tensor]:
             bucket = self._buckets[b]
             numel = bucket.chunk.segments[s].numel
             flat[start : start + numel].copy_(bucket.values(offset, numel))
         if not in_place:
-            parameter.grad.copy_(shaped_as(parameter.grad, flat))
+            gradient.copy_(shaped_as(gradient, flat))
 
 
 def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:
@@ -238,16 +247,17 @@ def flatten(gradient: torch.Tensor) -> torch.Tensor:
     return as_real(dense).reshape(-1)
 
 
-def collectives_for(inventory: Inventory, membership: Membership, key: str) -> Collectives:
-    """A process group for this pair's collectives; all ranks call it."""
-    device = collective_device(inventory)
+def collectives_for(
+    cluster: Cluster, device: torch.device, membership: Membership, key: str
+) -> Collectives:
+    """A process group for this pair's collectives; all workers of the cluster call it."""
     # NCCL copies the store it is given, which only torch's own can be.
     on_links = device.type != "cuda"
     return Collectives(
         LinkStore(membership.gathering) if on_links else membership.rendezvous.store,
         key,
-        membership.env.rank,
-        membership.env.world_size,
+        cluster.worker(membership.member.name),
+        cluster.workers,
         host=membership.host,
         device=device,
         limit_s=membership.limits.wait_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.assembly import round_channel
 from slipstream.runtime.engine import Applier
-from slipstream.runtime.exchange.channel import Channel
+from slipstream.runtime.exchange.channel import Channel, Slots
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.gossip import GossipChannel
@@ -24,6 +24,10 @@ from slipstream.runtime.exchange.handover import JoinCoordinator
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.runtime.hosts.follower import HostFollower
+from slipstream.runtime.hosts.leader import HostLeader, HostSlots
+from slipstream.runtime.hosts.meeting import meet
+from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.link_watch import LinkWatch
@@ -31,11 +35,16 @@ from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.runtime.servers.shards import Shards
 from slipstream.torch.averages import Averages
-from slipstream.torch.collective_channel import CollectiveChannel, collectives_for
+from slipstream.torch.collective_channel import (
+    CollectiveChannel,
+    collective_device,
+    collectives_for,
+)
 from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.gossip import accept_joiners, make_partial
+from slipstream.torch.host_gradients import HostGradients
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
@@ -101,14 +110,23 @@ class SharedParts:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """A worker's channels: at most one for each transport."""
+    """A worker's channels: at most one for each transport.
+
+    Where there are two levels, ``host`` drives the others, or stands for them at a worker that has
+    none.
+    """
 
     collective: CollectiveChannel | None = None
     partial: GossipChannel | None = None
     links: RoundChannel | None = None
+    host: HostLeader | HostFollower | None = None
+    memory: HostMemory | None = None
 
     @property
     def all(self) -> tuple[Channel, ...]:
+        """Those that training drives."""
+        if self.host is not None:
+            return (self.host,)
         return (*([] if self.collective is None else [self.collective]), *self.of_messages)
 
     @property
@@ -191,6 +209,8 @@ class Replica:
         self.synchronizer.close()
         if self.channels.collective is not None:
             self.channels.collective.collectives.close()
+        if self.channels.memory is not None:
+            self.channels.memory.close()
 
 
 class Wiring:
@@ -267,24 +287,50 @@ class Wiring:
 
     def _channels(self) -> Channels:
         """One for each transport that the plan uses."""
-        plan, membership, collective = self._plan, self._membership, None
-        if any(isinstance(route.over, Collective) for route in plan.routes):
-            collectives = collectives_for(self._inventory, membership, self._key("collectives"))
-            collective = CollectiveChannel(
-                plan, self._inventory.tensors, collectives, self._member, self._finite
-            )
+        plan = self._plan
+        if plan.cluster.members:
+            return self._channels_of_host()
+        collective = self._collective(None)
         if plan.rotation is not None:
-            slices = make_partial(plan, plan.rotation, self._inventory, membership)
+            slices = make_partial(plan, plan.rotation, self._inventory, self._membership)
             return Channels(collective, partial=slices)
-        return Channels(collective, links=self._links() if plan.over_links() else None)
+        return Channels(collective, links=self._links(self._slots) if plan.over_links() else None)
 
-    def _links(self) -> RoundChannel:
+    def _channels_of_host(self) -> Channels:
+        """With two levels: one worker of a host has channels to other hosts, the rest to it."""
+        plan, membership, member = self._plan, self._membership, self._member
+        rank = membership.env.rank
+        ranks = next(ranks for ranks in plan.cluster.members if rank in ranks)
+        memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}")
+        if rank != ranks[0]:
+            worker = ranks.index(rank)
+            follower = HostFollower(worker, memory, self._slots, member, self._limit_s)
+            return Channels(host=follower, memory=memory)
+        share = plan.cluster.ranks / plan.cluster.workers
+        slots = HostSlots(memory, self._slots, share)
+        collective = self._collective(HostGradients(slots))
+        links = self._links(slots) if plan.over_links() else None
+        if links is not None:
+            links.weight = slots.weight
+        between = Channels(collective, links=links)
+        host = HostLeader(slots, between.all, member, self._limit_s)
+        return replace(between, host=host, memory=memory)
+
+    def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
+        plan, tensors = self._plan, self._inventory.tensors
+        if not any(isinstance(route.over, Collective) for route in plan.routes):
+            return None
+        device = collective_device(self._inventory) if of_host is None else torch.device("cpu")
+        group = collectives_for(plan.cluster, device, self._membership, self._key("collectives"))
+        return CollectiveChannel(plan, tensors, group, self._member, self._finite, of_host)
+
+    def _links(self, slots: Slots) -> RoundChannel:
         modules = {layer.shape.name: layer.module for layer in self._layers}
         channel = round_channel(
-            self._membership.env.rank,
+            self._plan.cluster.worker(self._member.name),
             self._plan,
             self._member,
-            self._slots,
+            slots,
             math=TorchLayerMath(self._inventory.tensors, modules, self._slots.results),
             colocated=self._shards.colocated,
             limit_s=self._limit_s,

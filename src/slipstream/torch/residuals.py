@@ -15,7 +15,6 @@ import torch
 from slipstream.codecs import InPlace
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
@@ -71,7 +70,8 @@ class Residuals:
         for chunk in self._owed:
             self._collect(found, f"{HEAD}0/", chunk, self._exchange.memories(chunk))
         for (name, index), message in self._answers.items():
-            whose = f"{HEAD}{rank_of(name)}/" if rank_of(name) >= 0 else f"{HEAD}servers/"
+            worker = self._plan.cluster.worker(name)
+            whose = f"{HEAD}{worker}/" if worker >= 0 else f"{HEAD}servers/"
             parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
             self._collect(found, whose, self._plan.chunks[index], parts)
         self._answers.clear()
@@ -107,7 +107,7 @@ class Residuals:
         # By rank; one that was lost before is not among them.
         saved_ranks = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
         before, now = len(saved_ranks), self._plan.cluster.workers
-        mine = saved_ranks[rank_of(self._member.name) :: now]
+        mine = saved_ranks[self._plan.cluster.worker(self._member.name) :: now]
         for chunk in self._owed:
             for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
                 name = self._plan.specs[segment.tensor].name
@@ -140,7 +140,9 @@ class Residuals:
             raise FrameRefused(f"there is no chunk {body.chunk}")
         chunk = self._plan.chunks[body.chunk]
         sizes = [4 * segment.numel for segment in chunk.segments]
-        known = rank_of(message.sender) >= 0 or message.sender == self._server(chunk)
+        known = self._plan.cluster.worker(message.sender) >= 0 or message.sender == self._server(
+            chunk
+        )
         if not known or [memoryview(frame).nbytes for frame in message.frames] != sizes:
             raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
         if checksum(message.frames) != body.crc:

@@ -44,7 +44,8 @@ class Push(Body, tag="push", frozen=True):
     ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
     are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
     rate as a part of the highest so far. Where ``early`` is True, the first frames of a layer have
-    come before, in an Early.
+    come before, in an Early. ``weights`` are the workers that each segment is the sum of, unless it
+    is one each.
     """
 
     unit: Count
@@ -56,6 +57,7 @@ class Push(Body, tag="push", frozen=True):
     read: Count = 0
     rate: Share = 1.0
     early: bool = False
+    weights: list[Count] = []
 
 
 class Publish(Body, tag="publish", frozen=True):

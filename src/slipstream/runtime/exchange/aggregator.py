@@ -255,7 +255,7 @@ class Aggregator:
             out = flat.part(start, start + segment.numel)
             start += segment.numel
             if given:
-                codec.combine(given, out, divisor=found.divisor(self.plan, place, len(given)))
+                codec.combine(given, out, divisor=found.divisor(self.plan, place))
             means.append(out if given else None)
         return [means]
 

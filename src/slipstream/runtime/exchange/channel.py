@@ -29,7 +29,11 @@ class Channel(Protocol):
     """How one plan's tensors travel: in rounds over links, in collectives, or in slices."""
 
     step: int  # of the training loop, so that holders can tell when workers fall out of it
-    wait_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which the training thread has waited."""
+        ...
 
     @property
     def sent(self) -> Counter[str]:

@@ -70,7 +70,7 @@ class ResultWriter:
             if not given:
                 self._absent.setdefault(segment.tensor, []).append(segment)
                 continue
-            divisor = closed.divisor(self._plan, place, len(given))
+            divisor = closed.divisor(self._plan, place)
             codec.combine(given, self._sink(segment), divisor=divisor)
         return list(dict.fromkeys(segment.tensor for segment in chunk.segments))
 
