@@ -6,20 +6,27 @@ Hosts are addresses of the loopback here: workers that listen at the same one sh
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, STEPS, distance, state_of, train_alone
 from fork_server import ForkServer
+from launches import until
 from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
+from test_mixes import RANKS, alone, vector
 
 pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
+MIX_WORKER = Path(__file__).with_name("mix_worker.py")
+FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
 LIMIT_S = 180.0
 PUSH_PULL = "push_pull(chunk_bytes=8192)"
 AFTER = "push_pull(overlap=False, chunk_bytes=8192)"
@@ -113,3 +120,61 @@ def test_one_stream_a_host_crosses_the_network(
     asked = next(one for one in ALL[UNEVEN] if one.case == "groups")
     nbytes = sum(p.numel() * p.element_size() for p in CASES["groups"].model().parameters())
     assert outcome(UNEVEN, asked).nbytes == {"dense/sharded": 2 * STEPS * nbytes}
+
+
+@pytest.fixture
+def mix(fork_server: ForkServer, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Trains a mix of parts on two hosts of two workers and one."""
+
+    def start(name: str, dtype: str = "float32") -> list[dict[str, Any]]:
+        ranks = environments((0, 0, 1))
+        run = fork_server.run(MIX_WORKER, name, str(tmp_path), dtype, ranks=ranks)
+        assert set(run.codes.values()) == {0}, run.told()
+        assert run.remains.left() == []
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+    return start
+
+
+def test_double_precision_is_exact(mix: Callable[..., list[dict[str, Any]]]) -> None:
+    told = mix("averaged at workers", "float64")
+    wanted, average = alone(torch.float64, decay=0.8)
+    assert len({each["digest"] for each in told}) == 1
+    for each in told:
+        assert (vector(each["weights"]) - wanted).abs().max() <= 1e-12
+        assert (vector(each["averaged"]) - average).abs().max() <= 1e-12
+
+
+def test_quantised_sums_of_hosts_learn_like_exact_ones(
+    mix: Callable[..., list[dict[str, Any]]],
+) -> None:
+    told = mix("8 bits, hosts first")
+    wanted, _ = alone(torch.float32)
+    moved = (wanted - vector(told[0]["begun"])).norm()
+    assert len({each["digest"] for each in told}) == 1
+    assert (vector(told[0]["weights"]) - wanted).norm() < 0.01 * moved
+    assert not told[1]["owed"], "the residual is the host's"
+
+
+def test_what_is_held_back_is_the_hosts(mix: Callable[..., list[dict[str, Any]]]) -> None:
+    told = mix("filter, hosts first")
+    assert len({each["digest"] for each in told}) == 1
+    assert not told[1]["owed"]
+    assert all(vector(told[leader]["owed"]).abs().max() > 0 for leader in (0, 2))
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_worker_that_is_killed_is_named_by_all_and_nothing_is_left(
+    victim: int, fork_server: ForkServer
+) -> None:
+    """Rank 2 speaks for its host, ranks 1 and 3 do not."""
+    ranks = environments((0, 0, 1, 1))
+    run = fork_server.start(FAULT_WORKER, "push_pull", "none", "-1", ranks=ranks)
+    until(lambda: run.marked("training"), "all to train")
+    run.remains.note_ports(*run.pids)
+    os.kill(run.pids[victim], signal.SIGKILL)
+    codes = run.wait()
+    assert codes[victim] == -signal.SIGKILL
+    assert all(code == 69 for rank, code in enumerate(codes) if rank != victim), run.told()
+    assert any(f"rank {victim}" in line for line in run.own_lines()), run.told()
+    assert run.remains.left() == []
