@@ -31,6 +31,7 @@ LIMIT_S = 180.0
 PUSH_PULL = "push_pull(chunk_bytes=8192)"
 AFTER = "push_pull(overlap=False, chunk_bytes=8192)"
 ALLREDUCE = "allreduce(bucket_bytes=16384)"
+FLOW = "parameter_flow(delta=0.0, hosts='first', chunk_bytes=8192)"  # all of it is sent
 EVEN, UNEVEN = (0, 1, 0, 1), (0, 0, 0, 1)  # by rank: its host
 TOLERANCE = {torch.bfloat16: 5e-2}
 # Of buffers, the mean runs over the workers on which they changed, also of uneven hosts.
@@ -52,6 +53,7 @@ ALL = {
         *(Asked(4, case, PUSH_PULL, servers=1) for case in ON_UNEVEN),
         Asked(4, "groups", AFTER, "adam", servers=2),
         Asked(4, "groups", ALLREDUCE),
+        Asked(4, "groups", FLOW),
         Asked(4, "sparse", ALLREDUCE),
     ],
 }
