@@ -143,11 +143,6 @@ RULES = (
         "a host's workers share mean gradients, not update deltas",
         "use Update(inner=Off()), or one level: between= of TwoLevel()",
     ),
-    Rule(
-        facts("hosts aggregate first", "up: compact form"),
-        "a host's workers sum dense gradients",
-        "use up=Dense(), or one level: between= of TwoLevel()",
-    ),
     # ---- Collectives.
     Rule(
         facts("over a collective"),

@@ -20,11 +20,13 @@ from cases import CASES, STEPS, distance, state_of, train_alone
 from fork_server import ForkServer
 from launches import until
 from outcomes import Asked, Outcome, assert_equal_throughout, read_outcome
+from poseidon_cases import POSEIDON_CASES
 from test_mixes import RANKS, alone, vector
 
 pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
+POSEIDON_WORKER = Path(__file__).with_name("poseidon_worker.py")
 MIX_WORKER = Path(__file__).with_name("mix_worker.py")
 FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
 LIMIT_S = 180.0
@@ -57,6 +59,14 @@ ALL = {
         Asked(4, "sparse", ALLREDUCE),
     ],
 }
+POSEIDON = [
+    *(Asked(4, "animals", f"poseidon({how})") for how in ("choose='bytes'", "rate='200mbit'", "")),
+    *(Asked(4, "animals", road, servers=2) for road in ("everything", "to-and-fro-collective")),
+    Asked(4, "animals_accumulated", "to-and-fro"),
+    Asked(4, "two_backwards", "everything-collective"),
+    Asked(4, "unused", "everything"),
+    Asked(4, "animals", "poseidon(choose='bytes', hosts='flat')"),
+]
 CASES_ON_HOSTS = [(hosts, asked) for hosts, all_ in ALL.items() for asked in all_]
 
 
@@ -73,21 +83,44 @@ def outcome(
     """All jobs of a set of hosts run one after the other in the same processes."""
 
     @cache
-    def train(hosts: tuple[int, ...]) -> Path:
+    def train(hosts: tuple[int, ...], *, compact: bool) -> Path:
         folder = tmp_path_factory.mktemp("hosts")
         plan = folder / "plan.json"
-        plan.write_text(json.dumps([asdict(asked) for asked in ALL[hosts]]))
+        jobs, worker = (POSEIDON, POSEIDON_WORKER) if compact else (ALL[hosts], WORKER)
+        plan.write_text(json.dumps([asdict(asked) for asked in jobs]))
         run = fork_server.run(
-            WORKER, str(plan), str(folder), ranks=environments(hosts), limit_s=LIMIT_S
+            worker, str(plan), str(folder), ranks=environments(hosts), limit_s=LIMIT_S
         )
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
         return folder
 
     def of(hosts: tuple[int, ...], asked: Asked) -> Outcome:
-        return read_outcome(train(hosts), ALL[hosts].index(asked), asked.workers)
+        compact = asked in POSEIDON
+        number = (POSEIDON if compact else ALL[hosts]).index(asked)
+        return read_outcome(train(hosts, compact=compact), number, asked.workers)
 
     return of
+
+
+@pytest.mark.parametrize("asked", POSEIDON, ids=str)
+def test_rows_of_a_host_are_stacked_and_all_train_like_one_process(
+    asked: Asked, outcome: Callable[[tuple[int, ...], Asked], Outcome]
+) -> None:
+    got = outcome(UNEVEN, asked)
+    assert_equal_throughout(got, STEPS + 1)
+    case = (POSEIDON_CASES | CASES)[asked.case]
+    wanted = state_of(train_alone(case, asked.optimizer, asked.workers).model)
+    for name, tensor in wanted.items():
+        assert distance(got.state[name], tensor) <= 1e-5, name
+
+
+def test_the_rows_of_a_host_travel_once(
+    outcome: Callable[[tuple[int, ...], Asked], Outcome],
+) -> None:
+    """All rows go to the one other host, and not to three other workers."""
+    first, flat = (outcome(UNEVEN, POSEIDON[number]).nbytes for number in (0, -1))
+    assert flat["rows/mesh"] == pytest.approx(3 * first["rows/mesh"], rel=0.02)
 
 
 @pytest.mark.parametrize(("hosts", "asked"), CASES_ON_HOSTS, ids=str)

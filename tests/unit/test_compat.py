@@ -243,7 +243,6 @@ BROKEN: dict[str, Strategy] = {
     "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
     "share mean gradients, not weights": made(HOSTS, update=AT_HOLDER),
     "share mean gradients, not update deltas": made(HOSTS, update=STEPS),
-    "workers sum dense gradients": made(Route(TwoLevel(Mesh()), up=Factors())),
     "all tensors have two levels or none": made(Prefer((HOSTS, SHARDS))),
 }
 

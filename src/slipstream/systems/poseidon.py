@@ -6,7 +6,7 @@
   the paper's own rule (``choose="bytes"``) is asked for.
 - Chosen for every layer from its shape, the batch, the cluster, and measured speeds of links, GEMM
   and servers; chosen again when the batch changes.
-- Consistency: rounds of all n workers.
+- Consistency: rounds of all n workers. Those of one host aggregate first: their rows are stacked.
 - When: as each layer's backward ends.
 """
 
@@ -21,12 +21,9 @@ from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
 from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route
 from slipstream.strategy import Strategy
+from slipstream.systems.wires import Hosts, with_hosts
 from slipstream.topologies import Mesh, Sharded
 from slipstream.units import bits_per_second
-
-SHARDS = Route(Sharded(), up=Dense())
-COLLECTIVE = Route(Mesh(), up=Dense(), over=Collective())
-BETWEEN_WORKERS = Route(Mesh(), up=Dense())
 
 
 def poseidon(
@@ -37,6 +34,7 @@ def poseidon(
     gemm_gflops: float = 50.0,
     server_gbytes: float = 5.0,
     dense: Sequence[str] = (),
+    hosts: Hosts = "first",
 ) -> Strategy:
     """Hybrid communication: every layer by its cheapest route.
 
@@ -47,6 +45,9 @@ def poseidon(
         gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
         server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
         dense: Names of layers that are always sent dense.
+        hosts: "first": where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first: their rows travel once, stacked; "flat": every worker takes
+            part by itself.
 
     Returns:
         The strategy.
@@ -59,16 +60,18 @@ def poseidon(
     """
     if choose not in ("time", "bytes"):
         raise ConfigError(f"choose={choose!r}: choose by 'time' or by 'bytes'")
-    compact = (Route(Mesh(), up=Factors(wire)), Route(Mesh(), up=Rows(wire)))
+    mesh, sharded = with_hosts(hosts, Mesh()), with_hosts(hosts, Sharded())
+    shards = Route(sharded, up=Dense())
+    compact = (Route(mesh, up=Factors(wire)), Route(mesh, up=Rows(wire)))
     if choose == "bytes":
-        routes = Cheapest((*compact, SHARDS), ByBytes(), tuple(dense))
-        return Strategy("poseidon", ByRole(routes, Everywhere(SHARDS)))
+        routes = Cheapest((*compact, shards), ByBytes(), tuple(dense))
+        return Strategy("poseidon", ByRole(routes, Everywhere(shards)))
     routes = Cheapest(
-        (*compact, COLLECTIVE, SHARDS),
+        (*compact, Route(mesh, up=Dense(), over=Collective()), shards),
         ByTime(given_speeds(rate, gemm_gflops, server_gbytes)),
         tuple(dense),
     )
-    return Strategy("poseidon", ByRole(routes, Everywhere(BETWEEN_WORKERS)))
+    return Strategy("poseidon", ByRole(routes, Everywhere(Route(mesh, up=Dense()))))
 
 
 def given_speeds(

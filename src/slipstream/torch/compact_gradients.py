@@ -17,8 +17,8 @@ from slipstream.codecs import LayerCodec
 from slipstream.codecs.matrices import Matrix
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import LayerChannel
 from slipstream.runtime.exchange.choices import LayerChoices
-from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.torch.compact_layers import Captured, CompactLayer
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
@@ -37,7 +37,7 @@ class CompactGradients:
         self,
         plan: Plan,
         layers: Sequence[CompactLayer],
-        channel: RoundChannel,
+        channel: LayerChannel,
         choices: LayerChoices | None,
         parameters: Sequence[Tensor],
         finite: FiniteGradients,
@@ -65,7 +65,7 @@ class CompactGradients:
             The round for which they have left. Where the choice of layers may yet change, or the
             module evaluates (``module.eval()``), they do not.
         """
-        if not layer.module.training:
+        if not layer.module.training or not self._channel.takes_early:
             return None
         has_left = self._channel.early_round(layer.unit) is not None
         if not self._codec(layer).early or not layer.once or not len(x) or has_left:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slipstream.runtime.hosts.leader import HostSlots
+from slipstream.torch.slots import GradientPlaces
 from slipstream.types import Spec, Values
 
 
@@ -25,6 +28,23 @@ class HostGradients:
         else:
             target = viewed(self._slots.sink(tensor), self._specs[tensor])
             target.copy_(gradient.reshape(target.shape))
+
+
+class LayerResults:
+    """Adds gradients that came out of shared memory to a worker's own, as torch does."""
+
+    def __init__(self, specs: Sequence[Spec], parameters: Sequence[Tensor], own: GradientPlaces):
+        self._specs, self._parameters, self._own = specs, parameters, own
+
+    @torch.no_grad()
+    def add(self, tensor: int, values: Values) -> None:
+        """Copy or add; the memory is others' to write again."""
+        given = viewed(values, self._specs[tensor]).to(self._parameters[tensor].device)
+        before = self._own[tensor]
+        if before is None:
+            self._own[tensor] = given.clone()
+        else:
+            before += given
 
 
 def viewed(values: Values, spec: Spec) -> Tensor:

@@ -16,7 +16,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.assembly import round_channel
 from slipstream.runtime.engine import Applier
-from slipstream.runtime.exchange.channel import Channel, Slots
+from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.gossip import GossipChannel
@@ -25,6 +25,7 @@ from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.runtime.hosts.follower import HostFollower
+from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.leader import HostLeader, HostSlots
 from slipstream.runtime.hosts.meeting import meet
 from slipstream.runtime.hosts.memory import HostMemory
@@ -44,7 +45,7 @@ from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.gossip import accept_joiners, make_partial
-from slipstream.torch.host_gradients import HostGradients
+from slipstream.torch.host_gradients import HostGradients, LayerResults
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
@@ -55,7 +56,7 @@ from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import settings_of
-from slipstream.torch.slots import LiveTensors
+from slipstream.torch.slots import GradientPlaces, LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
@@ -121,6 +122,11 @@ class Channels:
     links: RoundChannel | None = None
     host: HostLeader | HostFollower | None = None
     memory: HostMemory | None = None
+
+    @property
+    def layers(self) -> LayerChannel | None:
+        """The one that takes layers in compact form."""
+        return self.links if self.host is None else self.host
 
     @property
     def all(self) -> tuple[Channel, ...]:
@@ -294,26 +300,32 @@ class Wiring:
         if plan.rotation is not None:
             slices = make_partial(plan, plan.rotation, self._inventory, self._membership)
             return Channels(collective, partial=slices)
-        return Channels(collective, links=self._links(self._slots) if plan.over_links() else None)
+        links = self._links(self._slots, self._slots.results) if plan.over_links() else None
+        return Channels(collective, links=links)
 
     def _channels_of_host(self) -> Channels:
         """With two levels: one worker of a host has channels to other hosts, the rest to it."""
         plan, membership, member = self._plan, self._membership, self._member
         rank = membership.env.rank
         ranks = next(ranks for ranks in plan.cluster.members if rank in ranks)
-        memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}")
+        shapes = [unit.layer for unit in plan.units if unit.layer is not None]
+        memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}", shapes)
+        layers = HostLayers(plan, memory)
+        add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
         if rank != ranks[0]:
-            worker = ranks.index(rank)
-            follower = HostFollower(worker, memory, self._slots, member, self._limit_s)
+            worker, limit_s = ranks.index(rank), self._limit_s
+            follower = HostFollower(worker, memory, self._slots, member, limit_s, layers, add)
             return Channels(host=follower, memory=memory)
         share = plan.cluster.ranks / plan.cluster.workers
-        slots = HostSlots(memory, self._slots, share)
-        collective = self._collective(HostGradients(slots))
-        links = self._links(slots) if plan.over_links() else None
+        slots = HostSlots(memory, self._slots, share, add)
+        gradients = HostGradients(slots)
+        collective = self._collective(gradients)
+        links = self._links(slots, gradients) if plan.over_links() else None
         if links is not None:
             links.weight = slots.weight
         between = Channels(collective, links=links)
-        host = HostLeader(slots, between.all, member, self._limit_s)
+        of_layers = None if links is None else (layers, links)
+        host = HostLeader(slots, between.all, member, self._limit_s, of_layers)
         return replace(between, host=host, memory=memory)
 
     def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
@@ -324,14 +336,14 @@ class Wiring:
         group = collectives_for(plan.cluster, device, self._membership, self._key("collectives"))
         return CollectiveChannel(plan, tensors, group, self._member, self._finite, of_host)
 
-    def _links(self, slots: Slots) -> RoundChannel:
+    def _links(self, slots: Slots, results: GradientPlaces) -> RoundChannel:
         modules = {layer.shape.name: layer.module for layer in self._layers}
         channel = round_channel(
             self._plan.cluster.worker(self._member.name),
             self._plan,
             self._member,
             slots,
-            math=TorchLayerMath(self._inventory.tensors, modules, self._slots.results),
+            math=TorchLayerMath(self._inventory.tensors, modules, results),
             colocated=self._shards.colocated,
             limit_s=self._limit_s,
         )
@@ -349,7 +361,7 @@ class Wiring:
         return accept_joiners(self._model, self._plan, channels.partial, self._chain, member)
 
     def _compact(self, channels: Channels) -> CompactGradients | None:
-        links = channels.links
+        links = channels.layers
         if not self._layers or links is None:
             return None
         plan, chooser, choices = self._plan, self._plan.chooser, None

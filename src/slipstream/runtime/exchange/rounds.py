@@ -35,7 +35,9 @@ LEAVING_PAUSE_S = 0.0005
 
 
 class RoundChannel:
-    """All units of a plan that travel over links; implements ``Channel``."""
+    """All units of a plan that travel over links; implements ``Channel`` and ``LayerChannel``."""
+
+    takes_early = True
 
     def __init__(
         self,

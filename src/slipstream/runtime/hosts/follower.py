@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
+from slipstream.codecs.matrices import Matrix
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.exchange.channel import Slots
 from slipstream.runtime.exchange.rounds import completed_twice
+from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
+from slipstream.runtime.hosts.layers import HostLayers
+from slipstream.runtime.hosts.leader import AddGradient, refuse_layer
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 
@@ -18,11 +22,28 @@ class HostFollower:
 
     Args:
         worker: Its number on the host, 1 or more.
+        layers: Those that may travel in compact form.
+        add: Adds the gradient of such a layer to this worker's.
     """
 
+    takes_early = False
+
     def __init__(
-        self, worker: int, memory: HostMemory, slots: Slots, member: Endpoint, limit_s: float
+        self,
+        worker: int,
+        memory: HostMemory,
+        slots: Slots,
+        member: Endpoint,
+        limit_s: float,
+        layers: HostLayers | None = None,
+        add: AddGradient = refuse_layer,
     ) -> None:
+        self._layers, self._add = layers, add
+        self._travelling: Collection[int] | None = None  # layers in compact form; None: all
+        self._captured: set[int] = set()  # layers that were published in this round
+        self._added: set[int] = set()  # tensors whose last contribution was in compact form
+        self._buffers = SendBuffers()
+        self._skipped: Collection[int] = ()
         self.step = 0
         self.wait_s = 0.0
         self.sent: Counter[str] = Counter()  # nothing leaves the host from here
@@ -39,23 +60,69 @@ class HostFollower:
         # The host sums into the memory in which its results are: this one's turn to have read it.
         self.wait([tensor])
         self._fired.add(tensor)
+        self._added.discard(tensor)
         values = self._slots.source(tensor)
         if values is not None:
             self._memory.place(self._worker, tensor).data[:] = values.data
+        self._publish(tensor, values is not None)
+
+    def _publish(self, tensor: int, present: bool) -> None:
         board = self._memory.board
         board.note(self._worker, self.step, 0)
-        board.publish(self._worker, tensor, self._round, values is not None)
+        board.publish(self._worker, tensor, self._round, present)
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        if tensors:
-            raise RuntimeFault("tensors of a host cannot travel another way for a round")
+        self._skipped = tensors
+
+    # ---- layers in compact form; implements ``LayerChannel``
+
+    def travel_compact(self, units: Collection[int]) -> None:
+        self._travelling = units
+
+    def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
+        return self._buffers.take((unit, place), nbytes)
+
+    def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
+        raise RuntimeFault("the rows of a host leave together")
+
+    def early_round(self, unit: int) -> int | None:
+        return None
+
+    def ready_layer(
+        self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
+    ) -> None:
+        assert self._layers is not None
+        layer, tensors = self._layers.layer(unit), self._layers.units[unit].tensors
+        if unit in self._captured:
+            raise completed_twice(layer.name)
+        self.wait(tensors)
+        self._captured.add(unit)
+        self._fired.update(tensors)
+        self._added.update(tensors)
+        if matrices is not None:
+            self._layers.write(self._worker, unit, [matrix for matrix, _ in matrices])
+            for _, loan in matrices:
+                loan.release()
+        if layer.bias is not None:
+            self._publish(layer.bias, False)
+        self._publish(layer.weight, matrices is not None)  # the last: it stands for all
+
+    def _flush_layers(self) -> None:
+        for unit in self._layers.units if self._layers is not None else ():
+            travels = self._travelling is None or unit in self._travelling
+            if travels and unit not in self._captured:
+                self.ready_layer(unit, None)
+
+    # ---- rounds
 
     def flush(self) -> None:
+        self._flush_layers()
         tensors = range(len(self._memory.specs))
         for tensor in tensors:
-            if tensor not in self._fired:
+            if tensor not in self._fired and tensor not in self._skipped:
                 self.ready(tensor)
         self._fired.clear()
+        self._captured.clear()
         self._awaited.update(tensors)
         self._round += 1
         self._member.round = max(self._member.round, self._round)
@@ -83,7 +150,9 @@ class HostFollower:
                 continue
             found = True
             self._awaited.discard(tensor)
-            if present:
+            if present and tensor in self._added:
+                self._add(tensor, self._memory.place(0, tensor))
+            elif present:
                 self._slots.sink(tensor).data[:] = self._memory.place(0, tensor).data
                 self._slots.finish(tensor)
         return found

@@ -5,15 +5,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from slipstream.codecs.matrices import Matrix
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.driver import Driver
-from slipstream.runtime.exchange.channel import Channel, Slots
+from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
 from slipstream.runtime.exchange.rounds import completed_twice
+from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
+from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.types import Values
+
+AddGradient = Callable[[int, Values], None]
+
+
+def refuse_layer(tensor: int, values: Values) -> None:
+    """For plans without layers that travel in compact form."""
+    raise RuntimeFault(f"tensor {tensor} is of no layer that travels in compact form")
 
 
 class HostSlots:
@@ -22,22 +32,37 @@ class HostSlots:
     Args:
         own: This worker's own tensors.
         share: See ``HostMemory.aggregate``.
+        add: Adds the gradient of a layer that travelled in compact form to this worker's.
     """
 
-    def __init__(self, memory: HostMemory, own: Slots, share: float) -> None:
-        self.memory, self._own, self._share = memory, own, share
+    def __init__(
+        self, memory: HostMemory, own: Slots, share: float, add: AddGradient = refuse_layer
+    ) -> None:
+        self.memory, self.share = memory, share
+        self._own, self._add = own, add
+        self._added: set[int] = set()  # tensors of layers that travel in compact form in this round
         self._filled: set[int] = set()  # tensors of which the host's place holds something
         self._weights: dict[int, int] = {}  # by tensor: the workers that contributed to it
         self._unfinished: dict[int, int] = {}  # by tensor that has left: its round
 
     def aggregate(self, tensor: int, round_: int) -> None:
         """All workers of the host have contributed."""
-        self._filled.discard(tensor)
-        self._unfinished[tensor] = round_
+        self._open(tensor, round_)
         own = self._own.source(tensor)
-        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, self._share)
+        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, self.share)
         if self._weights[tensor]:
             self._filled.add(tensor)
+
+    def open_layer(self, tensors: Iterable[int], round_: int) -> None:
+        """These travel in compact form in this round: their result is added to gradients."""
+        for tensor in tensors:
+            self._open(tensor, round_)
+            self._added.add(tensor)
+
+    def _open(self, tensor: int, round_: int) -> None:
+        self._filled.discard(tensor)
+        self._added.discard(tensor)
+        self._unfinished[tensor] = round_
 
     def source(self, tensor: int) -> Values | None:
         """What the host contributes."""
@@ -65,7 +90,9 @@ class HostSlots:
         present = tensor in self._filled
         # The others first: they copy while this worker does.
         self.memory.board.publish_result(tensor, round_, present)
-        if present:
+        if present and tensor in self._added:
+            self._add(tensor, self.memory.place(0, tensor))
+        elif present:
             self._own.sink(tensor).data[:] = self.memory.place(0, tensor).data
             self._own.finish(tensor)
 
@@ -79,11 +106,25 @@ class HostLeader:
     Args:
         slots: The host's tensors; ``between`` exchanges them.
         between: The channels to other hosts.
+        layers: Those that may travel in compact form, and the channel on which they do.
     """
 
+    takes_early = False
+
     def __init__(
-        self, slots: HostSlots, between: Sequence[Channel], member: Endpoint, limit_s: float
+        self,
+        slots: HostSlots,
+        between: Sequence[Channel],
+        member: Endpoint,
+        limit_s: float,
+        layers: tuple[HostLayers, LayerChannel] | None = None,
     ) -> None:
+        self._layers = None if layers is None else layers[0]
+        self._links = None if layers is None else layers[1]
+        self._travelling: Collection[int] | None = None  # layers in compact form; None: all
+        self._captured: dict[int, Sequence[tuple[Matrix, Loan]] | None] = {}  # in this round
+        self._buffers = SendBuffers()
+        self._skipped: Collection[int] = ()
         self._slots, self._memory = slots, slots.memory
         self._between = Driver(between)
         self._member, self._limit_s = member, limit_s
@@ -129,24 +170,82 @@ class HostLeader:
         arrived = self._memory.board.arrived(self._round, self._waiting)
         for tensor in arrived:
             self._waiting.remove(tensor)
+            if self._layers is not None and self._layers.unit_of.get(tensor) in self._captured:
+                self._pass_on_layer(tensor, self._layers)
+                continue
             self._slots.aggregate(tensor, self._round)
             self._between.ready(tensor)
         return bool(arrived)
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        if tensors:
-            raise RuntimeFault("tensors of a host cannot travel another way for a round")
+        self._skipped = tensors
+        for channel in self._between.channels:
+            channel.skip_round(tensors)
+
+    # ---- layers in compact form; implements ``LayerChannel``
+
+    def travel_compact(self, units: Collection[int]) -> None:
+        self._travelling = units
+        assert self._links is not None
+        self._links.travel_compact(units)
+
+    def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
+        return self._buffers.take((unit, place), nbytes)
+
+    def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
+        raise RuntimeFault("the rows of a host leave together")
+
+    def early_round(self, unit: int) -> int | None:
+        return None
+
+    def ready_layer(
+        self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
+    ) -> None:
+        assert self._layers is not None
+        if unit in self._captured:
+            raise completed_twice(self._layers.layer(unit).name)
+        self._captured[unit] = matrices
+        tensors = self._layers.units[unit].tensors
+        self._fired.update(tensors)
+        self._waiting += tensors
+        self._pass_on()
+
+    def _pass_on_layer(self, tensor: int, layers: HostLayers) -> None:
+        """All workers of the host have captured this tensor's layer."""
+        unit = layers.unit_of[tensor]
+        if tensor != layers.layer(unit).weight:
+            return  # all of a layer is with its weight
+        assert self._links is not None
+        self._slots.open_layer(layers.units[unit].tensors, self._round)
+        own = self._captured[unit]
+        matrices = None if own is None else [matrix for matrix, _ in own]
+        share, buffer = self._slots.share, self._links.buffer
+        stacked = layers.stacked(unit, self._round, matrices, buffer, share)
+        for _, loan in own or ():
+            loan.release()
+        self._links.ready_layer(unit, stacked)
+
+    def _flush_layers(self) -> None:
+        """Layers that no pass has used contribute nothing."""
+        for unit in self._layers.units if self._layers is not None else ():
+            travels = self._travelling is None or unit in self._travelling
+            if travels and unit not in self._captured:
+                self.ready_layer(unit, None)
+
+    # ---- rounds
 
     def flush(self) -> None:
         self._member.round = max(self._member.round, self._round + 1)
+        self._flush_layers()
         for tensor in self._tensors:
-            if tensor not in self._fired:
+            if tensor not in self._fired and tensor not in self._skipped:
                 self._fired.add(tensor)
                 self._waiting.append(tensor)
         self._await_host()
         self._agree_on_step()
         self._between.flush()
         self._fired.clear()
+        self._captured.clear()
         self._round += 1
 
     def _await_host(self) -> None:

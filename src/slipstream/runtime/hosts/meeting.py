@@ -25,7 +25,7 @@ from slipstream.planning.host_segment import HostSegment
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.joining import Membership
 from slipstream.transports.shared_memory import SharedMemory
-from slipstream.types import Rank, Spec
+from slipstream.types import Layer, Rank, Spec
 
 TOKEN_BYTES = 32
 PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that shows it
@@ -67,18 +67,23 @@ def find_hosts(membership: Membership, key: str, *, apart: bool) -> tuple[tuple[
 
 
 def meet(
-    specs: Sequence[Spec], ranks: Sequence[Rank], membership: Membership, key: str
+    specs: Sequence[Spec],
+    ranks: Sequence[Rank],
+    membership: Membership,
+    key: str,
+    layers: Sequence[Layer] = (),
 ) -> HostMemory:
     """The memory of a host, the same for all of its workers; each of them calls it.
 
     Args:
         ranks: The workers of this host, in rank order.
         key: Another one for each memory.
+        layers: Those whose gradients may travel as factors or rows.
 
     Raises:
         LaunchError: There is not enough memory, or workers cannot share any.
     """
-    nbytes = HostSegment.of(specs, len(ranks)).nbytes
+    nbytes = HostSegment.of(specs, len(ranks), layers).nbytes
     key = f"{key}/{ranks[0]}"
     if membership.env.rank == ranks[0]:
         shared = SharedMemory.create(nbytes)
@@ -86,7 +91,7 @@ def meet(
             hand_out(shared, ranks[1:], membership, key)
     else:
         shared = SharedMemory(fetch(nbytes, ranks[0], membership, key))
-    return HostMemory(specs, ranks, shared)
+    return HostMemory(specs, ranks, shared, layers)
 
 
 def hand_out(

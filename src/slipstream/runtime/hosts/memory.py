@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from slipstream.errors import WaitLimit
 from slipstream.planning.host_segment import HostSegment
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.transports.shared_memory import SharedMemory
-from slipstream.types import Rank, Spec, Values
+from slipstream.types import Layer, Rank, Spec, Values
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LOOK_AROUND_S = 0.05  # how soon a fault of the job ends a wait
 
 
@@ -23,15 +25,22 @@ class HostMemory:
     Args:
         specs: The plan's tensors.
         ranks: The workers of this host, in rank order; the first speaks for them.
-        shared: Memory of the size that ``segment`` says; zeros before anybody uses it.
+        shared: Memory of the size of such a ``HostSegment``; zeros before anybody uses it.
+        layers: Those whose gradients may travel as factors or rows.
 
     Attributes:
         board: What the workers tell each other of rounds.
     """
 
-    def __init__(self, specs: Sequence[Spec], ranks: Sequence[Rank], shared: SharedMemory) -> None:
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        ranks: Sequence[Rank],
+        shared: SharedMemory,
+        layers: Sequence[Layer] = (),
+    ) -> None:
         self.specs, self.ranks = tuple(specs), tuple(ranks)
-        self._segment = HostSegment.of(specs, len(ranks))
+        self._segment = HostSegment.of(specs, len(ranks), layers)
         self._shared = shared
         self._bytes = np.frombuffer(shared.memory, np.uint8)
         self.board = HostBoard(shared.memory, len(ranks), len(specs))
@@ -40,6 +49,11 @@ class HostMemory:
         """Where a worker puts its contribution; worker 0: where the host's sum and result are."""
         spec, at = self.specs[tensor], self._segment.at(worker, tensor)
         return Values(self._bytes[at : at + spec.nbytes], spec.dtype)
+
+    def matrices(self, worker: int, layer: int) -> Bytes:
+        """Where a worker puts its matrices of a layer, by number."""
+        at, room = self._segment.matrices_at(worker, layer)
+        return self._bytes[at : at + room]
 
     def aggregate(self, tensor: int, round_: int, own: Values | None, share: float) -> int:
         """Sum what the host's workers have contributed, in rank order, into the host's place.
