@@ -27,6 +27,7 @@ pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("equivalence_worker.py")
 POSEIDON_WORKER = Path(__file__).with_name("poseidon_worker.py")
+RESIDUALS_WORKER = Path(__file__).with_name("residuals_worker.py")
 MIX_WORKER = Path(__file__).with_name("mix_worker.py")
 FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
 LIMIT_S = 180.0
@@ -213,3 +214,23 @@ def test_a_worker_that_is_killed_is_named_by_all_and_nothing_is_left(
     assert all(code == 69 for rank, code in enumerate(codes) if rank != victim), run.told()
     assert any(f"rank {victim}" in line for line in run.own_lines()), run.told()
     assert run.remains.left() == []
+
+
+def test_what_hosts_owe_survives_a_checkpoint(fork_server: ForkServer, tmp_path: Path) -> None:
+    strategy = {"SLIPSTREAM_STRATEGY": "push_pull(wire='int8', chunk_bytes=4096)"}
+    told = {}
+    for doing in ("save", "resume"):
+        run = fork_server.run(
+            RESIDUALS_WORKER,
+            str(tmp_path / "checkpoint"),
+            doing,
+            ranks=environments((0, 0, 1)),
+            env=strategy,
+        )
+        assert set(run.codes.values()) == {0}, run.told()
+        files = [tmp_path / f"{doing}.{rank}.json" for rank in range(3)]
+        told[doing] = [json.loads(file.read_text()) for file in files]
+    through, resumed = told["save"], told["resume"]
+    assert [bool(worker["owed"]) for worker in through] == [True, False, True]
+    assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
+    assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}

@@ -64,6 +64,10 @@ class HostSlots:
         self._added.discard(tensor)
         self._unfinished[tensor] = round_
 
+    def is_open(self, tensor: int) -> bool:
+        """Whether the tensor has left, and its result was not handed on yet."""
+        return tensor in self._unfinished
+
     def source(self, tensor: int) -> Values | None:
         """What the host contributes."""
         return self.memory.place(0, tensor) if tensor in self._filled else None
@@ -161,9 +165,14 @@ class HostLeader:
     def ready(self, tensor: int) -> None:
         if tensor in self._fired:
             raise completed_twice(self._memory.specs[tensor].name)
-        self._fired.add(tensor)
-        self._waiting.append(tensor)
+        self._begin([tensor])
         self._pass_on()
+
+    def _begin(self, tensors: Sequence[int]) -> None:
+        """These are ready here. The sum takes the place of the last result: that is handed on."""
+        self.wait([tensor for tensor in tensors if self._slots.is_open(tensor)])
+        self._fired.update(tensors)
+        self._waiting += tensors
 
     def _pass_on(self) -> bool:
         """Let tensors leave that are ready on all workers of the host; whether any was."""
@@ -205,9 +214,7 @@ class HostLeader:
         if unit in self._captured:
             raise completed_twice(self._layers.layer(unit).name)
         self._captured[unit] = matrices
-        tensors = self._layers.units[unit].tensors
-        self._fired.update(tensors)
-        self._waiting += tensors
+        self._begin(self._layers.units[unit].tensors)
         self._pass_on()
 
     def _pass_on_layer(self, tensor: int, layers: HostLayers) -> None:
@@ -239,8 +246,7 @@ class HostLeader:
         self._flush_layers()
         for tensor in self._tensors:
             if tensor not in self._fired and tensor not in self._skipped:
-                self._fired.add(tensor)
-                self._waiting.append(tensor)
+                self._begin([tensor])
         self._await_host()
         self._agree_on_step()
         self._between.flush()
@@ -276,6 +282,8 @@ class HostLeader:
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         wanted = self._tensors if tensors is None else list(tensors)
+        if not wanted:
+            return
         self._between.wait(wanted)
         for tensor in wanted:
             # Of those that have no result, this is the first that the host's workers hear.

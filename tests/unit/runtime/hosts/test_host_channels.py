@@ -138,6 +138,26 @@ def test_every_worker_gets_what_became_of_the_hosts_sum_round_after_round() -> N
     host.close()
 
 
+def test_a_contribution_is_made_only_when_the_last_result_was_taken() -> None:
+    """Nobody waits by itself between these rounds: the sum would overwrite the result."""
+    host = Host()
+    for round_ in range(2):
+        for worker, own in enumerate(host.tensors):
+            own.given = [numbers(10 * round_ + worker, t) for t in range(3)]
+        if round_ == 0:
+            for follower in host.followers:
+                follower.flush()
+            host.leader.flush()
+            host.network.left.clear()
+    host.leader.ready(1)  # hands on what came of the round before
+    host.followers[0].ready(1)
+    total = (numbers(0, 1) + numbers(1, 1)) + numbers(2, 1)
+    np.testing.assert_array_equal(host.tensors[1].got[1], total / SHARE + 1)
+    np.testing.assert_array_equal(host.tensors[0].got[1], total / SHARE + 1)
+    assert np.isnan(host.tensors[1].got[0]).all()
+    host.close()
+
+
 def test_what_nobody_of_any_host_has_does_not_come_back_and_what_one_has_does() -> None:
     host = Host(also=[1])
     host.tensors[2].given[0] = numbers(1, 0)
