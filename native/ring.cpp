@@ -1,18 +1,10 @@
 #include "ring.h"
 
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
-#include <chrono>
-#include <climits>
-#include <ctime>
 #include <limits>
 #include <new>
-#include <thread>
+
+#include "futex.h"
 
 namespace slipstream {
 
@@ -24,13 +16,6 @@ constexpr std::uint64_t kMost = std::uint64_t{1} << 40;  // of anything: product
 // What a slot or an answer takes that is on its way already; longer, and sleeping is cheaper.
 constexpr int kLooks = 64;
 
-using Clock = std::chrono::steady_clock;
-
-Clock::time_point after(double seconds) {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                              std::chrono::duration<double>(std::clamp(seconds, 0.0, 1e6)));
-}
-
 constexpr std::size_t rounded(std::size_t nbytes, std::size_t unit) {
     return (nbytes + unit - 1) / unit * unit;
 }
@@ -40,30 +25,6 @@ void pause() {
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
-#endif
-}
-
-// Shared between processes, so none of the private variants.
-void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t seen, Clock::time_point until) {
-    const auto left = until - Clock::now();
-    if (left <= Clock::duration::zero()) return;
-#if defined(__linux__)
-    const auto whole = std::chrono::duration_cast<std::chrono::seconds>(left);
-    timespec wait{};
-    wait.tv_sec = static_cast<time_t>(whole.count());
-    wait.tv_nsec = std::chrono::duration_cast<std::chrono::nanoseconds>(left - whole).count();
-    syscall(SYS_futex, &word, FUTEX_WAIT, seen, &wait, nullptr, 0);
-#else
-    if (word.load() == seen)
-        std::this_thread::sleep_for(std::min<Clock::duration>(left, std::chrono::milliseconds(1)));
-#endif
-}
-
-void wake(std::atomic<std::uint32_t>& word) {
-#if defined(__linux__)
-    syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-#else
-    static_cast<void>(word);  // who sleeps looks again soon
 #endif
 }
 

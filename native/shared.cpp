@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "board.h"
 #include "buffers.h"
 #include "ring.h"
 #include "update.h"
@@ -146,6 +147,81 @@ class Rings {
     Segment segment_;
 };
 
+std::size_t board_nbytes(std::uint64_t workers, std::uint64_t tensors) {
+    const auto found = Board::nbytes(workers, tensors);
+    if (!found)
+        refuse("no board has " + std::to_string(workers) + " workers and " +
+               std::to_string(tensors) + " tensors");
+    return *found;
+}
+
+// A board in memory that stays mapped for as long as this object lives.
+class HostBoard {
+  public:
+    HostBoard(nb::handle memory, std::uint64_t workers, std::uint64_t tensors)
+        : buffer_(memory, "memory", Buffer::Access::write),
+          board_(checked(buffer_, workers, tensors), workers, tensors) {}
+
+    std::uint64_t workers() const { return board_.workers(); }
+    std::uint64_t tensors() const { return board_.tensors(); }
+
+    void note(std::uint64_t worker, std::uint64_t step, std::uint64_t settings) const {
+        board_.note(known(worker), step, settings);
+    }
+    std::pair<std::uint64_t, std::uint64_t> noted(std::uint64_t worker) const {
+        return board_.noted(known(worker));
+    }
+    void publish(std::uint64_t worker, std::uint64_t tensor, std::uint64_t round,
+                 bool present) const {
+        board_.publish(known(worker), held(tensor), round, present);
+    }
+    void publish_result(std::uint64_t tensor, std::uint64_t round, bool present) const {
+        board_.publish(workers(), held(tensor), round, present);
+    }
+    std::optional<bool> published(std::uint64_t worker, std::uint64_t tensor,
+                                  std::uint64_t round) const {
+        return board_.published(known(worker), held(tensor), round);
+    }
+    std::optional<bool> result(std::uint64_t tensor, std::uint64_t round) const {
+        return board_.published(workers(), held(tensor), round);
+    }
+    std::vector<std::uint64_t> arrived(std::uint64_t round,
+                                       const std::vector<std::uint64_t>& wanted) const {
+        for (const std::uint64_t tensor : wanted) held(tensor);
+        return board_.arrived(round, wanted);
+    }
+    std::uint32_t bell(bool of_results) const { return board_.bell(which(of_results)); }
+    void sleep(bool of_results, std::uint32_t seen, double limit_s) const {
+        const nb::gil_scoped_release unlocked;
+        board_.sleep(which(of_results), seen, limit_s);
+    }
+
+  private:
+    static std::byte* checked(const Buffer& buffer, std::uint64_t workers, std::uint64_t tensors) {
+        if (reinterpret_cast<std::uintptr_t>(buffer.data()) % 64 != 0)
+            refuse("memory is not at an address that 64 divides");
+        if (buffer.nbytes() < board_nbytes(workers, tensors))
+            refuse("memory has " + std::to_string(buffer.nbytes()) + " bytes where a board takes " +
+                   std::to_string(board_nbytes(workers, tensors)));
+        return buffer.data();
+    }
+
+    static Board::Bell which(bool of_results) {
+        return of_results ? Board::results : Board::contributions;
+    }
+    std::uint64_t known(std::uint64_t worker) const {
+        if (worker >= workers()) refuse("there is no worker " + std::to_string(worker));
+        return worker;
+    }
+    std::uint64_t held(std::uint64_t tensor) const {
+        if (tensor >= tensors()) refuse("there is no tensor " + std::to_string(tensor));
+        return tensor;
+    }
+
+    Buffer buffer_;
+    Board board_;
+};
+
 // weights_at, slot_at, numbers_at, count, width, group, is_double
 using Told = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, std::size_t,
                         std::size_t, bool>;
@@ -237,6 +313,19 @@ void bind_shared(nb::module_& m) {
           "weights_nbytes"_a, "The bytes that a segment of this shape takes.");
     m.def("format_segment", &format_segment, "memory"_a, "learners"_a, "slots"_a, "slot_nbytes"_a,
           "weights_nbytes"_a, "Make zeroed memory a segment.");
+    m.def("board_nbytes", &board_nbytes, "workers"_a, "tensors"_a, "The bytes that a board takes.");
+    nb::class_<HostBoard>(m, "HostBoard", "What the workers of a host tell each other of rounds.")
+        .def(nb::init<nb::handle, std::uint64_t, std::uint64_t>(), "memory"_a, "workers"_a,
+             "tensors"_a)
+        .def("note", &HostBoard::note, "worker"_a, "step"_a, "settings"_a)
+        .def("noted", &HostBoard::noted, "worker"_a)
+        .def("publish", &HostBoard::publish, "worker"_a, "tensor"_a, "round_"_a, "present"_a)
+        .def("publish_result", &HostBoard::publish_result, "tensor"_a, "round_"_a, "present"_a)
+        .def("published", &HostBoard::published, "worker"_a, "tensor"_a, "round_"_a)
+        .def("result", &HostBoard::result, "tensor"_a, "round_"_a)
+        .def("arrived", &HostBoard::arrived, "round_"_a, "wanted"_a)
+        .def("bell", &HostBoard::bell, "of_results"_a)
+        .def("sleep", &HostBoard::sleep, "of_results"_a, "seen"_a, "limit_s"_a);
     nb::class_<Rings>(m, "Rings", "A segment: weights, and a ring of slots for each learner.")
         .def(nb::init<nb::handle>(), "memory"_a)
         .def_prop_ro("learners", &Rings::learners)

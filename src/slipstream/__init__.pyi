@@ -75,6 +75,7 @@ from slipstream.topologies import OneHolder as OneHolder
 from slipstream.topologies import PeerSharded as PeerSharded
 from slipstream.topologies import Sharded as Sharded
 from slipstream.topologies import Tree as Tree
+from slipstream.topologies import TwoLevel as TwoLevel
 from slipstream.torch.simulated_staleness import simulated_staleness as simulated_staleness
 from slipstream.updates import Add as Add
 from slipstream.updates import ClipNorm as ClipNorm

@@ -262,6 +262,42 @@ class Rings:
     def release_dead(self, who: int) -> None:
         """One that has died reads and writes no more."""
 
+def board_nbytes(workers: int, tensors: int) -> int:
+    """The bytes that a board of so many workers and tensors takes."""
+
+class HostBoard:
+    """What the workers of one host tell each other about rounds. `memory` stays mapped.
+
+    `memory` begins with `board_nbytes` bytes, of zeros before anybody publishes. Worker 0 speaks
+    for the host. `native/board.h` has the protocol.
+    """
+
+    def __init__(self, memory: _Bytes, workers: int, tensors: int) -> None: ...
+    def note(self, worker: int, step: int, settings: int) -> None:
+        """Say, before anything is published, at which step a worker is, and with which settings."""
+
+    def noted(self, worker: int) -> tuple[int, int]: ...
+    def publish(self, worker: int, tensor: int, round_: int, present: bool) -> None:
+        """The worker's contribution to a round is in its place, or it has none."""
+
+    def publish_result(self, tensor: int, round_: int, present: bool) -> None:
+        """The result of a round is in its place, or there is none."""
+
+    def published(self, worker: int, tensor: int, round_: int) -> bool | None:
+        """Whether the worker has a contribution; None: it has not said so yet."""
+
+    def result(self, tensor: int, round_: int) -> bool | None:
+        """Whether there is a result; None: it is not known yet."""
+
+    def arrived(self, round_: int, wanted: Sequence[int]) -> list[int]:
+        """Of these tensors, those that all workers but the first have published."""
+
+    def bell(self, of_results: bool) -> int:
+        """Moves with everything that is published; read it before looking what has been."""
+
+    def sleep(self, of_results: bool, seen: int, limit_s: float) -> None:
+        """Until the bell is not as it was seen, or the limit."""
+
 def add_rows(
     out: _Bytes, numbers: _Bytes, ids: _Bytes, values: _Bytes, width: int, is_double: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import msgspec
@@ -14,6 +15,8 @@ Fact = Literal[
     "workers hold shares",
     "one process holds",
     "workers relay",
+    "hosts aggregate first",
+    "some tensors skip the host",
     "layers stay whole",
     # Transports.
     "over links",
@@ -93,3 +96,22 @@ def lists_to_tuples(part: Part) -> None:
 def facts(*given: Fact) -> Facts:
     """A set of facts; a type checker refuses unknown ones."""
     return frozenset(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Incompatibility:
+    """An incompatible combination: the reason, and what to do instead.
+
+    A strategy breaks it if all facts of ``when`` hold, at least one of ``any_of`` (unless that is
+    empty), and none of ``unless``.
+    """
+
+    when: Facts
+    why: str
+    instead: str
+    any_of: Facts = NO_FACTS
+    unless: Facts = NO_FACTS
+
+    def broken_by(self, known: Facts) -> bool:
+        chosen = not self.any_of or self.any_of & known
+        return self.when <= known and bool(chosen) and not self.unless & known

@@ -18,7 +18,7 @@ from slipstream.planning.costs import LayerShape, Speeds
 from slipstream.planning.fragments import deal_fragments
 from slipstream.planning.layout import Group, Layout, lay_out
 from slipstream.planning.table import Row, tabulate
-from slipstream.routes import AnyPolicy, ByRole, Cheapest, Links, Route
+from slipstream.routes import AnyPolicy, ByRole, Cheapest, Links, Route, between_hosts
 from slipstream.schedules import Schedule
 from slipstream.topologies import Mesh
 from slipstream.types import ITEM_BYTES, Chunk, Cluster, Layer, Node, Spec, Unit
@@ -55,14 +55,15 @@ class Plan:
 
         Args:
             specs: The model's tensors, in the order of the forward pass.
-            cluster: How many workers and servers there are.
+            cluster: How many workers and servers there are. With ``members``, its workers are
+                hosts, and routes are those between them.
 
         Raises:
             IncompatibleRoute: A tensor cannot take its route.
             TooManyServers: There are more servers than chunks.
             ConfigError: The strategy is impossible with these tensors or this cluster.
         """
-        policy = strategy.routes
+        policy = between_hosts(strategy.routes)
         for cheapest in choosing(policy):
             cheapest.check(specs)
         whole = travel_whole(specs, policy, cluster)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
+import msgspec
+
 from slipstream.codecs import AnyCodec, Dense, InPlace, SegmentCodec
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
 from slipstream.planning.costs import dense_link_bytes
-from slipstream.topologies import AnyTopology, PeerSharded
+from slipstream.topologies import AnyTopology, PeerSharded, TwoLevel
 from slipstream.types import Cluster, Spec
 
 
@@ -92,7 +94,7 @@ class Route(Part, frozen=True):
 
     Args:
         topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded``, ``Tree`` or
-            ``OneHolder``.
+            ``OneHolder``; with ``TwoLevel`` a host's workers aggregate first.
         up: How contributions are encoded: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
             ``Filter``, ``Factors``, ``Rows``.
         down: How results are encoded; ``InPlace`` if they need not be sent.
@@ -293,8 +295,7 @@ class Cheapest(Part, frozen=True):
         return facts("chosen for each step")
 
     def routes(self) -> tuple[Route, ...]:
-        given = ((each,) if isinstance(each, Route) else each.routes() for each in self.given)
-        return tuple(route for routes in given for route in routes)
+        return tuple(route for each in self.given for route in routes_of(each))
 
     def candidates(self, spec: Spec, cluster: Cluster) -> tuple[Route, ...]:
         routes: list[Route] = []
@@ -366,6 +367,44 @@ def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
     return served[0] if shards < ring else like_a_ring[0]
 
 
+def between_hosts(policy: AnyPolicy) -> AnyPolicy:
+    """The policy as hosts follow it: the topologies within ``TwoLevel``.
+
+    Args:
+        policy: Any policy.
+
+    Returns:
+        The same one if no route has two levels.
+    """
+    if isinstance(policy, ByRole):
+        return ByRole(between_hosts(policy.parameter), between_hosts(policy.buffer))  # type: ignore[arg-type]
+    if isinstance(policy, ByTensor):
+        return ByTensor(tuple(map(_rule_between, policy.rules)), _between(policy.default))
+    if isinstance(policy, Everywhere):
+        return Everywhere(_between(policy.route))
+    if isinstance(policy, Prefer):
+        return Prefer(tuple(map(_between, policy.given)))
+    given = (_between(e) if isinstance(e, Route) else _rule_between(e) for e in policy.given)
+    return msgspec.structs.replace(policy, given=tuple(given))
+
+
+def _between(route: Route) -> Route:
+    if not isinstance(route.topology, TwoLevel):
+        return route
+    return msgspec.structs.replace(route, topology=route.topology.between)
+
+
+def _rule_between(rule: Rule) -> Rule:
+    if isinstance(rule.route, Route):
+        return Rule(rule.where, _between(rule.route))
+    return Rule(rule.where, Prefer(tuple(map(_between, rule.route.given))))
+
+
+def routes_of(given: Route | Rule) -> tuple[Route, ...]:
+    """All routes of a line of ``Cheapest``."""
+    return (given,) if isinstance(given, Route) else given.routes()
+
+
 def dense_only(policy: AnyPolicy) -> AnyPolicy:
     """The policy without the routes of factors and rows.
 
@@ -390,8 +429,9 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
     dense = tuple(route for route in policy.routes() if route.up.form == "dense")
     require_dense(dense)
     if isinstance(policy, Cheapest):
-        pairs = zip(policy.given, policy.routes(), strict=True)
-        return Cheapest(tuple(each for each, r in pairs if r.up.form == "dense"), policy.by)
+        forms = [[r.up.form for r in routes_of(each)] for each in policy.given]
+        kept = zip(policy.given, forms, strict=True)
+        return Cheapest(tuple(each for each, form in kept if set(form) == {"dense"}), policy.by)
     return Prefer(dense) if isinstance(policy, Prefer) else policy
 
 

@@ -21,6 +21,7 @@ from slipstream.planning.costs import Speeds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.routes import AnyPolicy, SharedMemory
 from slipstream.schedules import AnySchedule, WaitFree
+from slipstream.topologies import TwoLevel
 from slipstream.types import LARGEST_CHUNK_BYTES, Cluster, Spec
 from slipstream.updates import Update
 
@@ -90,6 +91,11 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The rotation of partial exchange; None if the strategy has no partial exchange."""
         filters = (r.up.select for r in self.routes.routes() if isinstance(r.up, Filter))
         return next((select for select in filters if isinstance(select, Rotate)), None)
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether workers of one host aggregate first."""
+        return any(isinstance(route.topology, TwoLevel) for route in self.routes.routes())
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         """Whether any tensor is sent to a server."""

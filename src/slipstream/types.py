@@ -18,11 +18,20 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``workers`` workers and ``servers`` servers; their nodes are numbered in this order."""
+    """``workers`` workers and ``servers`` servers; their nodes are numbered in this order.
+
+    ``members`` is for two levels, where the workers of this cluster are hosts: the ranks on each of
+    them, of which the first speaks for the others. Empty: worker i is rank i.
+
+    >>> hosts = Cluster(workers=2, members=((0, 1, 2), (3,)))
+    >>> hosts.name(1), hosts.worker("rank 3"), hosts.worker("rank 1"), hosts.ranks
+    ('rank 3', 1, -1, 4)
+    """
 
     workers: int
     servers: int = 0
     dedicated: bool = False  # servers on separate hosts, not colocated with workers
+    members: tuple[tuple[Rank, ...], ...] = ()
 
     @property
     def worker_nodes(self) -> tuple[Node, ...]:
@@ -34,7 +43,23 @@ class Cluster:
 
     def name(self, node: Node) -> str:
         """``rank 2`` or ``server 0``: the name of a node in messages."""
-        return f"rank {node}" if node < self.workers else f"server {node - self.workers}"
+        if node >= self.workers:
+            return f"server {node - self.workers}"
+        return f"rank {self.members[node][0] if self.members else node}"
+
+    def worker(self, name: str) -> Node:
+        """The worker of this name; -1 if there is none."""
+        kind, _, number = name.partition(" ")
+        rank = int(number) if kind == "rank" and number.isdecimal() and len(number) < 10 else -1
+        if not self.members:
+            return rank if rank < self.workers else -1
+        leaders = (host[0] for host in self.members)
+        return next((node for node, leader in enumerate(leaders) if leader == rank), -1)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are, on all hosts."""
+        return sum(map(len, self.members)) if self.members else self.workers
 
 
 @dataclass(frozen=True, slots=True)

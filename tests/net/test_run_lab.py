@@ -25,6 +25,7 @@ pytestmark = [
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 WORKER = Path(__file__).with_name("lab_worker.py")
+BYTES_WORKER = Path(__file__).with_name("host_bytes_worker.py")
 LIGHT = str(Path(__file__).parents[1] / "light")  # so that workers start sooner; see there
 LIMIT_S = 90
 SLEEPER = """
@@ -133,15 +134,31 @@ def test_a_lab_that_is_up_is_used_and_stays(tmp_path: Path) -> None:
         lines = sorted(line.removeprefix("[rank 1] ") for line in done.stdout.splitlines())
         assert lines == [f"{rank} {lab.hosts[0].address}" for rank in range(2)]
         assert lab.name in existing()
-        for workers, servers in ((3, 0), (2, 1)):
+        for workers, servers, says in (
+            (3, 0, "3 workers on 2 hosts: take a multiple of 2, so that all hosts have equally"),
+            (2, 1, "all 2 workers on one host would not be reached by servers on others"),
+            (1, 2, "2 servers need a host each, and leave none of the lab's 2 for workers"),
+        ):
             done = run(
                 tmp_path, f"--lab={lab.name}", f"--workers={workers}", "--servers", servers, script
             )
             assert (done.returncode, done.stdout) == (2, "")
-            assert done.stderr == (
-                f"slipstream: {workers} workers and {servers} servers need a host each, and the "
-                "lab has 2: take fewer, or a larger lab\n"
-            )
+            assert done.stderr.startswith(f"slipstream: {says}")
+
+
+def test_a_host_with_several_workers_moves_no_more_bytes_than_with_one(tmp_path: Path) -> None:
+    on_link = []
+    for workers in (2, 4):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        done = run(folder, "--lab=2x200mbit", "--workers", workers, "--no-encrypt", BYTES_WORKER)
+        assert done.returncode == 0, done.stderr
+        told = figures(folder)
+        assert [one["local"] for one in told] == [str(r % (workers // 2)) for r in range(workers)]
+        assert len({one["digest"] for one in told}) == 1
+        on_link.append([max(o["moved"] for o in told if o["host"] == h) for h in range(2)])
+    for alone, several in zip(*on_link, strict=True):
+        assert several == pytest.approx(alone, rel=0.03)
 
 
 def test_a_killed_command_leaves_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import ako, push_pull
-from slipstream.topologies import Mesh, PeerSharded, Sharded
+from slipstream.topologies import Mesh, PeerSharded, Sharded, TwoLevel
 from slipstream.updates import ClipNorm, Ema, Update, User
 
 WHOLE = Sharded(whole_layers=True)
@@ -106,6 +106,15 @@ MIXES = {
     ),
     "4 bits by chance, on a mesh": Strategy(
         "int4_mesh", Everywhere(Route(Mesh(), up=Quantized(4, 32, rounding="stochastic", seed=5)))
+    ),
+    "8 bits, hosts first": Strategy(
+        "int8_hosts",
+        Everywhere(Route(TwoLevel(), up=Quantized(8, block=64), down=Quantized(8, block=64))),
+    ),
+    "filter, hosts first": Strategy(
+        "filter_hosts",
+        Everywhere(Route(TwoLevel(), up=Filter(Above(Drop(0.8))))),
+        chunk_bytes=SMALL,
     ),
     "bf16 on a mesh": Strategy("bf16_mesh", Everywhere(Route(Mesh(), up=Dense("bfloat16")))),
     "shares of workers": Strategy("peers", Everywhere(Route(PeerSharded())), chunk_bytes=CRUMBS),

@@ -16,7 +16,6 @@ from mix_strategies import MIXES
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.sessions.networked import NetworkedTraining
 
 STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
@@ -42,15 +41,14 @@ def owed(job: slipstream.Job) -> dict[str, Any]:
     """What this worker's codecs still hold back, by parameter."""
     assert isinstance(job._training, NetworkedTraining)
     found: dict[str, Tensor] = {}
-    for channel in job._training.replica.exchanges:
-        if isinstance(channel, RoundChannel):
-            for chunk in job.plan.chunks:
-                memories = channel.memories(chunk)
-                for segment, memory in zip(chunk.segments, memories, strict=True):
-                    spec = job.plan.specs[segment.tensor]
-                    whole = found.setdefault(spec.name, torch.zeros(spec.numel).double())
-                    if memory is not None:
-                        whole[segment.start : segment.stop] = torch.from_numpy(memory).double()
+    for channel in job._training.replica.link_exchanges:
+        for chunk in job.plan.chunks:
+            memories = channel.memories(chunk)
+            for segment, memory in zip(chunk.segments, memories, strict=True):
+                spec = job.plan.specs[segment.tensor]
+                whole = found.setdefault(spec.name, torch.zeros(spec.numel).double())
+                if memory is not None:
+                    whole[segment.start : segment.stop] = torch.from_numpy(memory).double()
     order = (spec.name for spec in job.plan.specs if spec.role == "parameter")
     return {name: found[name].tolist() for name in order if name in found}
 

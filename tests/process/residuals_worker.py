@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -22,9 +23,9 @@ HALF, BATCH, INPUTS, HIDDEN, OUTPUTS = 12, 16, 24, 96, 16
 def owed(job: slipstream.Job) -> dict[str, float]:
     """What this worker still owes, weighed and summed by tensor: its plain sum is always near 0."""
     assert isinstance(job._training, NetworkedTraining)
-    (exchange,) = job._training.replica.link_exchanges
+    exchanges = job._training.replica.link_exchanges  # none where another speaks for the host
     sums: dict[str, float] = {}
-    for chunk in job.plan.chunks:
+    for exchange, chunk in itertools.product(exchanges, job.plan.chunks):
         for segment, memory in zip(chunk.segments, exchange.memories(chunk), strict=True):
             if memory is not None:
                 spec = job.plan.specs[segment.tensor]

@@ -38,7 +38,7 @@ from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route, S
 from slipstream.schedules import AfterBackward, Merging, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree, TwoLevel
 from slipstream.types import Cluster, Spec
 from slipstream.updates import (
     Add,
@@ -56,6 +56,7 @@ PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
 SHARES = Route(PeerSharded())
 SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
 IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
+HOSTS = Route(TwoLevel())
 RELAYED = Route(Tree((((0,), (1,), ()),)))
 AT_HOLDER = Update(outer=User(at="holder"))
 STEPS = Update(inner=UserSteps(), outer=Add())
@@ -262,6 +263,7 @@ BROKEN: dict[str, Strategy] = {
         HOGWILD,
         AT_HOLDER,
     ),
+    "few bits have scales by block": made(Route(TwoLevel(Mesh()), up=Factors("int8"))),
     "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), User())),
     "which workers have after steps of their own": made(SHARDS, update=Update(outer=Nesterov())),
     "asynchronous admission would mix": made(SHARDS, Consistency(Fold()), LOCAL),
@@ -282,6 +284,11 @@ BROKEN: dict[str, Strategy] = {
     "applies all gradients with the same learning rate": made(
         IN_MEMORY, Consistency(Each(), Free(), ByAge())
     ),
+    "make a round together": made(HOSTS, Consistency(FirstOf(2)), AT_HOLDER),
+    "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
+    "share mean gradients, not weights": made(HOSTS, update=AT_HOLDER),
+    "share mean gradients, not update deltas": made(HOSTS, update=STEPS),
+    "all tensors have two levels or none": made(Prefer((HOSTS, SHARDS))),
 }
 
 
@@ -321,7 +328,7 @@ def test_rules_speak_of_facts_that_some_part_states() -> None:
         for route in strategy.routes.routes():
             stated |= route.facts()
     named: Facts = frozenset().union(*(rule.when | rule.any_of | rule.unless for rule in RULES))
-    assert named <= stated | {"several routes"}  # no single part states that
+    assert named <= stated | {"several routes", "some tensors skip the host"}  # no single part does
     assert stated <= FACTS
 
 

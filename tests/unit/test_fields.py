@@ -31,7 +31,7 @@ MISPLACED: dict[str, Callable[[], object]] = {
         "m",
         s.ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
     ),
-    "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree or": lambda: routed(
+    "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree, OneHolder or": lambda: routed(
         topology="sharded"
     ),
     "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=s.Sharded),

@@ -15,7 +15,7 @@ SOURCE = Path(slipstream.__file__).parent
 
 GROUND = {"types", "errors", "units", "printable", "parts", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "updates", "planning"}
-PLANS = GROUND | AXES | {"routes", "plan", "compat"}
+PLANS = GROUND | AXES | {"routes", "plan", "compat", "rules"}
 DECISIONS = PLANS | {"strategy"}
 MAY_IMPORT = {
     "types": set(),
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     **dict.fromkeys(AXES, GROUND),
     "routes": GROUND | {"codecs", "topologies", "planning"},
     "plan": GROUND | AXES | {"routes"},
-    "compat": {"errors", "parts"},
+    "compat": {"errors", "parts", "rules"},
+    "rules": {"parts"},
     "fields": {"parts"},
     "strategy": PLANS | {"fields"},
     "systems": GROUND | AXES | {"routes", "strategy", "input_files"},
@@ -109,7 +110,7 @@ def test_torch_stays_where_it_belongs(module: Path) -> None:
     assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
 
 
-PURE = sorted(AXES | {"routes", "plan", "compat", "strategy", "parts", "types"})
+PURE = sorted(AXES | {"routes", "plan", "compat", "rules", "strategy", "parts", "types"})
 
 
 @pytest.mark.parametrize("pure", PURE)

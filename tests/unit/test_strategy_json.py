@@ -53,7 +53,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree
+from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree, TwoLevel
 from slipstream.types import Spec
 from slipstream.updates import (
     Add,
@@ -134,6 +134,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
     TopK: on(Route(Mesh(), up=Filter(TopK(0.01), values="int4"))),
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
+    TwoLevel: on(Route(TwoLevel(Mesh()))),
     Update: updated(inner=UserSteps(), outer=Add()),
     User: updated(outer=User("holder")),
     LocalSteps: updated(inner=LocalSteps(8, fragments=2, overlap_steps=3, mix=0.5)),

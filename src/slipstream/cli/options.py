@@ -22,7 +22,11 @@ from slipstream.runtime.launch.launch import Settings
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
 WorkersOrHosts = Annotated[
     int | None,
-    typer.Option(min=1, help="Worker processes; 1 by default, or as many as the lab has hosts."),
+    typer.Option(
+        min=1,
+        help="Worker processes; 1 by default, or as many as the lab has hosts. More than it has "
+        "hosts: equally many on each.",
+    ),
 ]
 LabHosts = Annotated[
     str | None,

@@ -29,7 +29,7 @@ class Places:
 def places(
     lab: str | None, workers: int | None, servers: int, settings: Settings
 ) -> Iterator[Places]:
-    """On this machine; or one per host of a lab, which is made for the block if necessary."""
+    """On this machine; or on the hosts of a lab, which is made for the block if necessary."""
     if lab is None:
         here = Placement()
         yield Places([here] * (workers or 1), [here] * servers, settings)
@@ -52,16 +52,30 @@ def _recipe(text: str) -> tuple[int, str | None]:
 
 
 def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Settings) -> Places:
-    """Workers on the first hosts, dedicated servers on the next."""
-    if workers is None:
-        workers = max(1, len(lab.hosts) - servers)
-    if workers + servers > len(lab.hosts):
+    """Workers on the first hosts, as many on each as there are more of them than hosts; dedicated
+    servers on the last hosts, one on each."""
+    hosts = len(lab.hosts) - servers
+    if hosts < 1:
         raise LaunchError(
-            f"{workers} workers and {servers} servers need a host each, and the lab has "
-            f"{len(lab.hosts)}: take fewer, or a larger lab"
+            f"{servers} servers need a host each, and leave none of the lab's {len(lab.hosts)} for "
+            "workers: take fewer, or a larger lab"
+        )
+    if workers is None:
+        workers = hosts
+    hosts = min(hosts, workers)
+    if workers % hosts:
+        raise LaunchError(
+            f"{workers} workers on {hosts} hosts: take a multiple of {hosts}, so that all hosts "
+            "have equally many"
+        )
+    if servers and hosts == 1 < workers:
+        raise LaunchError(
+            f"all {workers} workers on one host would not be reached by servers on others: take "
+            "a larger lab, or leave out --servers"
         )
     # Hosts have no names, and torch's store would print this for every connection.
     env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     on = [Placement(host.prefix, host.address, env) for host in lab.hosts]
     told = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
-    return Places(on[:workers], on[workers : workers + servers], told)
+    of_workers = [placement for placement in on[:hosts] for _ in range(workers // hosts)]
+    return Places(of_workers, on[hosts : hosts + servers], told)

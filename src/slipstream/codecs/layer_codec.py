@@ -50,7 +50,8 @@ class LayerCodec(Part, frozen=True):
         return self.wire == "bfloat16" or self.wire in FEW_BITS
 
     def facts(self) -> Facts:
-        return facts("up: compact form")
+        shorter = facts("up: shorter values") if self.wire in FEW_BITS else facts()
+        return facts("up: compact form") | shorter
 
     def wire_dtype(self, dtype: str, place: int) -> str:
         """The precision in which matrix ``place`` of this dtype is sent."""

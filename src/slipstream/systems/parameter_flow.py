@@ -43,6 +43,7 @@ from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems.renamed import renamed
+from slipstream.systems.wires import Hosts, with_hosts
 from slipstream.topologies import AnyTopology, Sharded, Tree
 from slipstream.units import bits_per_second
 from slipstream.updates import Add, Update, User, UserSteps
@@ -73,6 +74,7 @@ def parameter_flow(
     rate_factor: float | None = None,
     overlap: bool = True,
     chunk_bytes: int = BLOCK_BYTES,
+    hosts: Hosts = "flat",
 ) -> Strategy:
     """Filtered updates up, filtered means down.
 
@@ -91,6 +93,8 @@ def parameter_flow(
         rate_factor: Multiplies learning rates; by default it shrinks as staleness grows.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         chunk_bytes: The largest part of a tensor that is sent as one message.
+        hosts: "flat": every worker takes part by itself; "first": the workers of a host aggregate
+            first, and the residual is the host's. No worker can be lost then, and none runs ahead.
 
     Returns:
         The strategy.
@@ -104,6 +108,10 @@ def parameter_flow(
     if payload not in get_args(Payload):
         raise ConfigError(f"payload={payload!r}: choose 'gradient' or 'update'")
     topology = topology_of(tree, chunk_bytes)
+    if isinstance(topology, Sharded):
+        topology = with_hosts(hosts, topology)
+    elif hosts != "flat":
+        raise ConfigError(f"hosts={hosts!r}: results come along trees of workers; use tree='star'")
     select = selector(decay, congested_delta, congested_below)
     filtered = msgspec.structs.replace(filter_as(codec), select=select)
     patterns = delta if isinstance(delta, Mapping) else {"*": delta}
@@ -115,7 +123,7 @@ def parameter_flow(
     return Strategy(
         "parameter_flow",
         ByTensor(rules, default=Route(topology, up=Dense())),
-        consistency_for(staleness, rate_factor, steps),
+        consistency_for(staleness, rate_factor, steps, may_lose=hosts == "flat"),
         Update(UserSteps(own="returned"), Add(at="worker")) if steps else Update(outer=User()),
         WaitFree() if overlap and not steps else AfterBackward(),
         chunk_bytes,
@@ -151,9 +159,11 @@ def filtered_route(
     return Route(topology, up=bounded(delta, of_mean=False), down=down)
 
 
-def consistency_for(staleness: int, rate_factor: float | None, steps: bool) -> Consistency:
+def consistency_for(
+    staleness: int, rate_factor: float | None, steps: bool, *, may_lose: bool
+) -> Consistency:
     if staleness == 0 and rate_factor is None and not steps:
-        return Consistency(All(without_lost=True))
+        return Consistency(All(without_lost=may_lose))
     factor = stale_rate(staleness) if rate_factor is None else rate_factor
     return Consistency(Fold(without_lost=True), Lag(staleness), Constant(factor))
 

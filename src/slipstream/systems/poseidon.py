@@ -7,7 +7,7 @@
   ``"int4"``) workers that hold shares take the place of collectives, which sum plain values.
 - Chosen for every layer from its shape, the batch, the cluster, and measured speeds of links, GEMM
   and servers; chosen again when the batch changes.
-- Consistency: rounds of all n workers.
+- Consistency: rounds of all n workers. Those of one host aggregate first: their rows are stacked.
 - When: as each layer's backward ends.
 """
 
@@ -16,21 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from slipstream.codecs import Dense, Factors, Rows
+from slipstream.codecs import Factors, Rows
 from slipstream.errors import ConfigError, UnknownStrategy
 from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
 from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route, Rule
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import check_wire, in_few_bits
+from slipstream.systems.wires import Hosts, check_wire, in_few_bits, with_hosts
 from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.units import bits_per_second
 
 PoseidonWire = Literal["own", "bfloat16", "int8", "int4"]
-SHARDS = Route(Sharded(), up=Dense())
-COLLECTIVE = Route(Mesh(), up=Dense(), over=Collective())
-SHARES = Route(PeerSharded(), up=Dense())
-BETWEEN_WORKERS = Route(Mesh(), up=Dense())
 
 
 def poseidon(
@@ -41,6 +37,7 @@ def poseidon(
     gemm_gflops: float = 50.0,
     server_gbytes: float = 5.0,
     dense: Sequence[str] = (),
+    hosts: Hosts = "first",
 ) -> Strategy:
     """Hybrid communication: the cheapest route for every layer.
 
@@ -53,6 +50,9 @@ def poseidon(
         gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
         server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
         dense: Names of layers that are always sent dense.
+        hosts: "first": where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first: their rows are sent once, stacked; "flat", and always with
+            "int8" and "int4": every worker takes part by itself.
 
     Returns:
         The strategy.
@@ -66,24 +66,27 @@ def poseidon(
     if choose not in ("time", "bytes"):
         raise ConfigError(f"choose={choose!r}: choose by 'time' or by 'bytes'")
     check_wire(wire, get_args(PoseidonWire))
-    compact = (Route(Mesh(), up=Factors(wire)), Route(Mesh(), up=Rows(wire)))
-    roads = (*compact, *dense_roads(choose, wire))
+    few_bits = wire in ("int8", "int4")  # shares of workers have one level
+    levels: Hosts = "flat" if few_bits and hosts == "first" else hosts
+    mesh, sharded = with_hosts(levels, Mesh()), with_hosts(levels, Sharded())
+    shards = Route(sharded)
+    compact = (Route(mesh, up=Factors(wire)), Route(mesh, up=Rows(wire)))
+    in_shards: tuple[Route | Rule, ...] = (*few_bits_first(wire, Sharded()), shards)
     if choose == "bytes":
-        return Strategy(
-            "poseidon", ByRole(Cheapest(roads, ByBytes(), tuple(dense)), Everywhere(SHARDS))
-        )
-    speeds = given_speeds(rate, gemm_gflops, server_gbytes)
-    routes = Cheapest(roads, ByTime(speeds), tuple(dense))
-    return Strategy("poseidon", ByRole(routes, Everywhere(BETWEEN_WORKERS)))
+        routes = Cheapest((*compact, *in_shards), ByBytes(), tuple(dense))
+        return Strategy("poseidon", ByRole(routes, Everywhere(shards)))
+    summed = Route(PeerSharded()) if few_bits else Route(mesh, over=Collective())
+    roads: tuple[Route | Rule, ...]
+    roads = (*compact, *few_bits_first(wire, PeerSharded()), summed, *in_shards)
+    routes = Cheapest(roads, ByTime(given_speeds(rate, gemm_gflops, server_gbytes)), tuple(dense))
+    return Strategy("poseidon", ByRole(routes, Everywhere(Route(mesh))))
 
 
-def dense_roads(choose: Literal["time", "bytes"], wire: PoseidonWire) -> tuple[Route | Rule, ...]:
-    """Of those that cost the same, in few bits first; tensors that are not worth it go as ever."""
+def few_bits_first(wire: PoseidonWire, topology: PeerSharded | Sharded) -> tuple[Rule, ...]:
+    """The route of tensors that are worth quantising, which goes before that of the others."""
     if wire == "int8" or wire == "int4":
-        shards = in_few_bits(wire, Sharded(), back="same"), SHARDS
-        shares = in_few_bits(wire, PeerSharded(), back="same"), SHARES
-        return shards if choose == "bytes" else (*shares, *shards)
-    return (SHARDS,) if choose == "bytes" else (COLLECTIVE, SHARDS)
+        return (in_few_bits(wire, topology, back="same"),)
+    return ()
 
 
 def given_speeds(

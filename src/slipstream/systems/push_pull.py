@@ -1,6 +1,6 @@
 """The parameter server: push gradients to sharded servers, pull the result.
 
-- Topology: sharded servers, chunks dealt evenly.
+- Topology: sharded servers, chunks dealt evenly; workers of one host aggregate first.
 - Consistency: rounds of all n workers.
 - What is sent: dense gradients up; down the mean gradient (``update="worker"``: the user's
   optimizer runs at every worker) or new weights (``update="server"``: it runs at the shards).
@@ -21,7 +21,7 @@ from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.schedules import AfterBackward, AnySchedule, Priority, WaitFree
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import Wire, routes_for
+from slipstream.systems.wires import Hosts, Wire, routes_for, with_hosts
 from slipstream.topologies import Sharded
 from slipstream.updates import At, ClipNorm, Ema, Update, User
 
@@ -36,6 +36,7 @@ def push_pull(
     averaged: float | None = None,
     clip_norm: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    hosts: Hosts = "first",
 ) -> Strategy:
     """Sharded parameter servers, with or without wait-free backpropagation.
 
@@ -48,6 +49,9 @@ def push_pull(
         clip_norm: Scale each worker's whole gradient down to this norm before it is sent, after
             backward.
         chunk_bytes: The largest part of a tensor that is sent as one message.
+        hosts: "first": where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first, and one stream per host crosses the network (where workers
+            update); "flat": every worker takes part by itself.
 
     Returns:
         The strategy.
@@ -60,10 +64,13 @@ def push_pull(
     """
     if update not in ("worker", "server"):
         raise UnknownStrategy(f"push_pull(update={update!r}): choose 'worker' or 'server'")
+    topology = with_hosts(hosts, Sharded())
+    if update == "server":
+        topology = Sharded()
     return Strategy(
         "push_pull",
         # New weights are not rounded on the way back: the errors would accumulate over steps.
-        routes_for(wire, Sharded(), back="same" if update == "worker" else "dense"),
+        routes_for(wire, topology, back="same" if update == "worker" else "dense"),
         update=applied_at("worker" if update == "worker" else "holder", averaged, clip_norm),
         schedule=order_of_leaving(overlap and clip_norm is None, update),
         chunk_bytes=chunk_bytes,

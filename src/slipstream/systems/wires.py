@@ -10,10 +10,29 @@ from slipstream.codecs.dense import Wire as DenseWire
 from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
-from slipstream.topologies import AnyTopology
+from slipstream.topologies import AnyTopology, Mesh, Sharded, TwoLevel
 
 Wire = Literal[DenseWire, "int8", "int4"]
+Hosts = Literal["first", "flat"]
 SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
+
+
+def with_hosts(hosts: Hosts, between: Sharded | Mesh) -> TwoLevel | Sharded | Mesh:
+    """What ``hosts=`` means.
+
+    Args:
+        hosts: "first": workers of one host aggregate first; "flat": each takes part by itself.
+        between: The topology of hosts, or of workers.
+
+    Raises:
+        ConfigError: It is neither.
+
+    >>> with_hosts("first", Mesh())
+    TwoLevel(between=Mesh(), inside=OneHolder())
+    """
+    if hosts not in get_args(Hosts):
+        raise ConfigError(f"hosts={hosts!r}: choose 'first' or 'flat'")
+    return TwoLevel(between) if hosts == "first" else between
 
 
 def routes_for(

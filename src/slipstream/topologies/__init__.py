@@ -6,8 +6,18 @@ from slipstream.topologies.peer_sharded import PeerSharded
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.topologies.tree import Tree
+from slipstream.topologies.two_level import TwoLevel
 
 # Every topology that a strategy may name, also one that is read from JSON.
-AnyTopology = Sharded | Mesh | PeerSharded | Tree | OneHolder
+AnyTopology = Sharded | Mesh | PeerSharded | Tree | OneHolder | TwoLevel
 
-__all__ = ["AnyTopology", "Mesh", "OneHolder", "PeerSharded", "Sharded", "Topology", "Tree"]
+__all__ = [
+    "AnyTopology",
+    "Mesh",
+    "OneHolder",
+    "PeerSharded",
+    "Sharded",
+    "Topology",
+    "Tree",
+    "TwoLevel",
+]

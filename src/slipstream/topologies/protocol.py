@@ -17,9 +17,17 @@ class Topology(Part, frozen=True):
     no worker forwards, and results are not sent. Override what differs.
     """
 
-    name: ClassVar[str]
-    needs_servers: ClassVar[bool] = True
     relays: ClassVar[bool] = False  # whether workers forward results to other workers
+
+    @property
+    def name(self) -> str:
+        """What statistics call it."""
+        raise NotImplementedError
+
+    @property
+    def needs_servers(self) -> bool:
+        """Whether servers hold tensors."""
+        return True
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         """Place chunks.

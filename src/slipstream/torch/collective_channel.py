@@ -18,10 +18,10 @@ from slipstream.runtime.members.joining import Membership
 from slipstream.torch.finite_gradients import magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.link_store import LinkStore
-from slipstream.torch.slots import LiveTensors, wire_dtypes
+from slipstream.torch.slots import ExchangedGradients, wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
-from slipstream.types import Chunk
+from slipstream.types import Chunk, Cluster
 
 STEP_DIGITS = 16  # of the step; workers that differ differ by less than this can tell
 
@@ -59,13 +59,17 @@ class Bucket:
 
 
 class CollectiveChannel:
-    """All chunks of a plan that are sent by collectives; implements ``Channel``."""
+    """All chunks of a plan that are sent by collectives; implements ``Channel``.
+
+    Args:
+        slots: What is summed, and where sums go.
+    """
 
     def __init__(
         self,
         plan: Plan,
         parameters: Sequence[torch.Tensor],
-        slots: LiveTensors,
+        slots: ExchangedGradients,
         collectives: Collectives,
         member: Any,
     ) -> None:
@@ -224,8 +228,10 @@ class CollectiveChannel:
             return  # nobody used it: its gradient stays as it is
         result = self._slots.results[tensor]
         if result is None or result.is_sparse:
-            result = torch.empty_like(self._parameters[tensor], requires_grad=False)
-            self._slots.results[tensor] = result
+            empty = torch.empty_like(self._parameters[tensor], requires_grad=False)
+            self._slots.results[tensor] = empty
+            result = self._slots.results[tensor]
+            assert result is not None
         in_place = result.is_contiguous() and not is_lazy(result)
         flat = as_real(result if in_place else torch.empty_like(result)).reshape(-1)
         for b, s, start, offset in self._places[tensor]:
@@ -254,16 +260,17 @@ def flatten(gradient: torch.Tensor) -> torch.Tensor:
     return as_real(dense).reshape(-1)
 
 
-def collectives_for(inventory: Inventory, membership: Membership, key: str) -> Collectives:
-    """A process group for this pair's collectives; all ranks call it."""
-    device = collective_device(inventory)
+def collectives_for(
+    cluster: Cluster, device: torch.device, membership: Membership, key: str
+) -> Collectives:
+    """A process group for this pair's collectives; all workers of the cluster call it."""
     # NCCL copies its store, which works only with torch's own stores.
     on_links = device.type != "cuda"
     return Collectives(
         LinkStore(membership.gathering) if on_links else membership.rendezvous.store,
         key,
-        membership.env.rank,
-        membership.env.world_size,
+        cluster.worker(membership.member.name),
+        cluster.workers,
         host=membership.host,
         device=device,
         limit_s=membership.limits.wait_s,

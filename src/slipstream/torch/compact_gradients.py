@@ -19,8 +19,8 @@ from slipstream.codecs.matrices import Matrix, matrix_nbytes, quantize
 from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import LayerChannel
 from slipstream.runtime.exchange.choices import LayerChoices
-from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.torch.compact_layers import Captured, CompactLayer
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
@@ -39,7 +39,7 @@ class CompactGradients:
         self,
         plan: Plan,
         layers: Sequence[CompactLayer],
-        channel: RoundChannel,
+        channel: LayerChannel,
         choices: LayerChoices | None,
         parameters: Sequence[Tensor],
         finite: FiniteGradients,
@@ -67,7 +67,7 @@ class CompactGradients:
             The round for which they were sent. None if the choice of layers may still change, or
             the module evaluates (``module.eval()``).
         """
-        if not layer.module.training:
+        if not layer.module.training or not self._channel.takes_early:
             return None
         has_left = self._channel.early_round(layer.unit) is not None
         if not self._codec(layer).early or not layer.once or not len(x) or has_left:

@@ -52,9 +52,9 @@ class TorchLayerMath:
             return
         out = self._results[layer.weight]
         if out is None:
-            out = self._results[layer.weight] = self._memory(layer.weight).detach().zero_()
+            out = self._placed(layer.weight, self._memory(layer.weight).detach().zero_())
         elif out.is_sparse:
-            out = self._results[layer.weight] = out.to_dense()
+            out = self._placed(layer.weight, out.to_dense())
         where = typed(ids.data, torch.int64)
         given = matrix(values, rows, layer.inputs)
         out.index_add_(0, where.to(out.device), given.to(out.device), alpha=share)
@@ -78,9 +78,16 @@ class TorchLayerMath:
         out = self._results[tensor]
         fresh = out is None
         if out is None:
-            out = self._results[tensor] = self._memory(tensor).detach()
+            out = self._placed(tensor, self._memory(tensor).detach())
         factors = dy.t().to(out.device), x.to(out.device)
         torch.addmm(out, *factors, beta=0 if fresh else 1, alpha=share, out=out)
+
+    def _placed(self, tensor: int, gradient: Tensor) -> Tensor:
+        """The gradient where it is put, which may be memory that others look at."""
+        self._results[tensor] = gradient
+        placed = self._results[tensor]
+        assert placed is not None
+        return placed
 
     def _add(self, tensor: int, values: Tensor) -> None:
         out = self._results[tensor]

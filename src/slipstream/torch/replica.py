@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.assembly import round_channel
 from slipstream.runtime.engine import Applier
-from slipstream.runtime.exchange.channel import Channel
+from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.gossip import GossipChannel
@@ -24,6 +24,11 @@ from slipstream.runtime.exchange.handover import JoinCoordinator
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.runtime.hosts.follower import HostFollower
+from slipstream.runtime.hosts.layers import HostLayers
+from slipstream.runtime.hosts.leader import HostLeader, HostSlots
+from slipstream.runtime.hosts.meeting import meet
+from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.link_watch import LinkWatch
@@ -31,11 +36,16 @@ from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.runtime.servers.shards import Shards
 from slipstream.torch.averages import Averages
-from slipstream.torch.collective_channel import CollectiveChannel, collectives_for
+from slipstream.torch.collective_channel import (
+    CollectiveChannel,
+    collective_device,
+    collectives_for,
+)
 from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.gossip import accept_joiners, make_partial
+from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerResults
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
@@ -47,7 +57,7 @@ from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import settings_of
-from slipstream.torch.slots import LiveTensors
+from slipstream.torch.slots import ExchangedGradients, GradientPlaces, LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
@@ -103,14 +113,28 @@ class SharedParts:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """A worker's channels: at most one for each transport."""
+    """A worker's channels: at most one for each transport.
+
+    Where there are two levels, ``host`` drives the others, or stands for them at a worker that has
+    none.
+    """
 
     collective: CollectiveChannel | None = None
     partial: GossipChannel | None = None
     links: RoundChannel | None = None
+    host: HostLeader | HostFollower | None = None
+    memory: HostMemory | None = None
+
+    @property
+    def layers(self) -> LayerChannel | None:
+        """The one that takes layers in compact form."""
+        return self.links if self.host is None else self.host
 
     @property
     def all(self) -> tuple[Channel, ...]:
+        """Those that training drives."""
+        if self.host is not None:
+            return (self.host,)
         return (*([] if self.collective is None else [self.collective]), *self.of_messages)
 
     @property
@@ -196,6 +220,8 @@ class Replica:
         self.synchronizer.close()
         if self.channels.collective is not None:
             self.channels.collective.collectives.close()
+        if self.channels.memory is not None:
+            self.channels.memory.close()
 
 
 class Wiring:
@@ -277,25 +303,60 @@ class Wiring:
 
     def _channels(self) -> Channels:
         """One for each transport that the plan uses."""
-        plan, membership, collective = self._plan, self._membership, None
-        if any(isinstance(route.over, Collective) for route in plan.routes):
-            collectives = collectives_for(self._inventory, membership, self._key("collectives"))
-            collective = CollectiveChannel(
-                plan, self._inventory.tensors, self._slots, collectives, self._member
-            )
+        plan = self._plan
+        if plan.cluster.members:
+            return self._channels_of_host()
+        collective = self._collective(None)
         if plan.rotation is not None:
-            slices = make_partial(plan, plan.rotation, self._inventory, membership)
+            slices = make_partial(plan, plan.rotation, self._inventory, self._membership)
             return Channels(collective, partial=slices)
-        return Channels(collective, links=self._links() if plan.over_links() else None)
+        links = self._links(self._slots, self._slots.results) if plan.over_links() else None
+        return Channels(collective, links=links)
 
-    def _links(self) -> RoundChannel:
+    def _channels_of_host(self) -> Channels:
+        """With two levels: one worker of a host has channels to other hosts, the rest to it."""
+        plan, membership, member = self._plan, self._membership, self._member
+        rank = membership.env.rank
+        ranks = next(ranks for ranks in plan.cluster.members if rank in ranks)
+        shapes = [unit.layer for unit in plan.units if unit.layer is not None]
+        memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}", shapes)
+        layers = HostLayers(plan, memory)
+        add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
+        if rank != ranks[0]:
+            worker, limit_s = ranks.index(rank), self._limit_s
+            follower = HostFollower(worker, memory, self._slots, member, limit_s, layers, add)
+            return Channels(host=follower, memory=memory)
+        share = plan.cluster.ranks / plan.cluster.workers
+        slots = HostSlots(memory, self._slots, share, add)
+        gradients = HostGradients(slots)
+        collective = self._collective(gradients)
+        links = self._links(slots, gradients) if plan.over_links() else None
+        if links is not None:
+            links.weight = slots.weight
+        between = Channels(collective, links=links)
+        of_layers = None if links is None else (layers, links)
+        host = HostLeader(slots, between.all, member, self._limit_s, of_layers)
+        return replace(between, host=host, memory=memory)
+
+    def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
+        plan, tensors = self._plan, self._inventory.tensors
+        if not any(isinstance(route.over, Collective) for route in plan.routes):
+            return None
+        device = collective_device(self._inventory) if of_host is None else torch.device("cpu")
+        group = collectives_for(plan.cluster, device, self._membership, self._key("collectives"))
+        slots: ExchangedGradients = self._slots
+        if of_host is not None:
+            slots = HostExchange(of_host, self._finite)
+        return CollectiveChannel(plan, tensors, slots, group, self._member)
+
+    def _links(self, slots: Slots, results: GradientPlaces) -> RoundChannel:
         modules = {layer.shape.name: layer.module for layer in self._layers}
         channel = round_channel(
-            self._membership.env.rank,
+            self._plan.cluster.worker(self._member.name),
             self._plan,
             self._member,
-            self._slots,
-            math=TorchLayerMath(self._inventory.tensors, modules, self._slots.results),
+            slots,
+            math=TorchLayerMath(self._inventory.tensors, modules, results),
             colocated=self._shards.colocated,
             limit_s=self._limit_s,
         )
@@ -313,7 +374,7 @@ class Wiring:
         return accept_joiners(self._model, self._plan, channels.partial, self._chain, member)
 
     def _compact(self, channels: Channels) -> CompactGradients | None:
-        links = channels.links
+        links = channels.layers
         if not self._layers or links is None:
             return None
         plan, chooser, choices = self._plan, self._plan.chooser, None

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 from slipstream.errors import FrameRefused, LaunchError, LeftBehind
 from slipstream.plan import Plan
+from slipstream.routes import Collective
 from slipstream.runtime.exchange.channel import rank_of
+from slipstream.runtime.hosts.meeting import find_hosts
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.member import HUB, SILENCE_FACTOR_IF_LINK_ALIVE
 from slipstream.runtime.servers.shards import LAST, choose_clusters
 from slipstream.strategy import Strategy
+from slipstream.torch.collective_channel import collective_device
 from slipstream.torch.copying import copy_state
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.preparing import (
@@ -22,6 +25,7 @@ from slipstream.torch.preparing import (
 from slipstream.torch.replica import Replica, SharedParts, Wiring
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Lost, Message, RouteUpdated
+from slipstream.types import Rank
 
 
 def replicate(
@@ -42,7 +46,8 @@ def replicate(
     inventories = agree(pairs, strategy, membership, shared.key("model"))
     trained = as_trained(strategy, len(pairs))
     specs = [inventory.specs for inventory in inventories]
-    clusters = choose_clusters(trained, specs, membership, len(shared.shards.addresses))
+    hosts = hosts_of(trained, inventories, shared)
+    clusters = choose_clusters(trained, specs, membership, len(shared.shards.addresses), hosts)
     plans = [trained.plan(each, cluster) for each, cluster in zip(specs, clusters, strict=True)]
     roster, plan = membership.member.roster, plans[0]
     roster.lockstep = plan.delivers_every_result and plan.rotation is None
@@ -54,6 +59,20 @@ def replicate(
     if plan.consistency.goes_on:  # not before: while the job starts, a loss cannot be handled
         go_on_without_the_lost(membership, replicas)
     return replicas
+
+
+def hosts_of(
+    strategy: Strategy, inventories: Sequence[Inventory], shared: SharedParts
+) -> tuple[tuple[Rank, ...], ...]:
+    """The ranks of each host, where its workers aggregate first; else nothing.
+
+    NCCL has levels of its own, so models on GPUs whose gradients it sums keep one.
+    """
+    if not strategy.two_levels:
+        return ()
+    collective = any(isinstance(route.over, Collective) for route in strategy.routes.routes())
+    on_gpu = any(collective_device(each).type == "cuda" for each in inventories)
+    return find_hosts(shared.membership, shared.key("hosts"), apart=collective and on_gpu)
 
 
 def check_start(strategy: Strategy, membership: Membership) -> None:

@@ -18,7 +18,6 @@ import torch
 from slipstream.codecs import InPlace, SharedCodec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
@@ -63,7 +62,7 @@ class Residuals:
                 self._send(HUB, chunk, PUBLISHED, self._exchange.held_memories(chunk))
             return {}
         for chunk in self._published:
-            if rank_of(self._holder(chunk)) < 0:
+            if self._plan.cluster.worker(self._holder(chunk)) < 0:
                 self._member.send(self._holder(chunk), Fetch(chunk.index))
         self._member.wait_until(
             lambda: not self._awaited(),
@@ -77,8 +76,9 @@ class Residuals:
         for chunk in self._held:
             self._collect(found, f"{HEAD}servers/", chunk, self._exchange.held_memories(chunk))
         for (name, index, entry), message in self._answers.items():
-            own = rank_of(name) >= 0 and entry == RESIDUAL
-            whose = f"{HEAD}{rank_of(name)}/" if own else f"{HEAD}servers/"
+            worker = self._plan.cluster.worker(name)
+            own = worker >= 0 and entry == RESIDUAL
+            whose = f"{HEAD}{worker}/" if own else f"{HEAD}servers/"
             parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
             self._collect(found, whose, self._plan.chunks[index], parts)
         self._answers.clear()
@@ -87,7 +87,7 @@ class Residuals:
     def _awaited(self) -> set[tuple[str, int, str]]:
         """Whose answers of which chunks have not come; what a lost worker owed is lost with it."""
         wanted = {
-            (holder, c.index, RESIDUAL if rank_of(holder) < 0 else PUBLISHED)
+            (holder, c.index, RESIDUAL if self._plan.cluster.worker(holder) < 0 else PUBLISHED)
             for c in self._published
             if (holder := self._holder(c)) != self._member.name
         }
@@ -118,7 +118,7 @@ class Residuals:
         # By rank, without ranks that were lost.
         saved_ranks = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
         before, now = len(saved_ranks), self._plan.cluster.workers
-        mine = saved_ranks[rank_of(self._member.name) :: now]
+        mine = saved_ranks[self._plan.cluster.worker(self._member.name) :: now]
         for chunk in self._owed:
             for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
                 name = self._plan.specs[segment.tensor].name
@@ -133,7 +133,7 @@ class Residuals:
                 memory[:] = part
         if self._member.is_hub:
             for chunk in self._published:
-                if rank_of(self._holder(chunk)) < 0:
+                if self._plan.cluster.worker(self._holder(chunk)) < 0:
                     self._send(self._holder(chunk), chunk, RESIDUAL, self._of_holder(chunk, named))
 
     def _of_holder(self, chunk: Chunk, named: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -161,7 +161,7 @@ class Residuals:
         sizes = [4 * segment.numel for segment in chunk.segments]
         entry = body.entries[0][1] if body.entries else ""
         is_holder = message.sender == self._holder(chunk)
-        known = is_holder or (rank_of(message.sender) >= 0 and entry == RESIDUAL)
+        known = is_holder or (self._plan.cluster.worker(message.sender) >= 0 and entry == RESIDUAL)
         if not known or [memoryview(frame).nbytes for frame in message.frames] != sizes:
             raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
         if checksum(message.frames) != body.crc:

@@ -27,6 +27,19 @@ class GradientPlaces(Protocol):
     def __setitem__(self, tensor: int, gradient: Tensor | None, /) -> None: ...
 
 
+class ExchangedGradients(Protocol):
+    """What a worker contributes by tensor, and where results go; ``LiveTensors`` has them."""
+
+    @property
+    def contributions(self) -> GradientPlaces: ...
+
+    @property
+    def results(self) -> GradientPlaces: ...
+
+    @property
+    def finite(self) -> FiniteGradients: ...
+
+
 class OwnGradients:
     """The parameters' own ``.grad``; implements ``GradientPlaces``."""
 

@@ -44,7 +44,8 @@ class Push(Body, tag="push", frozen=True):
     ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
     are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
     rate relative to the highest so far. If ``early`` is True, the first frames of a layer were
-    sent before, in an Early.
+    sent before, in an Early. ``weights`` are the numbers of workers that each place is the sum of;
+    empty if each is one worker's.
     """
 
     unit: Count
@@ -56,6 +57,7 @@ class Push(Body, tag="push", frozen=True):
     read: Count = 0
     rate: Share = 1.0
     early: bool = False
+    weights: list[Count] = []
 
 
 class Publish(Body, tag="publish", frozen=True):

@@ -270,7 +270,7 @@ class Aggregator:
             out = flat.part(start, start + segment.numel)
             start += segment.numel
             if given:
-                codec.combine(given, out, divisor=found.divisor(self.plan, place, len(given)))
+                codec.combine(given, out, divisor=found.divisor(self.plan, place))
             means.append(out if given else None)
         return [means]
 
@@ -279,7 +279,7 @@ class Aggregator:
     ) -> list[Sequence[Values | None]]:
         """The mean by chunk; where contributions return merged, that is all of the result."""
         unit, given, codec = found.unit, found.given(0), agreement.at(found.round)
-        divisor = found.divisor(self.plan, 0, len(given))
+        divisor = found.divisor(self.plan, 0)
         merged = codec.merge(given, divisor=divisor) if given else b""
         self._published[unit.index].merged = merged
         agreement.learn(found.round, merged if given else None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+from slipstream.codecs.matrices import Matrix
+from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.types import Values
 
 
@@ -29,7 +31,11 @@ class Channel(Protocol):
     """Sends one plan's tensors: in rounds over links, in collectives, or by partial exchange."""
 
     step: int  # of the training loop, so that holders detect workers in different steps
-    wait_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which the training thread has waited."""
+        ...
 
     @property
     def sent(self) -> Counter[str]:
@@ -57,6 +63,36 @@ class Channel(Protocol):
 
     def refresh(self) -> None:
         """Between steps: apply results that arrived without being waited for."""
+        ...
+
+
+class LayerChannel(Protocol):
+    """How layers travel in compact form."""
+
+    rank: int  # with the step, decides how few bits are rounded
+    step: int  # of the training loop
+    takes_early: bool  # whether a layer's first matrix may leave in the forward pass
+
+    def travel_compact(self, units: Collection[int]) -> None:
+        """These layers travel in compact form, from this round on until told otherwise."""
+        ...
+
+    def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
+        """Memory for one of a layer's matrices, free to be written."""
+        ...
+
+    def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
+        """Send a layer's first matrix in the forward pass; the round that it is for."""
+        ...
+
+    def early_round(self, unit: int) -> int | None:
+        """The open round, if its first matrix has left."""
+        ...
+
+    def ready_layer(
+        self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
+    ) -> None:
+        """A layer's contribution to this round is final; None: the worker did not use it."""
         ...
 
 

@@ -12,8 +12,7 @@ from slipstream.codecs import LayerCodec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan, shape_of
 from slipstream.planning.choosing import AnyChooser, Verdict
-from slipstream.runtime.exchange.channel import Channel
-from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.exchange.channel import Channel, LayerChannel
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
 from slipstream.transports.protocol import CONTROL
@@ -36,7 +35,7 @@ class LayerChoices:
         self,
         plan: Plan,
         chooser: AnyChooser,
-        links: RoundChannel,
+        links: LayerChannel,
         dense: Sequence[Channel],
         member: Endpoint,
         rows: Callable[[], list[int]],
@@ -76,8 +75,8 @@ class LayerChoices:
         seen = self._rows_now()
         if self._member.name == HUB:
             self._rows[self.step] = seen
-            for node in range(1, self._plan.cluster.workers):
-                peer = self._plan.cluster.name(node)
+            for rank in range(1, self._plan.cluster.ranks):
+                peer = f"rank {rank}"
                 self._member.send(peer, RowsBody(self.step, seen), priority=CONTROL)
         wanted = self.step if self._decided_for < 0 else self._decided_for
         self._member.wait_until(
@@ -109,6 +108,8 @@ class LayerChoices:
         assert isinstance(codec, LayerCodec)
         way = self._ways[layer.weight]
         item_bytes = codec.item_bytes(layer)
+        # Where hosts are the workers, each has the rows of all of its own.
+        rows = rows * self._plan.cluster.ranks // self._plan.cluster.workers
         return self.chooser.choose(shape_of(layer), rows, way, item_bytes=item_bytes)
 
     def _with_last(self, rows: Sequence[int]) -> list[int]:

@@ -29,6 +29,10 @@ class Contribution:
     places: tuple[Group, ...]
     settings: Settings | None
     rate: float
+    weights: Sequence[int] = ()  # by place: the workers that it is the sum of; empty: one each
+
+    def weight(self, place: int) -> int:
+        return self.weights[place] if self.weights else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +53,15 @@ class ClosedRound:
         groups = (contribution.places[place] for contribution in self.made)
         return [group for group in groups if group is not None]
 
-    def divisor(self, plan: Plan, place: int, given: int) -> float:
+    def divisor(self, plan: Plan, place: int) -> float:
         """A parameter's mean runs over all workers of the round (one without a gradient counts as
         zero); a buffer's over those on which it changed."""
         if self.unit.layer is not None:
             return self.closed.divisor
         segment = self.unit.places[place]
-        is_parameter = plan.specs[segment.tensor].role == "parameter"
-        return self.closed.divisor if is_parameter else given
+        if plan.specs[segment.tensor].role == "parameter":
+            return self.closed.divisor
+        return sum(made.weight(place) for made in self.made if made.places[place] is not None)
 
 
 @dataclass(slots=True)
@@ -122,13 +127,14 @@ class Collector:
             if checksum(frames) != body.crc:
                 raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
             places = self._examine(held, rank, body, frames)
+            examine_weights(body, self.plan.cluster.ranks)
         if body.read > body.round:
             raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
         counts = held.ledger.arrive(rank, body.round)
         held.last[rank] = body.round
         if counts:
             held.arrived[body.round, rank] = Contribution(
-                body.step, body.read, places, body.settings, body.rate
+                body.step, body.read, places, body.settings, body.rate, body.weights
             )
         self._count_part(body.round, rank)
         return self._close(held)
@@ -241,6 +247,13 @@ class Collector:
             for key in [key for key in held.early if self._came_too_late(held, key[0])]:
                 del held.early[key]
         return rounds
+
+
+def examine_weights(body: Push, ranks: int) -> None:
+    """FrameRefused unless each segment may be the sum of so many workers' contributions."""
+    fit = len(body.weights) == len(body.counts) and all(1 <= w <= ranks for w in body.weights)
+    if body.weights and not fit:
+        raise FrameRefused(f"weights {body.weights[:8]} of {len(body.counts)} segments")
 
 
 def examine_segments(

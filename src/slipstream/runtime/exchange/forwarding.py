@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slipstream.codecs import InPlace
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.topologies import Topology
 from slipstream.types import Node, Rank, Unit
 
@@ -31,4 +30,4 @@ class Forwarding:
         for holder in self._plan.holders[unit.index]:
             if cluster.name(holder) == sender and route.topology.fanout(holder, holder, cluster):
                 return not isinstance(route.down, InPlace)
-        return route.topology.relays and 0 <= rank_of(sender) < cluster.workers
+        return route.topology.relays and cluster.worker(sender) >= 0

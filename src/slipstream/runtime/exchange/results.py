@@ -82,7 +82,7 @@ class ResultWriter:
             if not given:
                 self._absent.setdefault(segment.tensor, []).append(segment)
                 continue
-            divisor = closed.divisor(self._plan, place, len(given))
+            divisor = closed.divisor(self._plan, place)
             if state.agreement is not None:
                 codec = state.agreement.at(closed.round)
                 merged = codec.merge(given, divisor=divisor)

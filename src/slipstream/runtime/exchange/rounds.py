@@ -15,7 +15,7 @@ from slipstream.codecs.matrices import LayerMath, Matrix, to_frames
 from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
-from slipstream.runtime.exchange.channel import Slots, rank_of
+from slipstream.runtime.exchange.channel import Slots
 from slipstream.runtime.exchange.collector import ClosedRound
 from slipstream.runtime.exchange.result_frames import examine_result
 from slipstream.runtime.exchange.results import ResultWriter
@@ -31,7 +31,9 @@ LEAVING_PAUSE_S = 0.0005
 
 
 class RoundChannel:
-    """All units of a plan that are sent over links; implements ``Channel``."""
+    """All units of a plan that are sent over links; implements ``Channel`` and ``LayerChannel``."""
+
+    takes_early = True
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class RoundChannel:
         self.settings: Callable[[], Settings | None] = lambda: None
         self.rate: Callable[[], float] = lambda: 1.0  # relative to the highest so far
         self.congested: Callable[[], bool] = lambda: False  # whether outgoing links are congested
+        self.weight: Callable[[int], int] = lambda tensor: 1  # the workers that contributed to it
         self._sender = RoundSender(rank, plan, member, colocated)
         self.sent, self.received = self._sender.sent, self._sender.received
         self._member, self._slots = member, slots
@@ -148,7 +151,8 @@ class RoundChannel:
             groups = [g and [bytes(memoryview(frame)) for frame in g] for g in groups]
         if any(residual is not None for residual in state.residuals):
             state.sent, state.sent_by = tuple(groups), codec
-        self._push(state, groups, ctx.rate)
+        weights = [self.weight(place.tensor) for place in state.unit.places]
+        self._push(state, groups, ctx.rate, weights=weights if max(weights) > 1 else ())
 
     # ---- layers in compact form (the training thread)
 
@@ -207,6 +211,7 @@ class RoundChannel:
         rate: float,
         *,
         early: bool = False,
+        weights: Sequence[int] = (),
     ) -> list[Ticket]:
         frames = [frame for group in groups for frame in group or ()]
         body = Push(
@@ -219,6 +224,7 @@ class RoundChannel:
             state.committed,
             rate,
             early,
+            list(weights),
         )
         state.begun += 1
         self._made_round = max(self._made_round, state.begun)
@@ -399,14 +405,16 @@ class RoundChannel:
 
     def _on_early(self, message: Message[Early]) -> None:
         """A peer's first matrix of a layer, where workers hold layers themselves (mesh)."""
-        self._collector.early(rank_of(message.sender), message.body, message.frames)
+        self._collector.early(self._peer(message), message.body, message.frames)
         scheme = self.plan.route(self.plan.units[message.body.unit]).scheme
         self._sender.count(self.received, message.sender, scheme, message.frames)
 
+    def _peer(self, message: Message[Any]) -> Rank:
+        return self.plan.cluster.worker(message.sender)
+
     def _on_push(self, message: Message[Push]) -> None:
         """A peer's contribution, where workers hold units themselves (mesh)."""
-        rank = rank_of(message.sender)
-        closed = self._collector.push(rank, message.body, message.frames)
+        closed = self._collector.push(self._peer(message), message.body, message.frames)
         scheme = self.plan.route(self.plan.units[message.body.unit]).scheme
         self._sender.count(self.received, message.sender, scheme, message.frames)
         self._park(closed)

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ from slipstream.transports.credentials import Credentials, stretch
 class Settings:
     """Settings of a job that all of its workers get.
 
-    With an ``address`` other than loopback, all workers run elsewhere (in namespaces), each on its
-    own
-    host: rank 0 then listens at ``port`` itself, and the port must be given.
+    With an ``address`` other than loopback, all workers run elsewhere (in namespaces): rank 0 then
+    listens at ``port`` itself, and the port must be given.
     """
 
     strategy: str | None = None
@@ -149,19 +149,23 @@ def _add_workers(
     listener: socket.socket | None,
     supervisor: LearnerSupervisor,
 ) -> None:
-    """Start the workers, each on its own host unless there is a ``listener``.
+    """Start the workers, on this machine if there is a ``listener``, else on other hosts.
 
     On this machine rank 0 gets the listener, and each worker a socket to this process; a ``Hello``
     on this socket makes the worker a learner.
     """
+    on_host: Counter[str] = Counter()
+    shared_by = Counter(placement.address for placement in placements)
     for rank, placement in enumerate(placements):
-        own, fds = {"RANK": str(rank), "LOCAL_RANK": "0"}, list[int]()
+        own, fds = {"RANK": str(rank), "LOCAL_RANK": str(on_host[placement.address])}, list[int]()
+        own["LOCAL_WORLD_SIZE"] = str(shared_by[placement.address])
+        on_host[placement.address] += 1
         if rank > 0:
             own["PYTHONUNBUFFERED"] = env.get("PYTHONUNBUFFERED", "1")  # no delayed lines
         with ExitStack() as passed:
             if listener is not None:
                 control = passed.enter_context(supervisor.connect(f"rank {rank}"))
-                own |= {"LOCAL_RANK": str(rank), "SLIPSTREAM_CONTROL_FD": str(control.fileno())}
+                own["SLIPSTREAM_CONTROL_FD"] = str(control.fileno())
                 fds.append(control.fileno())
             if listener is not None and rank == 0:
                 own["SLIPSTREAM_STORE_FD"] = str(listener.fileno())
@@ -182,7 +186,6 @@ def _job_environment(
     """The environment variables of all workers of a job."""
     variables = {
         "WORLD_SIZE": workers,
-        "LOCAL_WORLD_SIZE": workers if settings.address == LOOPBACK else 1,
         "MASTER_ADDR": settings.address,
         "MASTER_PORT": port,
         "SLIPSTREAM_JOB": job,

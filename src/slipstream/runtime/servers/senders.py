@@ -26,8 +26,8 @@ def worker_of(message: Message[Any], cluster: Cluster) -> Rank:
     Raises:
         FrameRefused: the sender is not a worker of the cluster, so there is no link back to it.
     """
-    rank = rank_of(message.sender)
-    if not 0 <= rank < cluster.workers:
+    rank = cluster.worker(message.sender)
+    if rank < 0:
         raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
     return rank
 

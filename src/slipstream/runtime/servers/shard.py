@@ -8,7 +8,6 @@ import msgspec
 
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.runtime.exchange.aggregator import Aggregator, Result
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
 from slipstream.runtime.servers.accounts import figures_of
@@ -62,13 +61,14 @@ class Shard:
         member.on(Inquire, self._on_inquire)
 
     def _on_push(self, message: Message[Push]) -> None:
-        rank = rank_of(message.sender)
+        rank = self._plan.cluster.worker(message.sender)
         self._apply(lambda: self.aggregator.push(rank, message.body, message.frames))
         for round_, complete in self.aggregator.whole():
             self._member.send(COORDINATOR, Arrived(complete, round_))
 
     def _on_early(self, message: Message[Early]) -> None:
-        self.aggregator.early(rank_of(message.sender), message.body, message.frames)
+        rank = self._plan.cluster.worker(message.sender)
+        self.aggregator.early(rank, message.body, message.frames)
 
     def _on_commit(self, message: Message[Commit]) -> None:
         require_coordinator(message)
@@ -82,7 +82,7 @@ class Shard:
     def _on_worker_left(self, message: Message[WorkerLeft]) -> None:
         """A worker reports that it has left, or rank 0 reports that a worker is lost."""
         rank = message.body.rank
-        lost = rank_of(message.sender) != rank
+        lost = self._plan.cluster.worker(message.sender) != rank
         require_rank(rank, self._plan.cluster)
         if lost and message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not speak for rank {rank}")

@@ -17,20 +17,26 @@ from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.transports.wire import Configure, Message, Ready, Release, WorkerLeft
-from slipstream.types import Cluster, Spec
+from slipstream.types import Cluster, Rank, Spec
 
 logger = logging.getLogger(__name__)
+Hosts = tuple[tuple[Rank, ...], ...]
 LAST = 1 << 30  # less urgent than any chunk
 
 
 def choose_clusters(
-    strategy: Strategy, specs: Sequence[tuple[Spec, ...]], membership: Membership, running: int
+    strategy: Strategy,
+    specs: Sequence[tuple[Spec, ...]],
+    membership: Membership,
+    running: int,
+    hosts: Hosts = (),
 ) -> list[Cluster]:
     """For each pair, its servers; all pairs use the same servers.
 
     Args:
         specs: By pair.
         running: How many servers already run; 0 before any was started.
+        hosts: The ranks of each host, where hosts are the workers of the cluster.
 
     Returns:
         By pair, how many of the servers it uses: fewer if its model is small.
@@ -41,30 +47,36 @@ def choose_clusters(
     env = membership.env
     asked = len(env.server_addresses) or env.servers
     most = running or asked or len(membership.first_on_each_host)
-    clusters = [largest_cluster(strategy, each, membership, most) for each in specs]
+    clusters = [largest_cluster(strategy, each, membership, most, hosts) for each in specs]
     used = max(cluster.servers for cluster in clusters)
     if asked and not running and 0 < used < asked:
         largest = max(specs, key=lambda each: sum(spec.numel for spec in each))
-        strategy.plan(largest, Cluster(env.world_size, asked, bool(env.server_addresses)))
+        strategy.plan(largest, cluster_of(membership, hosts, asked))
     return clusters
 
 
 def largest_cluster(
-    strategy: Strategy, specs: tuple[Spec, ...], membership: Membership, most: int
+    strategy: Strategy, specs: tuple[Spec, ...], membership: Membership, most: int, hosts: Hosts
 ) -> Cluster:
     """The cluster with as many servers as the model can fill, at most ``most``."""
-    env = membership.env
     for servers in range(most, 0, -1):
-        cluster = Cluster(env.world_size, servers, bool(env.server_addresses))
+        cluster = cluster_of(membership, hosts, servers)
         if not strategy.needs_servers(specs, cluster):
-            return Cluster(env.world_size)
+            return cluster_of(membership, hosts)
         try:
             strategy.plan(specs, cluster)
         except TooManyServers:
             if servers > 1:
                 continue
         return cluster
-    return Cluster(env.world_size)
+    return cluster_of(membership, hosts)
+
+
+def cluster_of(membership: Membership, hosts: Hosts, servers: int = 0) -> Cluster:
+    """The workers of a job, or its hosts, with so many servers."""
+    env = membership.env
+    workers = len(hosts) or env.world_size
+    return Cluster(workers, servers, bool(servers and env.server_addresses), hosts)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,489 @@
+"""Combinations of parts that make no sense: the rules that ``slipstream.compat`` checks.
+
+Every part says what is true of it (``Part.facts``). A rule names facts that do not go together, why
+not, and what to do instead.
+"""
+
+from __future__ import annotations
+
+from slipstream.parts import Incompatibility, facts
+
+SERVERS_UPDATE = "let servers update and send weights: Update(outer=User(at='holder'))"
+
+RULES = (
+    # ---- A worker may miss results.
+    Incompatibility(
+        facts("rounds of the first N", "workers update"),
+        "a late worker misses results; where workers update, results are increments, of which "
+        "none may be missed",
+        SERVERS_UPDATE,
+    ),
+    Incompatibility(
+        facts("each gradient is an update", "workers update", "servers hold"),
+        "a worker gets the results of its own gradients only; where workers update, it would miss "
+        "the other workers' increments",
+        SERVERS_UPDATE,
+    ),
+    Incompatibility(
+        facts("workers relay"),
+        "a tree sends results to all workers, but these are only for the workers whose gradients "
+        "they contain",
+        "use Sharded()",
+        any_of=facts("rounds of the first N", "each gradient is an update"),
+    ),
+    Incompatibility(
+        facts("rounds of the first N", "may run ahead"),
+        "a round of the first N does not wait for slow workers, so there is nothing to run ahead "
+        "of",
+        "use Lag(0), or Fold()",
+    ),
+    Incompatibility(
+        facts("each gradient is an update", "may run ahead"),
+        "a worker continues when its own gradient is applied, so there is nothing to run ahead of",
+        "use Lag(0)",
+    ),
+    # ---- Every worker holds every tensor.
+    Incompatibility(
+        facts("the holder updates", "every worker holds"),
+        "every worker holds the tensor: there is no server to update weights",
+        "use User(at='worker'), or Sharded()",
+    ),
+    Incompatibility(
+        facts("every worker holds", "each gradient is an update"),
+        "workers would apply gradients in different orders, and their weights would drift apart",
+        "use Sharded(), All(), or up=Filter(Rotate())",
+        unless=facts("up: partial exchange"),
+    ),
+    Incompatibility(
+        facts("every worker holds", "rounds of the first N"),
+        "no server decides for all workers which gradients make a round",
+        "use Sharded()",
+    ),
+    Incompatibility(
+        facts("every worker holds", "stale-synchronous rounds"),
+        "workers would count different gradients in a round, and their weights would drift apart",
+        "use All() with the same Lag(), or Sharded()",
+    ),
+    Incompatibility(
+        facts("every worker holds", "survives lost workers"),
+        "workers may have received different parts of what a lost worker sent",
+        "use Sharded()",
+        unless=facts("up: partial exchange"),
+    ),
+    Incompatibility(
+        facts("every worker holds", "over links", "down: lossy"),
+        "every worker computes the result for itself, so nothing is sent back",
+        "use down=Dense()",
+    ),
+    # ---- Every worker holds a share of the chunks.
+    Incompatibility(
+        facts("workers hold shares", "the holder updates"),
+        "a worker that holds a share of the chunks has no optimizer for it",
+        "use User(at='worker'), or Sharded()",
+    ),
+    Incompatibility(
+        facts("workers hold shares"),
+        "workers that hold shares count the gradients of all workers in every round",
+        "use Consistency(All()), or Sharded()",
+        unless=facts("rounds of all workers"),
+    ),
+    Incompatibility(
+        facts("workers hold shares", "survives lost workers"),
+        "the share of the chunks that a lost worker held is lost with it",
+        "use All(), or Sharded()",
+    ),
+    # ---- Two levels: the workers of a host aggregate first.
+    Incompatibility(
+        facts("hosts aggregate first", "some tensors skip the host"),
+        "one worker of a host exchanges for all of them, so all tensors have two levels or none",
+        "use TwoLevel() for every route",
+    ),
+    Incompatibility(
+        facts("hosts aggregate first"),
+        "a host's workers make a round together, and contribute their sum",
+        "use Consistency(All()), or one level: between= of TwoLevel()",
+        unless=facts("rounds of all workers"),
+    ),
+    Incompatibility(
+        facts("hosts aggregate first"),
+        "a host's workers share one result, which all of them need before the next round, and none "
+        "of them may be missing",
+        "use Consistency(All(), Lag(0)), or one level: between= of TwoLevel()",
+        any_of=facts("may run ahead", "survives lost workers"),
+    ),
+    Incompatibility(
+        facts("hosts aggregate first", "up: compact form", "up: shorter values"),
+        "the rows of a host's workers are stacked as they are, and few bits have scales by block",
+        "use Factors() and Rows() without few bits, or one level: between= of TwoLevel()",
+    ),
+    Incompatibility(
+        facts("hosts aggregate first", "the holder updates"),
+        "a host's workers share mean gradients, not weights",
+        "use User(at='worker'), or one level: between= of TwoLevel()",
+    ),
+    Incompatibility(
+        facts("hosts aggregate first"),
+        "a host's workers share mean gradients, not update deltas or outer gradients",
+        "use Update(inner=Off()), or one level: between= of TwoLevel()",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
+    ),
+    # ---- Collectives.
+    Incompatibility(
+        facts("over a collective"),
+        "a collective leaves the result with every worker, which is a mesh",
+        "use Mesh(), or over=Links()",
+        unless=facts("every worker holds"),
+    ),
+    Incompatibility(
+        facts("over a collective"),
+        "a collective sums dense values",
+        "use up=Dense() and down=Dense(), or over=Links()",
+        any_of=facts("up: error feedback", "up: compact form", "down: error feedback"),
+    ),
+    Incompatibility(
+        facts("over a collective"),
+        "a collective needs every worker in every round",
+        "use Consistency(All()), or over=Links()",
+        unless=facts("rounds of all workers"),
+    ),
+    Incompatibility(
+        facts("over a collective", "may run ahead"),
+        "a collective ends when every worker has joined it, so no worker can run ahead",
+        "use Lag(0), or over=Links()",
+    ),
+    Incompatibility(
+        facts("over a collective", "update deltas are sent"),
+        "update deltas are applied in the order in which messages bring them, and a collective "
+        "sends no messages",
+        "use Update(inner=Off()), or over=Links()",
+    ),
+    Incompatibility(
+        facts("over a collective", "survives lost workers"),
+        "a collective cannot continue without a lost worker",
+        "use All(), or over=Links() with Sharded()",
+    ),
+    # ---- Factors and rows of whole layers.
+    Incompatibility(
+        facts("up: compact form"),
+        "a layer's gradient is computed from all of its factors or rows, which must be in one "
+        "place",
+        "use Sharded(whole_layers=True), or Mesh()",
+        unless=facts("layers stay whole"),
+    ),
+    Incompatibility(
+        facts("up: compact form"),
+        "factors and rows are forms of a gradient, not of an update delta or an outer gradient",
+        "use Update(inner=Off()), or up=Dense()",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
+    ),
+    Incompatibility(
+        facts("up: compact form", "clips"),
+        "a gradient's norm is not known while it is sent as factors or rows",
+        "use up=Dense()",
+    ),
+    Incompatibility(
+        facts("chosen for each step"),
+        "Cheapest() needs all workers to choose the same route for a layer in every round",
+        "use Consistency(All(), Lag(0)), or Prefer() instead of Cheapest()",
+        unless=facts("rounds of all workers"),
+    ),
+    Incompatibility(
+        facts("chosen for each step"),
+        "Cheapest() needs all workers to choose the same route for a layer in every round",
+        "use Consistency(All(), Lag(0)), or Prefer() instead of Cheapest()",
+        any_of=facts("may run ahead", "survives lost workers"),
+    ),
+    Incompatibility(
+        facts("chosen for each step", "the holder updates"),
+        "gradients sent as factors or rows do not reach the server that updates the layer when its "
+        "gradient is dense",
+        "use User(at='worker'), or Prefer() with Sharded(whole_layers=True)",
+    ),
+    Incompatibility(
+        facts("chosen for each step", "up: compact form"),
+        "with Cheapest() factors and rows go from worker to worker, and servers get dense "
+        "gradients only",
+        "use Mesh() for factors and rows, or Prefer() instead of Cheapest()",
+        unless=facts("every worker holds"),
+    ),
+    # ---- Codecs whose frames mean something only in the basis that all agree on.
+    Incompatibility(
+        facts("up: agreed basis"),
+        "all workers must use the same basis in a round, but here a round has gradients of "
+        "several clocks, or of one worker",
+        "use All() or FirstOf(), or up=Quantized()",
+        any_of=facts("stale-synchronous rounds", "each gradient is an update"),
+    ),
+    Incompatibility(
+        facts("down: agreed basis"),
+        "a result returns in the basis in which workers sent their gradients",
+        "give up= and down= the same LowRank(), or use down=Dense()",
+        unless=facts("down: as up"),
+    ),
+    # ---- The way down.
+    Incompatibility(
+        facts("down: lossy", "the holder updates"),
+        "weights that are rounded on the way down stay rounded, and the errors add up",
+        "use down=Dense()",
+    ),
+    Incompatibility(
+        facts("down: partial exchange"),
+        "a result is sent once, so entries that are left out would never be sent",
+        "use down=Filter(Above()), or down=Dense()",
+    ),
+    Incompatibility(
+        facts("down: nothing is sent"),
+        "no worker would get the result",
+        "use down=Dense()",
+        unless=facts("up: partial exchange", "in shared memory"),
+    ),
+    # ---- What is sent, and who applies it.
+    Incompatibility(
+        facts("leaves during backward"),
+        "update deltas and outer gradients are known only after the optimizer's step",
+        "use AfterBackward()",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
+    ),
+    Incompatibility(
+        facts("update deltas are sent", "the holder updates"),
+        "update deltas are added where the optimizer has run, which is at the workers",
+        "use outer=Add(at='worker')",
+    ),
+    Incompatibility(
+        facts("update deltas are sent", "the optimizer applies the result"),
+        "an update delta comes from an optimizer, so it is added, not used for another step",
+        "use outer=Add(at='worker')",
+    ),
+    Incompatibility(
+        facts("gradients are sent", "adds the result"),
+        "a gradient that is added to the weights would have no learning rate",
+        "use outer=User(), or inner=UserSteps()",
+    ),
+    # ---- Local steps and an outer optimizer (DiLoCo).
+    Incompatibility(
+        facts("outer gradients are sent"),
+        "an outer gradient is the distance that a worker has moved, which is no gradient of the "
+        "loss",
+        "use outer=Nesterov(), or inner=Off()",
+        unless=facts("an outer optimizer applies the result"),
+    ),
+    Incompatibility(
+        facts("an outer optimizer applies the result"),
+        "an outer optimizer applies outer gradients, which workers have after steps of their own",
+        "use inner=LocalSteps(), or outer=User()",
+        unless=facts("outer gradients are sent"),
+    ),
+    Incompatibility(
+        facts("outer gradients are sent"),
+        "outer gradients of one round start from the same outer weights, and asynchronous "
+        "admission would mix those of several",
+        "use Consistency(All())",
+        any_of=facts("each gradient is an update", "stale-synchronous rounds"),
+    ),
+    Incompatibility(
+        facts("outer gradients are sent", "may run ahead"),
+        "how far workers run ahead of an outer round is a matter of LocalSteps()",
+        "use Lag(0), and overlap_steps=",
+    ),
+    Incompatibility(
+        facts("outer gradients are sent", "rounds of the first N"),
+        "which workers make a round is decided for the whole model, and a late worker continues "
+        "from the new outer weights",
+        "use LocalSteps() without fragments=, overlap_steps= and mix=, or All()",
+        any_of=facts("in fragments", "merged later", "keeps own weights in part"),
+    ),
+    Incompatibility(
+        facts("keeps own weights in part", "down: error feedback"),
+        "what waits at the holder for its next result is in the weights that a worker keeps, and "
+        "would count twice",
+        "use down=Dense(), or mix=0",
+    ),
+    Incompatibility(
+        facts("outer gradients are sent", "averages"),
+        "outer weights are averages already: of workers, and over steps by the momentum",
+        "leave out averaged=, and evaluate within job.outer_weights()",
+    ),
+    Incompatibility(
+        facts("outer gradients are sent", "damped"),
+        "no outer gradient is stale",
+        "leave the damping out, and set lr= of Nesterov() instead",
+    ),
+    Incompatibility(
+        facts("outer gradients are sent", "survives lost workers"),
+        "a worker's own weights are lost with it",
+        "use All(), or FirstOf() with Nesterov(at='holder')",
+    ),
+    Incompatibility(
+        facts("deltas grow with workers"),
+        "growth= and warm_steps= scale each worker's own update deltas, but here their mean is "
+        "added",
+        "use Add() without growth= and warm_steps=, or up=Filter(Rotate())",
+        unless=facts("up: partial exchange"),
+    ),
+    Incompatibility(
+        facts("keeps its own update"),
+        "an update that the worker keeps would come back as part of the mean, and count twice",
+        "use UserSteps(own='returned'), or up=Filter(Rotate())",
+        unless=facts("up: partial exchange"),
+    ),
+    Incompatibility(
+        facts("damped by age", "workers update"),
+        "only the holder of the weights knows how old a gradient is",
+        "use Constant(), or User(at='holder')",
+    ),
+    Incompatibility(
+        facts("damped", "rounds of all workers", "workers update"),
+        "in rounds of all workers no gradient is stale",
+        "leave the damping out, and set the learning rate instead",
+        unless=facts("may run ahead", "update deltas are sent"),
+    ),
+    Incompatibility(
+        facts("damped", "up: partial exchange"),
+        "peers add a worker's update deltas as they are",
+        "leave the damping out, and set the learning rate instead",
+    ),
+    Incompatibility(
+        facts("ramps up"),
+        "only a server counts updates, and knows when a worker may begin",
+        "leave ramp_up= out, or use Sharded()",
+        unless=facts("servers hold"),
+    ),
+    Incompatibility(
+        facts("clips", "leaves during backward"),
+        "the norm of the whole gradient is known only after backward",
+        "use AfterBackward(), which is overlap=False",
+    ),
+    # ---- Partial exchange (Ako): partitions of accumulated updates, from worker to worker.
+    Incompatibility(
+        facts("up: partial exchange"),
+        "partitions are sent whenever the link is free",
+        "use schedule=Merging()",
+        unless=facts("leaves when the link is free"),
+    ),
+    Incompatibility(
+        facts("leaves when the link is free"),
+        "only partitions of accumulated updates may leave at any time",
+        "use up=Filter(Rotate()), or another schedule",
+        unless=facts("up: partial exchange"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange"),
+        "partitions are sent from worker to worker",
+        "use Route(Mesh(), up=Filter(Rotate()), down=InPlace())",
+        unless=facts("every worker holds"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange"),
+        "a worker has applied its own update already, and only its peers add it",
+        "use Update(inner=UserSteps(own='kept'), outer=Add(at='worker'))",
+        unless=facts("keeps its own update"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange"),
+        "partitions belong to no round",
+        "use Consistency(Each(), LagBehindPeers())",
+        unless=facts("bounded lead over peers"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange"),
+        "partitions belong to no round",
+        "use Consistency(Each(), LagBehindPeers())",
+        unless=facts("each gradient is an update"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange"),
+        "peers add partitions as they arrive, and no result is sent back",
+        "use down=InPlace()",
+        unless=facts("down: nothing is sent"),
+    ),
+    Incompatibility(
+        facts("up: partial exchange", "up: shorter values"),
+        "partitions are sent as float32, and are not compressed",
+        "use Filter(Rotate()) without values= and squeeze=",
+    ),
+    Incompatibility(
+        facts("up: partial exchange", "several routes"),
+        "partitions are cut from all parameters as one vector",
+        "use Everywhere() with one route",
+    ),
+    Incompatibility(
+        facts("bounded lead over peers"),
+        "only messages with partitions tell a worker how many steps its peers have made",
+        "use Lag(), or up=Filter(Rotate())",
+        unless=facts("up: partial exchange"),
+    ),
+    # ---- Shared memory.
+    Incompatibility(
+        facts("waits for nobody"),
+        "over links, gradients would queue up without limit",
+        "use Lag(0), or over=SharedMemory()",
+        unless=facts("in shared memory"),
+    ),
+    Incompatibility(
+        facts("one process holds"),
+        "one process can hold all weights only in shared memory",
+        "use over=SharedMemory(), or Sharded()",
+        unless=facts("in shared memory"),
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "in shared memory every gradient is an update of its own",
+        "use Consistency(Each(), Free())",
+        unless=facts("each gradient is an update"),
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "in shared memory a worker waits only when its slots are full",
+        "use Consistency(Each(), Free())",
+        unless=facts("waits for nobody"),
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "weights in shared memory have one owner",
+        "use OneHolder()",
+        unless=facts("one process holds"),
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "workers read weights in shared memory where they are, so nothing is sent back",
+        "use down=InPlace()",
+        unless=facts("down: nothing is sent"),
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "backward writes gradients into shared memory as they are (used rows of embeddings only)",
+        "use up=Dense()",
+        any_of=facts("up: lossy", "up: compact form"),
+    ),
+    Incompatibility(
+        facts("in shared memory", "several routes"),
+        "all tensors of a model are in one shared memory",
+        "use Everywhere() with one route",
+    ),
+    Incompatibility(
+        facts("in shared memory"),
+        "backward writes gradients, not update deltas, into shared memory",
+        "use Update(inner=Off())",
+        any_of=facts("update deltas are sent", "outer gradients are sent"),
+    ),
+    Incompatibility(
+        facts("in shared memory", "averages"),
+        "weights in shared memory change all the time, and are not averaged",
+        "leave out averaged=, or use async_sgd()",
+    ),
+    Incompatibility(
+        facts("in shared memory", "clips"),
+        "gradients are in shared memory before their norm is known",
+        "leave out clip_norm=, or use async_sgd()",
+    ),
+    Incompatibility(
+        facts("in shared memory", "leaves during backward"),
+        "a slot in shared memory is handed to the server as a whole",
+        "use AfterBackward()",
+    ),
+    Incompatibility(
+        facts("in shared memory", "damped"),
+        "the server in shared memory applies all gradients with the same learning rate",
+        "leave the damping out, or use async_sgd()",
+    ),
+)

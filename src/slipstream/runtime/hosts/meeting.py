@@ -1,0 +1,183 @@
+"""How the workers of one host come by the memory that they share.
+
+The host's first worker makes it, without a name, and passes its descriptor to the others over a
+socket of this host. The socket's name is random and reaches the others over the job's authenticated
+links, with a token that each must show; both sides also ask the kernel whose process the other one
+is. The socket is closed when all have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.errors import LaunchError, WaitLimit
+from slipstream.planning.host_segment import HostSegment
+from slipstream.runtime.hosts.memory import HostMemory
+from slipstream.runtime.members.joining import Membership
+from slipstream.transports.shared_memory import SharedMemory
+from slipstream.types import Layer, Rank, Spec
+
+TOKEN_BYTES = 32
+PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that shows it
+CREDENTIALS = struct.Struct("3i")  # of a socket's peer: pid, uid, gid
+LOOK_AROUND_S = 0.1
+FLAT = "or keep workers of one host apart, as push_pull(hosts='flat') does"
+
+
+def host_identity(address: str) -> str:
+    """What workers that can share memory have in common: an address, a kernel, a network namespace.
+
+    Args:
+        address: Of this worker's links, without the port.
+    """
+    if sys.platform != "linux":
+        return f"{address}/{secrets.token_hex(8)}"  # nobody's
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{address}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def find_hosts(membership: Membership, key: str, *, apart: bool) -> tuple[tuple[Rank, ...], ...]:
+    """The ranks of each host, in the order of their lowest; every rank calls it.
+
+    Args:
+        key: The name of this gathering.
+        apart: Whether this worker has a reason to take part by itself.
+
+    Returns:
+        Nothing where every worker has a host of its own, and where all share one.
+    """
+    address = membership.transport.address.rpartition(":")[0]
+    own = f"rank {membership.env.rank}" if apart else host_identity(address)
+    hosts: dict[str, list[Rank]] = {}
+    for rank, identity in enumerate(membership.gathering.gather(key, own, str)):
+        hosts.setdefault(identity, []).append(rank)
+    if len(hosts) in (1, membership.env.world_size):
+        return ()
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def meet(
+    specs: Sequence[Spec],
+    ranks: Sequence[Rank],
+    membership: Membership,
+    key: str,
+    layers: Sequence[Layer] = (),
+) -> HostMemory:
+    """The memory of a host, the same for all of its workers; each of them calls it.
+
+    Args:
+        ranks: The workers of this host, in rank order.
+        key: Another one for each memory.
+        layers: Those whose gradients may travel as factors or rows.
+
+    Raises:
+        LaunchError: There is not enough memory, or workers cannot share any.
+    """
+    nbytes = HostSegment.of(specs, len(ranks), layers).nbytes
+    key = f"{key}/{ranks[0]}"
+    if membership.env.rank == ranks[0]:
+        shared = SharedMemory.create(nbytes)
+        if len(ranks) > 1:
+            hand_out(shared, ranks[1:], membership, key)
+    else:
+        shared = SharedMemory(fetch(nbytes, ranks[0], membership, key))
+    return HostMemory(specs, ranks, shared, layers)
+
+
+def hand_out(
+    shared: SharedMemory, others: Sequence[Rank], membership: Membership, key: str
+) -> None:
+    """Pass the descriptor to the host's other workers."""
+    name, token = f"slipstream-{secrets.token_hex(16)}", secrets.token_bytes(TOKEN_BYTES)
+    waiting = set(others)
+    deadline = time.monotonic() + membership.limits.start_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name)
+        listener.listen(len(others) + 16)
+        listener.settimeout(LOOK_AROUND_S)
+        membership.gathering.post(key, (name, token))
+        while waiting:
+            membership.member.check()
+            if time.monotonic() > deadline:
+                missing = [f"rank {rank}" for rank in sorted(waiting)]
+                raise WaitLimit(
+                    "workers of this host to share memory", membership.limits.start_s, missing
+                )
+            with contextlib.suppress(OSError), listener.accept()[0] as link:
+                link.settimeout(LOOK_AROUND_S)
+                rank = shown(link, token)
+                if rank in waiting:
+                    socket.send_fds(link, [b"."], [shared.descriptor])
+                    waiting.discard(rank)
+
+
+def shown(link: socket.socket, token: bytes) -> Rank:
+    """The rank of who has connected; -1 if it does not belong here."""
+    if peer_user(link) != os.geteuid():
+        return -1
+    proof = b""
+    while len(proof) < PROOF.size:
+        more = link.recv(PROOF.size - len(proof))
+        if not more:
+            return -1
+        proof += more
+    given, rank = PROOF.unpack(proof)
+    return rank if hmac.compare_digest(given, token) else -1
+
+
+def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
+    """The descriptor of the host's memory, checked."""
+    name, token = membership.gathering.read(key, leader, tuple[str, bytes])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(membership.limits.start_s)
+        try:
+            link.connect("\0" + name)
+            if peer_user(link) != os.geteuid():
+                raise LaunchError(
+                    f"rank {leader} on this host runs as another user, so it shares no memory with "
+                    f"rank {membership.env.rank}: start all workers of a host as one user, {FLAT}"
+                )
+            link.sendall(PROOF.pack(token, membership.env.rank))
+            _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+        except OSError as error:
+            raise LaunchError(
+                f"rank {membership.env.rank} has the address of rank {leader} but shares no memory "
+                f"with it ({error}): start them in one network namespace, {FLAT}"
+            ) from error
+    if not descriptors:
+        raise LaunchError(f"rank {leader} on this host passed no memory on; look at its error")
+    check_memory(descriptors[0], nbytes, leader)
+    return descriptors[0]
+
+
+def check_memory(descriptor: int, nbytes: int, leader: Rank) -> None:
+    """Refuse memory of another size, or whose size might change: reading it could kill this
+    process."""
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    found = os.fstat(descriptor).st_size
+    try:
+        sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:
+        sealed = False
+    if found != nbytes or not sealed:
+        os.close(descriptor)
+        raise LaunchError(
+            f"rank {leader} on this host shares {found} bytes where {nbytes} are needed: use the "
+            "same slipstream on all workers"
+        )
+
+
+def peer_user(link: socket.socket) -> int:
+    """The user whose process is at the other end."""
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(raw)[1])

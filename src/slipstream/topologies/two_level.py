@@ -1,0 +1,54 @@
+"""Two levels: the workers of a host aggregate first, then one stream a host crosses the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.parts import Facts, facts
+from slipstream.topologies.mesh import Mesh
+from slipstream.topologies.one_holder import OneHolder
+from slipstream.topologies.protocol import Topology
+from slipstream.topologies.sharded import Sharded
+from slipstream.types import Cluster, Node
+
+Between = Sharded | Mesh
+
+
+class TwoLevel(Topology, frozen=True):
+    """Workers of one host sum their contributions in shared memory; hosts exchange the sums.
+
+    The lowest rank of a host speaks for it on the network, where each host counts as one worker of
+    the topology ``between``. Where every worker has a host of its own, and where all share one,
+    this is the topology ``between`` and nothing else.
+
+    Args:
+        between: Who holds tensors, of hosts that exchange them.
+        inside: Who holds them in a host: one of its workers, in shared memory.
+
+    >>> TwoLevel(Sharded()).deal([100, 40], Cluster(workers=2, servers=2, members=((0, 1), (2, 3))))
+    ((2,), (3,))
+    """
+
+    between: Between = Sharded()
+    inside: OneHolder = OneHolder()
+
+    @property
+    def name(self) -> str:
+        return self.between.name
+
+    @property
+    def needs_servers(self) -> bool:
+        return self.between.needs_servers
+
+    @property
+    def whole_layers(self) -> bool:
+        return self.between.whole_layers
+
+    def facts(self) -> Facts:
+        return self.between.facts() | facts("hosts aggregate first")
+
+    def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
+        return self.between.deal(nbytes, cluster)
+
+    def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
+        return self.between.fanout(node, holder, cluster)
