@@ -305,6 +305,7 @@ class Cheapest(Part, frozen=True):
             elif each.where.fits(spec):
                 routes += each.candidates(spec, cluster)
         dense = [route for route in routes if route.up.form == "dense"]
+        dense = [route for route in dense if not route.obstacle(spec)] or dense
         compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
         if spec.layer in self.dense:
             compact = []

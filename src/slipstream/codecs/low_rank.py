@@ -177,11 +177,7 @@ class Projection:
 
     def merge(self, contributions: Sequence[Sequence[Buffer]], *, divisor: float) -> Buffer:
         for (frame,) in contributions:
-            if bytes(memoryview(frame)[: HEADER.size]) != self._header:
-                raise RuntimeFault(
-                    "a worker multiplied its gradient with another basis than the others, which "
-                    "has no mean with theirs: this is an error in slipstream; please report it"
-                )
+            self._check_basis(frame)
         out = self._frame()
         factors = [memoryview(frame)[HEADER.size :] for (frame,) in contributions]
         mean_into(out[HEADER.size :], factors, "float32", divisor, out_dtype="float32")
@@ -193,9 +189,17 @@ class Projection:
         self.decode_into((self.merge(contributions, divisor=divisor),), out)
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
+        self._check_basis(frames[0])
         factor = memoryview(frames[0])[HEADER.size :]
         u, v = (self._basis, factor) if self._side else (factor, self._basis)
         low_rank_unpack(out.data, u, v, self._shape[0], self._codec.rank)
+
+    def _check_basis(self, frame: Buffer) -> None:
+        if bytes(memoryview(frame)[: HEADER.size]) != self._header:
+            raise RuntimeFault(
+                "a gradient was multiplied with another basis than this member's, so it cannot be "
+                "read: this is an error in slipstream; please report it"
+            )
 
     def _frame(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """One with a header, and room for a factor."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.runtime.hosts.leader import HostSlots
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.slots import GradientPlaces
+from slipstream.torch.staging import as_real
 from slipstream.types import Spec, Values
 
 
@@ -29,7 +30,7 @@ class HostGradients:
             self._slots.drop(tensor)
         else:
             target = viewed(self._slots.sink(tensor), self._specs[tensor])
-            target.copy_(gradient.reshape(target.shape))
+            target.copy_(as_real(gradient).reshape(target.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,8 @@ def test_contributions_in_another_basis_are_not_merged() -> None:
     frames = [c.agree((8, 16)).at(0).encode(ones, c.init(128, "float32")) for c in (codec, other)]
     with pytest.raises(RuntimeFault, match="another basis"):
         codec.agree((8, 16)).at(0).merge(frames, divisor=2)
+    with pytest.raises(RuntimeFault, match="another basis"):
+        codec.agree((8, 16)).at(0).decode_into(frames[1], ones)
 
 
 @pytest.mark.parametrize("frame", [b"", bytes(7), HEADER.pack(2, 0) + bytes(64), bytes(8 + 4)])

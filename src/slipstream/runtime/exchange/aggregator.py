@@ -240,7 +240,7 @@ class Aggregator:
 
     def _context(self, found: ClosedRound) -> EncodeContext:
         """The clock is the training step: after a checkpoint, rounds restart at 0, steps do not."""
-        workers = self.plan.cluster.workers
+        workers = self.plan.cluster.ranks
         if not found.made:
             return EncodeContext(workers=workers)
         clock = 1 + max(contribution.step for contribution in found.made)

@@ -61,7 +61,10 @@ class ClosedRound:
         segment = self.unit.places[place]
         if plan.specs[segment.tensor].role == "parameter":
             return self.closed.divisor
-        return sum(made.weight(place) for made in self.made if made.places[place] is not None)
+        # With two levels a contribution is a host's sum, divided by this.
+        share = plan.cluster.ranks / plan.cluster.workers
+        counted = (made.weight(place) for made in self.made if made.places[place] is not None)
+        return sum(counted) / share
 
 
 @dataclass(slots=True)

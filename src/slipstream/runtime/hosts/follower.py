@@ -125,7 +125,7 @@ class HostFollower:
         self._captured.clear()
         self._awaited.update(tensors)
         self._round += 1
-        self._member.round = max(self._member.round, self._round)
+        self._member.round = max(self._member.round, self._round, self.step + 1)
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         begun = time.monotonic()

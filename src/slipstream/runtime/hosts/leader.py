@@ -243,7 +243,8 @@ class HostLeader:
     # ---- rounds
 
     def flush(self) -> None:
-        self._member.round = max(self._member.round, self._round + 1)
+        # After a checkpoint, rounds restart at 0; all workers of a job must count alike.
+        self._member.round = max(self._member.round, self._round + 1, self.step + 1)
         self._flush_layers()
         for tensor in self._tensors:
             if tensor not in self._fired and tensor not in self._skipped:

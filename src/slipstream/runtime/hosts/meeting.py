@@ -31,19 +31,24 @@ TOKEN_BYTES = 32
 PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that shows it
 CREDENTIALS = struct.Struct("3i")  # of a socket's peer: pid, uid, gid
 LOOK_AROUND_S = 0.1
+PROOF_S = 10.0  # for a process of this user to send its token
 FLAT = "or keep workers of one host apart, as push_pull(hosts='flat') does"
 
 
 def host_identity(address: str) -> str:
-    """What workers that can share memory have in common: an address, a kernel, a network namespace.
+    """What workers that can share memory have in common: an address, a kernel, namespaces, a user.
 
     Args:
         address: Of this worker's links, without the port.
     """
     if sys.platform != "linux":
         return f"{address}/{secrets.token_hex(8)}"  # nobody's
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{address}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "user")]
+    except OSError:  # a sandbox
+        return f"{address}/{secrets.token_hex(8)}"
+    return f"{address}/{boot}/{spaces}/{os.geteuid()}"
 
 
 def find_hosts(membership: Membership, key: str, *, apart: bool) -> tuple[tuple[Rank, ...], ...]:
@@ -114,7 +119,7 @@ def hand_out(
                     "workers of this host to share memory", membership.limits.start_s, missing
                 )
             with contextlib.suppress(OSError), listener.accept()[0] as link:
-                link.settimeout(LOOK_AROUND_S)
+                link.settimeout(PROOF_S)
                 rank = shown(link, token)
                 if rank in waiting:
                     socket.send_fds(link, [b"."], [shared.descriptor])
@@ -156,6 +161,7 @@ def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
             ) from error
     if not descriptors:
         raise LaunchError(f"rank {leader} on this host passed no memory on; look at its error")
+    os.set_inheritable(descriptors[0], False)
     check_memory(descriptors[0], nbytes, leader)
     return descriptors[0]
 

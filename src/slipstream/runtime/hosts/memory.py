@@ -60,8 +60,9 @@ class HostMemory:
 
         Args:
             own: What worker 0 contributes.
-            share: How many workers a host stands for on average. A parameter's sum is divided by
-                it, so that the mean over hosts is the mean over workers, also of hosts that differ.
+            share: How many workers a host stands for on average. Sums are divided by it, so that
+                the mean over hosts is the mean over workers, also of hosts that differ, and sums
+                are about as large as what workers contribute.
 
         Returns:
             How many workers have contributed.
@@ -72,9 +73,7 @@ class HostMemory:
                 given.append(self.place(worker, tensor))
         if given:
             spec, out = self.specs[tensor], self.place(0, tensor)
-            # A buffer's mean runs over the workers on which it changed: their number travels.
-            divisor = share if spec.role == "parameter" else 1.0
-            mean_into(out.data, [values.data for values in given], spec.dtype, divisor)
+            mean_into(out.data, [values.data for values in given], spec.dtype, share)
         return len(given)
 
     def behind(self, round_: int) -> list[str]:
