@@ -94,11 +94,7 @@ class Job:
         return self._training.plan
 
     def plan_table(self) -> str:
-        """The plan as text: how each layer is sent, and why.
-
-        Layers that choose by their batch size are shown as of the last step; before the first step
-        they have not chosen.
-        """
+        """How each layer is sent, and why; layers that choose by batch size as of the last step."""
         return self._training.plan_table()
 
     # ---- the second line
@@ -133,8 +129,7 @@ class Job:
                 ``SLIPSTREAM_STRATEGY``), else ``push_pull``.
 
         Returns:
-            The same module, and an optimizer for loops and schedulers; for a list,
-            a list of these pairs in the same order.
+            The same module, and an optimizer for loops and schedulers; for a list, such pairs.
 
         Raises:
             ConfigError: this cannot be trained; the message gives the reason and an alternative.
@@ -256,11 +251,7 @@ class Job:
         return self._training.averaged_weights()
 
     def outer_weights(self) -> AbstractContextManager[None]:
-        """Within, the models have the outer weights, which all workers have in common.
-
-        Raises:
-            ConfigError: the strategy has none (``diloco`` and ``local_sgd`` have).
-        """
+        """Within, the models have the weights that all workers share (``diloco`` has these)."""
         return self._training.outer_weights()
 
     # ---- checkpoints

@@ -47,9 +47,7 @@ def plan(
     ] = 32,
     rows: Annotated[
         int,
-        typer.Option(
-            min=1, max=MOST_ROWS, help="Rows per sample of a linear layer (tokens, for example)."
-        ),
+        typer.Option(min=1, max=MOST_ROWS, help="Rows per sample of a linear layer (tokens)."),
     ] = 1,
     strategy: Annotated[str, typer.Option(help="The system, as in Python.")] = "poseidon",
     gemm_gflops: Annotated[

@@ -79,13 +79,12 @@ def parameter_flow(
     """Filtered updates up, filtered means down.
 
     Args:
-        delta: Hold back entries up to this value; or a share of them ("90%"); or either by tensor
-            name ({"fc*": "95%", "*": 1e-4}; tensors that match no pattern are sent dense).
+        delta: Hold back entries up to this value, or a share of them ("90%"), or either by name
+            ({"fc*": "95%", "*": 1e-4}; tensors that match no pattern are sent dense).
         decay: How the bound changes: "rate" with the learning rate, "root" with 1/√t, "constant".
         staleness: How many clocks a worker may run ahead (s).
         tree: "star", a topology file (see ``slipstream plan-tree``), or a ``Tree``.
-        codec: "float32", "bfloat16", "int8" or "int4"; with "+snappy", "+lz4" or "+zstd" also
-            compressed.
+        codec: "float32", "bfloat16", "int8", "int4"; "+snappy", "+lz4" or "+zstd" compresses.
         broadcast_delta: The same as ``delta`` for results; by default δ/√n.
         congested_delta: Replaces ``delta`` on congested links.
         congested_below: The available bandwidth below which a link is congested ("50mbit").
@@ -93,8 +92,7 @@ def parameter_flow(
         rate_factor: Multiplies learning rates; by default it shrinks as staleness grows.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hosts: "flat": every worker takes part by itself; "first": the workers of a host aggregate
-            first, and the residual is the host's. No worker can be lost then, and none runs ahead.
+        hosts: "first": workers of a host aggregate first, and none may be lost; or "flat".
 
     Returns:
         The strategy.
@@ -107,18 +105,12 @@ def parameter_flow(
     """
     if payload not in get_args(Payload):
         raise ConfigError(f"payload={payload!r}: choose 'gradient' or 'update'")
-    topology = topology_of(tree, chunk_bytes)
-    if isinstance(topology, Sharded):
-        topology = with_hosts(hosts, topology)
-    elif hosts != "flat":
-        raise ConfigError(f"hosts={hosts!r}: results come along trees of workers; use tree='star'")
+    topology = with_levels(topology_of(tree, chunk_bytes), hosts)
     select = selector(decay, congested_delta, congested_below)
     filtered = msgspec.structs.replace(filter_as(codec), select=select)
     patterns = delta if isinstance(delta, Mapping) else {"*": delta}
-    rules = tuple(
-        Rule(Large(SMALLEST, pattern=p), filtered_route(topology, filtered, bound, broadcast_delta))
-        for p, bound in patterns.items()
-    )
+    roads = {p: filtered_route(topology, filtered, d, broadcast_delta) for p, d in patterns.items()}
+    rules = tuple(Rule(Large(SMALLEST, pattern=p), road) for p, road in roads.items())
     steps = payload == "update"
     return Strategy(
         "parameter_flow",
@@ -128,6 +120,15 @@ def parameter_flow(
         WaitFree() if overlap and not steps else AfterBackward(),
         chunk_bytes,
     )
+
+
+def with_levels(topology: AnyTopology, hosts: Hosts) -> AnyTopology:
+    """The topology with what ``hosts`` asks for."""
+    if isinstance(topology, Sharded):
+        return with_hosts(hosts, topology)
+    if hosts != "flat":
+        raise ConfigError(f"hosts={hosts!r}: results come along trees of workers; use tree='star'")
+    return topology
 
 
 def selector(

@@ -240,7 +240,7 @@ def residual_of(
 ) -> Tensor | float:
     """A tensor's residual, put together from its chunks; 0 if its codec keeps nothing back."""
     whole: Tensor | None = None
-    for chunk in (plan.chunks[index] for index in plan.layout.of_tensor(len(plan.specs))[tensor]):
+    for chunk in (c for c in plan.chunks if any(s.tensor == tensor for s in c.segments)):
         for segment, values in zip(chunk.segments, links.memories(chunk), strict=True):
             if segment.tensor == tensor and values is not None:
                 whole = torch.zeros(plan.specs[tensor].numel) if whole is None else whole
