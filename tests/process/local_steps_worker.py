@@ -99,6 +99,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
                 told["loaded"] = digest(model)
         uneven = 2 * job.rank if wanted.get("uneven") else 0
         for step in job.steps(wanted.get("steps", STEPS) + uneven):
+            told.setdefault("steps", []).append(step)
             data = 0 if wanted.get("alike") else job.rank
             if wanted.get("late"):
                 fall_behind(Path(folder), job.rank, step // wanted["late"])
@@ -111,6 +112,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
                     told["saved"] = digest(model)
         job.wait()
         told |= {"own": digest(model), "stats": job.stats()}
+        told["own_is_finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
         names = [spec.name for spec in job.plan.specs]
         told["fragments"] = [[names[t] for t in tensors] for tensors in job.plan.fragments]
         if not wanted.get("plain"):
