@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slipstream._native import largest
 from slipstream.codecs import Dense
 from slipstream.errors import IncompatibleRoute, RuntimeFault
 from slipstream.plan import Plan
@@ -21,9 +22,30 @@ from slipstream.torch.link_store import LinkStore
 from slipstream.torch.slots import ExchangedGradients, wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
-from slipstream.types import Chunk, Cluster
+from slipstream.types import Chunk, Cluster, Segment
 
 STEP_DIGITS = 16  # of the step; workers that differ differ by less than this can tell
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One segment's memory in its bucket.
+
+    Attributes:
+        start: Of the segment within its tensor.
+        memory: The same bytes for the native kernels; None where the bucket is on an accelerator.
+        whole: The same memory in the tensor's own shape, if the segment is a whole tensor.
+    """
+
+    tensor: int
+    start: int
+    values: torch.Tensor
+    memory: Any
+    whole: torch.Tensor | None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.values.numel()
 
 
 @dataclass(slots=True, eq=False)
@@ -32,30 +54,39 @@ class Bucket:
     step.
 
     These marks are part of the bucket: their sums show whether any worker had a gradient, and
-    whether all are at the same step, without a separate collective.
+    whether all are at the same step, without a separate collective. The step is sent as its last
+    binary digits: even the shortest format can sum each of them.
     """
 
     chunk: Chunk
     flat: torch.Tensor
+    places: list[Place]
+    present: set[int]  # tensors with a gradient of this worker
     unready: int
     work: Any = None
     step: int = 0  # in which it was launched
 
-    def values(self, start: int, numel: int) -> torch.Tensor:
-        return self.flat[start : start + numel]
-
     @property
     def tensors(self) -> list[int]:
-        return [segment.tensor for segment in self.chunk.segments]
+        return [place.tensor for place in self.places]
 
     @property
     def marks(self) -> torch.Tensor:
-        return self.flat[self.chunk.numel : -STEP_DIGITS]
+        return self.flat[self.chunk.numel :]
 
-    @property
-    def digits(self) -> torch.Tensor:
-        """The step's last binary digits; even the shortest format can sum each of them."""
-        return self.flat[-STEP_DIGITS:]
+    def mark(self, step: int) -> None:
+        """Write the marks, before the bucket is summed."""
+        self.step = step
+        present = [float(place.tensor in self.present) for place in self.places]
+        self.marks.copy_(torch.tensor(present + digits(step)))
+
+    def sums(self) -> tuple[list[bool], list[float]]:
+        """By segment, whether any worker had it; and the sums of the step's digits."""
+        found: list[float] = self.marks.tolist()
+        return [count > 0 for count in found[:-STEP_DIGITS]], found[-STEP_DIGITS:]
+
+    def reset(self) -> None:
+        self.unready = len(self.places)
 
 
 class CollectiveChannel:
@@ -88,7 +119,10 @@ class CollectiveChannel:
             for chunk in plan.chunks
             if isinstance(plan.routes[chunk.route].over, Collective)
         ]
-        self._places = self._find_places()
+        self._places: dict[int, list[tuple[Bucket, Place]]] = {}
+        for bucket in self._buckets:
+            for place in bucket.places:
+                self._places.setdefault(place.tensor, []).append((bucket, place))
         self._fired: set[int] = set()
         self._skipped: Collection[int] = ()
         self._next = 0
@@ -101,17 +135,19 @@ class CollectiveChannel:
         dtype = getattr(torch, codec.wire_dtype(chunk.dtype))
         size = chunk.numel + len(chunk.segments) + STEP_DIGITS
         flat = torch.zeros(size, dtype=dtype, device=self.collectives.device)
-        return Bucket(chunk, flat, len(chunk.segments))
+        places, offset = [], 0
+        for segment in chunk.segments:
+            values = flat[offset : offset + segment.numel]
+            places.append(self._place(segment, values))
+            offset += segment.numel
+        return Bucket(chunk, flat, places, set(), len(places))
 
-    def _find_places(self) -> dict[int, list[tuple[int, int, int, int]]]:
-        """For each tensor: (bucket, segment number, start in tensor, start in bucket)."""
-        places: dict[int, list[tuple[int, int, int, int]]] = {}
-        for b, bucket in enumerate(self._buckets):
-            offset = 0
-            for s, segment in enumerate(bucket.chunk.segments):
-                places.setdefault(segment.tensor, []).append((b, s, segment.start, offset))
-                offset += segment.numel
-        return places
+    def _place(self, segment: Segment, values: torch.Tensor) -> Place:
+        parameter = self._parameters[segment.tensor]
+        is_whole = values.numel() == parameter.numel() and not parameter.is_complex()
+        whole = values.view(parameter.shape) if is_whole else None
+        memory = values.view(torch.uint8).numpy() if values.device.type == "cpu" else None
+        return Place(segment.tensor, segment.start, values, memory, whole)
 
     def ready(self, tensor: int) -> None:
         """The tensor's contribution to this round is final.
@@ -128,30 +164,38 @@ class CollectiveChannel:
                 "checkpoint(..., use_reentrant=False) or a strategy with overlap=False"
             )
         self._fired.add(tensor)
-        flat = self._contribution(tensor)
-        for b, s, start, offset in self._places[tensor]:
-            bucket = self._buckets[b]
-            numel = bucket.chunk.segments[s].numel
-            values = bucket.values(offset, numel)
-            bucket.marks[s] = flat is not None
-            if flat is None:
-                values.zero_()
+        has_any = self._contribute(tensor)
+        for bucket, place in self._places[tensor]:
+            if has_any:
+                bucket.present.add(tensor)
             else:
-                divide(flat[start : start + numel], self.plan.cluster.workers, values)
+                bucket.present.discard(tensor)
+                place.values.zero_()
             bucket.unready -= 1
         self._launch_complete()
 
-    def _contribution(self, tensor: int) -> torch.Tensor | None:
+    def _contribute(self, tensor: int) -> bool:
+        """Write the share of this worker into the buckets; whether there is one that counts."""
         gradient = self._slots.contributions[tensor]
         if gradient is None:
-            return None
-        flat = flatten(gradient)
-        # Of the whole value, not of its share: where all shares fit, their sum may not.
-        name, travels_as = self.plan.specs[tensor].name, self._travels_as[tensor]
-        if self._finite.admits(name, magnitude_of(flat), travels_as):
-            return flat
+            return False
+        workers, places = self.plan.cluster.workers, self._places[tensor]
+        _, first = places[0]
+        if first.whole is not None and first.memory is not None and alike(gradient, first.whole):
+            torch.div(gradient.detach(), workers, out=first.whole)
+            # A finite value has a finite share, and nothing else has, in the same format.
+            magnitude = largest(first.memory, self._travels_as[tensor])
+        else:
+            flat = flatten(gradient)
+            # Of the whole value, not of its share: where all shares fit, their sum may not.
+            magnitude = magnitude_of(flat)
+            for _, place in places:
+                divide(flat[place.start : place.end], workers, place.values)
+        name = self.plan.specs[tensor].name
+        if self._finite.admits(name, magnitude, self._travels_as[tensor]):
+            return True
         self._slots.contributions[tensor] = None
-        return None
+        return False
 
     def _launch_complete(self) -> None:
         # Every rank must start its collectives in the same order.
@@ -160,15 +204,14 @@ class CollectiveChannel:
             if not self._is_skipped(bucket):
                 if bucket.unready:
                     return
-                bucket.step = self.step
-                bucket.digits.copy_(binary(self.step))
+                bucket.mark(self.step)
                 bucket.work = self.collectives.all_reduce(bucket.flat)
                 self._launched.append(bucket)
                 self._count(bucket)
             self._next += 1
 
     def _is_skipped(self, bucket: Bucket) -> bool:
-        return all(segment.tensor in self._skipped for segment in bucket.chunk.segments)
+        return bool(self._skipped) and all(t in self._skipped for t in bucket.tensors)
 
     def _count(self, bucket: Bucket) -> None:
         """A ring moves 2(n-1)/n of the bucket in all, half of it outgoing."""
@@ -202,30 +245,40 @@ class CollectiveChannel:
         for bucket in due:
             self.collectives.wait(bucket.work)
         self.wait_s += time.monotonic() - begun
-        self._agree_on_step(due)
         self._launched = [bucket for bucket in self._launched if bucket not in due]
-        carried = {tensor for bucket in due for tensor in bucket.tensors}
-        for tensor in self._places:
+        carried: set[int] = set()  # by any worker, of those to be assembled
+        whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for bucket in due:
+            is_present, step = bucket.sums()
+            self._agree_on_step(bucket, step)
+            for place, present in zip(bucket.places, is_present, strict=True):
+                if not present:
+                    continue  # nobody used it: its gradient stays as it is
+                result = self._slots.results[place.tensor]
+                if place.whole is None or result is None or result.is_sparse:
+                    carried.add(place.tensor)
+                else:
+                    whole.append((result.detach(), place.whole))
+        if whole:
+            targets, sources = map(list, zip(*whole, strict=True))
+            torch._foreach_copy_(targets, sources)
+        for tensor in self._places if carried else ():
             if tensor in carried:
-                self._write(tensor)
+                self._assemble(tensor)
         for bucket in self._buckets:
             if bucket not in self._launched:
-                bucket.unready = len(bucket.chunk.segments)
+                bucket.reset()
 
-    def _agree_on_step(self, due: Sequence[Bucket]) -> None:
+    def _agree_on_step(self, bucket: Bucket, found: list[float]) -> None:
         workers = self.plan.cluster.workers
-        sums = [(bucket.digits.float().cpu(), workers * binary(bucket.step)) for bucket in due]
-        if any(not torch.equal(found, expected) for found, expected in sums):
+        if found != [workers * digit for digit in digits(bucket.step)]:
             raise RuntimeFault(
                 f"workers ran different numbers of backward passes up to step {self.step}: every "
                 "worker must call backward() equally often a step (use job.accumulate() for "
                 "passes that only add up)"
             )
 
-    def _write(self, tensor: int) -> None:
-        first_bucket, first_segment, _, _ = self._places[tensor][0]
-        if not self._buckets[first_bucket].marks[first_segment]:
-            return  # nobody used it: its gradient stays as it is
+    def _assemble(self, tensor: int) -> None:
         result = self._slots.results[tensor]
         if result is None or result.is_sparse:
             empty = torch.empty_like(self._parameters[tensor], requires_grad=False)
@@ -234,17 +287,24 @@ class CollectiveChannel:
             assert result is not None
         in_place = result.is_contiguous() and not is_lazy(result)
         flat = as_real(result if in_place else torch.empty_like(result)).reshape(-1)
-        for b, s, start, offset in self._places[tensor]:
-            bucket = self._buckets[b]
-            numel = bucket.chunk.segments[s].numel
-            flat[start : start + numel].copy_(bucket.values(offset, numel))
+        for _, place in self._places[tensor]:
+            flat[place.start : place.end].copy_(place.values)
         if not in_place:
             result.copy_(shaped_as(result, flat))
 
 
-def binary(step: int) -> torch.Tensor:
+def digits(step: int) -> list[float]:
     """The last binary digits of a step."""
-    return torch.tensor([float(step >> digit & 1) for digit in range(STEP_DIGITS)])
+    return [float(step >> digit & 1) for digit in range(STEP_DIGITS)]
+
+
+def alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether one elementwise operation can write the gradient into the view."""
+    return (
+        gradient.layout == torch.strided
+        and gradient.dtype == view.dtype
+        and gradient.device == view.device
+    )
 
 
 def divide(values: torch.Tensor, by: int, out: torch.Tensor) -> None:

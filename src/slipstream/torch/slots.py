@@ -13,6 +13,7 @@ from slipstream._native import largest
 from slipstream.codecs import Dense
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
+from slipstream.routes import Collective
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import Staging
@@ -98,6 +99,7 @@ class LiveTensors:
         self.results: GradientPlaces = apart if plan.runs_ahead or trains_locally else own
         self._copies_buffers = trains_locally
         self._weights_replace = plan.update.holder_applies and not trains_locally
+        self._stays = set() if plan.cluster.members else over_collectives(plan)
         self._fetched: dict[int, torch.Tensor] = {}
         self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
 
@@ -117,7 +119,9 @@ class LiveTensors:
         return live
 
     def fetch(self, tensor: int) -> None:
-        """The contribution is final: start the copy to host memory."""
+        """The contribution is final: start the copy to host memory, if it is read there."""
+        if tensor in self._stays:
+            return
         content = self._contribution(tensor)
         if content is not None:
             self._fetched[tensor] = content
@@ -196,6 +200,15 @@ class LiveTensors:
         if result is None or result.is_sparse:
             result = self.results[tensor] = torch.empty_like(live, requires_grad=False)
         return result
+
+
+def over_collectives(plan: Plan) -> set[int]:
+    """Tensors that collectives read where they are, and nothing else reads."""
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    for chunk in plan.chunks:
+        by_collective = isinstance(plan.routes[chunk.route].over, Collective)
+        found[by_collective].update(segment.tensor for segment in chunk.segments)
+    return found[True] - found[False]
 
 
 def wire_dtypes(plan: Plan) -> list[str]:
