@@ -102,6 +102,8 @@ class LiveTensors:
         self._stays = set() if plan.cluster.members else over_collectives(plan)
         self._fetched: dict[int, torch.Tensor] = {}
         self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
+        # Gradients whose results replace them: to find a tensor's memory takes torch some time.
+        self._sources: dict[int, tuple[Tensor, Values]] = {}
 
     def _live(self, tensor: int) -> torch.Tensor:
         place = self._places[tensor]
@@ -156,6 +158,8 @@ class LiveTensors:
             if not self._counts[tensor]:
                 self._leave_out(tensor)
                 return None
+            if self.results is self.contributions and not self._gradients.is_copied(tensor):
+                self._sources[tensor] = content, values
         return values
 
     def _admits(self, tensor: int, values: Values) -> bool:
@@ -179,9 +183,14 @@ class LiveTensors:
             self.contributions[tensor] = None
 
     def sink(self, tensor: int) -> Values:
-        return self._weights.writable(tensor, self._target(tensor))
+        target = self._target(tensor)
+        content, values = self._sources.get(tensor, (None, None))
+        if content is target and values is not None:
+            return values
+        return self._weights.writable(tensor, target)
 
     def finish(self, tensor: int) -> None:
+        self._sources.pop(tensor, None)
         self._weights.commit(tensor, self._target(tensor))
         if self._is_buffer[tensor]:
             self._known[tensor].copy_(self._live(tensor))

@@ -100,6 +100,10 @@ class Staging:
             raise KeyError(f"tensor {key} was not fetched")
         return values_of(tensor, tensor)
 
+    def is_copied(self, key: int) -> bool:
+        """Whether ``readable`` gives a copy, and not the tensor's own memory."""
+        return key in self._copied
+
     def writable(self, key: int, tensor: torch.Tensor) -> Values:
         """Host memory whose content ``commit`` copies into the tensor."""
         if is_flat_host(tensor):
@@ -152,4 +156,6 @@ def shaped_as(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(memory: torch.Tensor, like: torch.Tensor) -> Values:
-    return Values(as_real(memory).reshape(-1).view(torch.uint8).numpy(), dtype_name(like))
+    """The bytes of flat host memory; ``like`` says which numbers they are."""
+    flat = torch.view_as_real(memory) if memory.is_complex() else memory
+    return Values(flat.detach().view(-1).view(torch.uint8).numpy(), dtype_name(like))
