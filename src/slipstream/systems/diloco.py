@@ -54,6 +54,11 @@ def diloco(
 ) -> Strategy:
     """Local steps, and an outer optimizer with Nesterov momentum.
 
+    The defaults are the paper's, for hundreds of steps between rounds of a long run. With few steps
+    (we measured up to 16) and an adaptive inner optimizer they overshoot: an outer step grows from
+    η (1 + μ) to η / (1 − μ) = 7 times the mean distance. There take ``local_sgd``, or a small μ and
+    η = 1 − μ, such as ``lr=0.7, momentum=0.3``.
+
     Args:
         every: H, the number of local steps between two rounds of a tensor.
         lr: η, the outer learning rate.
@@ -91,6 +96,9 @@ def diloco(
 
 def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -> Strategy:
     """Local steps, after which all workers go on from the mean of their weights.
+
+    The first choice where rounds are few steps apart. With ``wire="int4"``, ``every=2`` sends 14
+    times fewer bytes than an all-reduce every step, and ``every=4`` 28 times.
 
     Args:
         every: H, the number of local steps between two means.

@@ -18,10 +18,12 @@ and in the steps between
     Aₚ = Mₚ + Rₚ,  Q' = (Σₚ Aₚᵀ P) / n,  Rₚ ← Aₚ − P (Aₚᵀ P)ᵀ,  M̂ = P Q'ᵀ,  Q ← orth(Q')
 
 PowerSGD does both halves in every step, which takes two exchanges, the second after the first; ours
-takes one, of half the bytes (ACP-SGD, Zhang and others, 2023, does so, too). As in the paper, a
-worker's residual is what its own product leaves, so that sent plus kept is what was given at every
-worker. The paper adds momentum to M̂ itself; here the user's optimizer gets M̂ as the gradient. The
-basis begins anew where a gradient was not finite, and when training resumes from a checkpoint.
+takes one, of half the bytes (ACP-SGD, Zhang and others, 2023, does so, too). At equal rank it holds
+less of a gradient, since the basis is that of the last one; compare at equal bytes, r here with r/2
+there. As in the paper, a worker's residual is what its own product leaves, so that sent plus kept
+is what was given at every worker. The paper adds momentum to M̂ itself; here the user's optimizer
+gets M̂ as the gradient. The basis begins anew where a gradient was not finite, and when training
+resumes from a checkpoint.
 """
 
 from __future__ import annotations
