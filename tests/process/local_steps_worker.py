@@ -118,7 +118,8 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
         if not wanted.get("plain"):
             with job.outer_weights():
                 told["outer"] = digest(model)
-        job.flush()
+        if wanted.get("flush", True):
+            job.flush()
         told |= {"owed": owed(job), "flushed": weights(model)}
     told |= {"digest": digest(model), "begun": begun, "weights": weights(model)}
     told["moved"] = {name: total.tolist() for name, total in moves.total.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.consistency.leases import Batch
+from slipstream.errors import RuntimeFault
 from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.gossip import GossipChannel
 from slipstream.runtime.members.joining import Membership
@@ -106,7 +107,26 @@ class LocalWeights(Weights):
     """Workers train on weights of their own between outer rounds."""
 
     def flush(self) -> None:
-        """Make an outer round now, after which all workers have the same weights."""
+        """Make an outer round now, after which all workers have the same weights.
+
+        Raises:
+            RuntimeFault: A worker has made more or fewer steps.
+        """
+        self._synchronize("flushed")
+
+    def finish(self) -> None:
+        self._synchronize("ended")
+
+    def _synchronize(self, what: str) -> None:
+        # Before any tensor is sent: fragments of different sizes would be summed with each other.
+        made = [replica.synchronizer.step for replica in self._parts.replicas]
+        said = self._parts.calls.gather(what, made)
+        if any(steps != made for steps in said):
+            told = ", ".join(f"rank {rank} {sum(steps)}" for rank, steps in enumerate(said))
+            raise RuntimeFault(
+                f"workers ran different numbers of steps: {told}; with local steps every worker "
+                "must make the same number"
+            )
         for replica in self._parts.replicas:
             applier = replica.synchronizer.applier
             assert isinstance(applier, OuterUpdates)
@@ -122,9 +142,6 @@ class LocalWeights(Weights):
                 assert replica.outer is not None
                 stack.enter_context(lent(pair.model, replica.outer.copies()))
             self._parts.save(path, facts)
-
-    def finish(self) -> None:
-        self.flush()
 
 
 class WeightsAtServers(Weights):
