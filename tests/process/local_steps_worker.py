@@ -97,6 +97,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
         if "load" in wanted:
             with job.outer_weights():
                 told["loaded"] = digest(model)
+            told["begins_with"] = digest(model)
         uneven = 2 * job.rank if wanted.get("uneven") else 0
         for step in job.steps(wanted.get("steps", STEPS) + uneven):
             told.setdefault("steps", []).append(step)
