@@ -139,6 +139,16 @@ class Plan:
         return any("up: error feedback" in self.routes[r].up.facts() for r in of_parameters)
 
     @property
+    def weighs_late(self) -> bool:
+        """Whether a contribution counts for all rounds that it covers: its own, and those whose
+        contributions were dropped and returned to its residual.
+
+        Outer gradients of local steps then make a mean over all local steps that a round contains,
+        with the same weight for each. Gradients of single steps count once, in a later round.
+        """
+        return self.local_steps is not None and self.consistency.agreed
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether a worker may continue before it has a result, and apply the result later."""
         later = not self.consistency.lockstep or self.update.inner.travels == "steps"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from cases import digest
 from forked_servers import start_servers_by_fork
-from mix_worker import fall_behind, owed, weights
+from mix_worker import owed, weights
 from torch import Tensor, nn
 
 import slipstream
@@ -73,12 +74,34 @@ class Moves:
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
+    def as_lists(self) -> dict[str, Any]:
+        return {name: total.tolist() for name, total in self.total.items()}
+
     def _begin(self, *_: Any) -> None:
         self._before = {n: p.detach().clone() for n, p in self._model.named_parameters()}
 
     def _end(self, *_: Any) -> None:
         for name, parameter in self._model.named_parameters():
             self.total[name] += parameter.detach().double() - self._before[name].double()
+
+
+def take_turns(folder: Path, rank: int, blocks: int) -> None:
+    """Rank 2 is too late for the first rounds; rank 1 waits until what rank 2 did has counted."""
+    before = {(2, 0): (1, 2), (1, 2): (2, 2)}.get((rank, blocks))
+    deadline = time.monotonic() + 60
+    while before is not None and not (folder / f"blocks-{before[0]}-{before[1]}").exists():
+        assert time.monotonic() < deadline, f"rank {before[0]} has not made {before[1]} blocks"
+        time.sleep(0.005)
+
+
+def answer_of(job: Any) -> tuple[int, int]:
+    """Of this worker's last contribution: the round that answered it, and whether that dropped it.
+
+    With several units, those of the largest tensor, which is not cut here.
+    """
+    (channel,) = job._training.replica.link_exchanges
+    state = max(channel._states.values(), key=lambda state: sum(p.numel for p in state.unit.places))
+    return state.committed - 1, int(state.covered[0] > 1)
 
 
 def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> None:
@@ -103,10 +126,15 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
             told.setdefault("steps", []).append(step)
             data = 0 if wanted.get("alike") else job.rank
             if wanted.get("late"):
-                fall_behind(Path(folder), job.rank, step // wanted["late"])
+                blocks, within = divmod(len(told["steps"]) - 1, wanted["late"])
+                if not within:
+                    take_turns(Path(folder), job.rank, blocks)
             if wanted.get("broken") == [job.rank, step]:
                 optimizer.register_step_pre_hook(Breaking(model).once)
             step_once(model, optimizer, (data, step))
+            if wanted.get("late") and len(told["steps"]) % wanted["late"] == 0:
+                told.setdefault("blocks", []).append([*answer_of(job), moves.as_lists()])
+                Path(folder, f"blocks-{job.rank}-{len(told['blocks'])}").touch()
             if step + 1 == wanted.get("save_after"):
                 job.save(os.path.join(folder, "saved.safetensors"))
                 with job.outer_weights():
@@ -123,7 +151,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
             job.flush()
         told |= {"owed": owed(job), "flushed": weights(model)}
     told |= {"digest": digest(model), "begun": begun, "weights": weights(model)}
-    told["moved"] = {name: total.tolist() for name, total in moves.total.items()}
+    told["moved"] = moves.as_lists()
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told, default=str))
 
 
