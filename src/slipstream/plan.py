@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Above, Dense, Filter, Quantized, Rotate
+from slipstream.codecs import Above, Dense, Filter, LowRank, Quantized, Rotate
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
@@ -230,7 +230,8 @@ class Plan:
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
                 self._to_each(self.routes[route]),
-                density(self.routes[route], spec.dtype),
+                density(self.routes[route], spec),
+                self.steps_a_round,
             )
             for spec, route in zip(self.specs, self.route_of, strict=True)
         ]
@@ -387,7 +388,7 @@ def shape_of(layer: Layer) -> LayerShape:
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
 
 
-def density(route: Route, dtype: str) -> float:
+def density(route: Route, spec: Spec) -> float:
     """What part of a dense tensor's own bytes is sent, on average over both ways.
 
     Of codecs that send what their values make worth it, all of it is assumed.
@@ -396,9 +397,12 @@ def density(route: Route, dtype: str) -> float:
     sizes = []
     for codec in codecs:
         if isinstance(codec, Quantized):
-            sizes.append(codec.value_bytes / ITEM_BYTES[dtype])
+            sizes.append(codec.value_bytes / ITEM_BYTES[spec.dtype])
         elif isinstance(codec, Dense):
-            sizes.append(ITEM_BYTES[codec.wire_dtype(dtype)] / ITEM_BYTES[dtype])
+            sizes.append(ITEM_BYTES[codec.wire_dtype(spec.dtype)] / ITEM_BYTES[spec.dtype])
+        elif isinstance(codec, LowRank):  # its sides take turns
+            both = codec.nbytes(spec.shape, 0) + codec.nbytes(spec.shape, 1)
+            sizes.append(both / 2 / max(1, spec.nbytes))
         else:
             sizes.append(1.0)
     return sum(sizes) / len(sizes)
