@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from cases import digest
 from forked_servers import start_servers_by_fork
-from mix_worker import owed, weights
+from mix_worker import owed
 from torch import Tensor, nn
 
 import slipstream
@@ -23,10 +23,24 @@ from slipstream.systems import parse
 STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
 
 
-def build(dtype: torch.dtype, kind: str = "plain") -> nn.Module:
-    torch.manual_seed(3)
+class Turned(nn.Module):
+    """A layer with complex numbers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(HIDDEN, dtype=dtype.to_complex()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = (self.turn * x).imag.tanh()
+        return turned
+
+
+def build(dtype: torch.dtype, kind: str = "plain", seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
     hidden = nn.BatchNorm1d(HIDDEN) if kind == "norm" else nn.Tanh()
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), hidden, nn.Linear(HIDDEN, OUTPUTS)).to(dtype)
+    if kind == "complex":
+        model[1] = Turned(dtype)
     for parameter in model[0].parameters() if kind == "frozen" else ():
         parameter.requires_grad = False
     return model
@@ -44,12 +58,53 @@ def inner(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE)
 
 
-def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, of: tuple[int, int]) -> None:
-    """One step on the batch of this rank and step."""
+def weights(model: nn.Module) -> dict[str, Any]:
+    return {name: real(p.detach()).tolist() for name, p in model.named_parameters()}
+
+
+def real(values: Tensor) -> Tensor:
+    return (torch.view_as_real(values) if values.is_complex() else values).double()
+
+
+def step_once(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    of: tuple[int, int],
+    factor: float | None = None,
+) -> None:
+    """One step on the batch of this rank and step.
+
+    Args:
+        factor: Of the loss, which a closure computes within the step; None: without a closure.
+    """
     inputs, targets = batch(*of, next(model.parameters()).dtype)
-    optimizer.zero_grad()
-    F.mse_loss(model(inputs), targets).backward()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets) * (1.0 if factor is None else factor)
+        loss.backward()
+        return loss
+
+    if factor is not None:
+        optimizer.step(closure)
+        return
+    closure()
     optimizer.step()
+
+
+def misuse(job: slipstream.Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What must not change lent weights; returns the errors."""
+    said = []
+    with job.outer_weights():
+        lent = digest(model)
+        job.wait()
+        for call in (job.flush, optimizer.step):
+            try:
+                call()
+            except slipstream.RuntimeFault as error:
+                said.append(str(error))
+        assert digest(model) == lent
+    return said
 
 
 class Breaking:
@@ -69,7 +124,7 @@ class Moves:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
-        self.total = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
+        self.total = {n: torch.zeros_like(real(p.detach())) for n, p in model.named_parameters()}
         self._before: dict[str, Tensor] = {}
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
@@ -82,7 +137,7 @@ class Moves:
 
     def _end(self, *_: Any) -> None:
         for name, parameter in self._model.named_parameters():
-            self.total[name] += parameter.detach().double() - self._before[name].double()
+            self.total[name] += real(parameter.detach()) - real(self._before[name])
 
 
 def take_turns(folder: Path, rank: int, blocks: int) -> None:
@@ -108,7 +163,8 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
     start_servers_by_fork()
     dtype = getattr(torch, dtype_name)
     wanted = json.loads(options)
-    begun = weights(model := build(dtype, wanted.get("model", "plain")))
+    kind = wanted.get("model", "plain")
+    begun = weights(model := build(dtype, kind, wanted.get("seed", 3)))
     optimizer = inner(model, wanted.get("inner", "SGD"))
     moves = Moves(model, optimizer)  # before distribute, so that its hook runs before a merge
     nonfinite = wanted.get("nonfinite", "pass")
@@ -116,6 +172,8 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
         model, optimizer = job.distribute(model, optimizer, parse(strategy))
         if (path := wanted.get("load")) is not None:
             job.load(path)
+        if (seed := wanted.get("load_state")) is not None:
+            model.load_state_dict(build(dtype, kind, seed).state_dict())
         told: dict[str, Any] = {}
         if "load" in wanted:
             with job.outer_weights():
@@ -131,7 +189,12 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
                     take_turns(Path(folder), job.rank, blocks)
             if wanted.get("broken") == [job.rank, step]:
                 optimizer.register_step_pre_hook(Breaking(model).once)
-            step_once(model, optimizer, (data, step))
+            factor = 1.0 if wanted.get("closure") else None
+            if wanted.get("endless") == [job.rank, step]:
+                factor = math.inf
+            step_once(model, optimizer, (data, step), factor)
+            if step + 1 == wanted.get("misuse_after"):
+                told["said"] = misuse(job, model, optimizer)
             if wanted.get("late") and len(told["steps"]) % wanted["late"] == 0:
                 told.setdefault("blocks", []).append([*answer_of(job), moves.as_lists()])
                 Path(folder, f"blocks-{job.rank}-{len(told['blocks'])}").touch()

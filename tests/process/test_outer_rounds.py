@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from local_steps_worker import STEPS, build, inner, step_once
+from local_steps_worker import STEPS, build, inner, real, step_once
 from test_mixes import vector
 
 from slipstream.codecs import Above, Drop, Filter, Quantized
@@ -43,30 +43,34 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Run:
 
 
 def alone(
-    local: LocalSteps, outer: Nesterov, fragments: list[list[str]], kind: str = "SGD"
+    local: LocalSteps,
+    outer: Nesterov,
+    fragments: list[list[str]],
+    kind: str = "SGD",
+    model: str = "plain",
 ) -> torch.Tensor:
     """The same in one process, with a copy of the model for every worker."""
-    models = [build(torch.float64) for _ in range(RANKS)]
-    optimizers = [inner(model, kind) for model in models]
+    models = [build(torch.float64, model) for _ in range(RANKS)]
+    optimizers = [inner(each, kind) for each in models]
     theta = copy.deepcopy(models[0].state_dict())
     v = {name: torch.zeros_like(value) for name, value in theta.items()}
     sent: dict[str, torch.Tensor] = {}
 
     def mean_gradient(name: str) -> torch.Tensor:
-        own = [model.state_dict()[name] for model in models]
+        own = [each.state_dict()[name] for each in models]
         return torch.stack([theta[name] - each for each in own]).mean(0)
 
     def merge(name: str) -> None:
         gradient = sent.pop(name)
         v[name] = outer.momentum * v[name] + gradient
         theta[name] = theta[name] - outer.lr * (gradient + outer.momentum * v[name])
-        for model in models:
-            own = model.state_dict()[name]
+        for each in models:
+            own = each.state_dict()[name]
             own.copy_(local.mix * own + (1 - local.mix) * theta[name])
 
     for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            step_once(model, optimizer, (rank, step))
+        for rank, (each, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step_once(each, optimizer, (rank, step))
         if (fragment := local.sent_after(step + 1)) is not None:
             sent |= {name: mean_gradient(name) for name in fragments[fragment]}
         if (fragment := local.merged_after(step + 1)) is not None:
@@ -75,7 +79,7 @@ def alone(
     for name in list(sent):
         merge(name)
     final = [theta[name] - mean_gradient(name) for name, _ in models[0].named_parameters()]
-    return torch.cat([each.reshape(-1) for each in final])
+    return torch.cat([real(each).reshape(-1) for each in final])
 
 
 STREAMED = "diloco(every=4, fragments=3, overlap_steps=2, mix=0.25)"

@@ -121,6 +121,8 @@ class LocalWeights(Weights):
         self._synchronize("ended")
 
     def _synchronize(self, what: str) -> None:
+        for replica in self._parts.replicas:
+            applier_of(replica).refuse_lent()
         # Before any tensor is sent: fragments of different sizes would be summed with each other.
         made = [replica.synchronizer.step for replica in self._parts.replicas]
         said = self._parts.calls.gather(what, made)

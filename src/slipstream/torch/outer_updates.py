@@ -136,18 +136,18 @@ class OuterUpdates:
         while self._under_way and not self._synchronizer.driver.frozen:
             self._merge(self._under_way[0])
 
+    def refuse_lent(self) -> None:
+        """Raise RuntimeFault if the model has lent weights, which must not be exchanged."""
+        if self._synchronizer.driver.frozen:
+            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Give all workers the same weights; every rank calls it after the same step.
 
         They are the mean of the workers' weights: the outer optimizer is for whole rounds. Where
         servers apply, it is a round like any other.
-
-        Raises:
-            RuntimeFault: The model has lent weights.
         """
-        if self._synchronizer.driver.frozen:
-            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
         self.wait()
         if self.is_alike:
             return
