@@ -209,7 +209,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
         told["fragments"] = [[names[t] for t in tensors] for tensors in job.plan.fragments]
         if not wanted.get("plain"):
             with job.outer_weights():
-                told["outer"] = digest(model)
+                told |= {"outer": digest(model), "outer_before": weights(model)}
         if wanted.get("flush", True):
             job.flush()
         told |= {"owed": owed(job), "flushed": weights(model)}
