@@ -15,6 +15,7 @@ from test_outer_rounds import RANKS, STREAMED, WORKER, Run, Told, composed, run
 from slipstream.codecs import Quantized
 from slipstream.routes import Route
 from slipstream.topologies import Sharded
+from slipstream.torch.checkpoint import Checkpoint
 from slipstream.updates import LocalSteps, Nesterov, Update
 
 __all__ = ["run"]  # the fixture
@@ -117,3 +118,29 @@ def test_where_a_worker_cannot_write_its_part_the_checkpoint_is_written_all_the_
     printed, _ = warned(fork_server, saved.parent, "diloco(every=5)", RANKS, save_after=7)
     assert "cannot be written (rank 1:" in printed
     assert saved.exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"under_way": [7]}, "fragments [7] of 1"),
+        ({"under_way": "all"}, "what was under way is damaged"),
+        ({"inner": "LocalSteps(every=9)"}, "it was written with LocalSteps(every=9)"),
+    ],
+)
+def test_a_part_that_does_not_fit_changes_nothing(
+    changed: dict[str, Any], why: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    _, told = warned(fork_server, tmp_path, "diloco(every=5)", 2, save_after=7)
+    saved, part = tmp_path / "saved.safetensors", tmp_path / "saved.safetensors.rank1"
+    checkpoint = Checkpoint.read(part)
+    known = dict(checkpoint.facts["local"][0]["$dict"]) | {
+        key: {"$list": value} if isinstance(value, list) else value
+        for key, value in changed.items()
+    }
+    checkpoint.facts["local"] = [{"$dict": [[key, value] for key, value in known.items()]}]
+    checkpoint.write(part)
+    printed, again = warned(fork_server, tmp_path, "diloco(every=5)", 2, load=str(saved))
+    assert f"rank 1: {part} does not fit this job" in printed
+    assert why in printed
+    assert {each["begins_with"] for each in again} == {told[0]["saved"]}

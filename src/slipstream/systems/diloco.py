@@ -11,7 +11,8 @@
 
 The inner optimizer's state stays with its worker. We deviate: what a codec has not sent yet waits
 in a residual, which is taken out of θᵢ when it merges, so that no part of a step counts twice; with
-``first=N`` what a late worker sent returns to its residual, and counts in its next round.
+``first=N`` what a late worker sent returns to its residual, and counts in its next round. A round
+of workers whose Δᵢ cover sᵢ blocks of H steps is Σ Δᵢ / Σ sᵢ: every local step counts alike.
 """
 
 from __future__ import annotations
