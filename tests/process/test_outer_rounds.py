@@ -267,8 +267,17 @@ def test_several_models_synchronise_and_train_on(fork_server: ForkServer, tmp_pa
     run = fork_server.run(Path(__file__).with_name("local_pairs_worker.py"), str(tmp_path), ranks=2)
     assert set(run.codes.values()) == {0}, run.told()
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1]
+    for what in ("flushed", "ended"):
+        assert told[0][what] == told[1][what]
     assert told[0]["flushed"] != told[0]["ended"]
+    assert told[0]["own"] != told[1]["own"], "between rounds"
+    again = fork_server.run(WORKER.with_name("local_pairs_worker.py"), str(tmp_path), "on", ranks=2)
+    assert set(again.codes.values()) == {0}, again.told()
+    for rank, before in enumerate(told):
+        resumed = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert {what: resumed[what] for what in ("own", "ended")} == {
+            what: before[what] for what in ("own", "ended")
+        }
 
 
 @pytest.mark.parametrize(
