@@ -259,8 +259,8 @@ class Job:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint; every rank must call it, rank 0 writes the file.
 
-        Where workers may miss rounds, rank 0 writes the state of the servers, and the other
-        ranks' calls do nothing.
+        With local steps every rank writes a part beside it. Where workers may miss rounds, rank 0
+        writes the state of the servers, and the other ranks' calls do nothing.
 
         Raises:
             CheckpointError: the file cannot be written.

@@ -25,6 +25,7 @@ Fact = Literal[
     # Codecs, of contributions (up) and of results (down). Error feedback: what is not sent is kept,
     # and added to the next gradient. Partial exchange: partitions of updates, in rotation (Ako).
     # Agreed basis: frames can be read only with what all members learned in earlier rounds.
+    # Each value rounded: every value is sent every time, and only its rounding error is kept.
     "up: dense",
     "up: compact form",
     "up: lossy",
@@ -32,10 +33,12 @@ Fact = Literal[
     "up: shorter values",
     "up: partial exchange",
     "up: agreed basis",
+    "up: each value rounded",
     "down: lossy",
     "down: error feedback",
     "down: partial exchange",
     "down: agreed basis",
+    "down: each value rounded",
     "down: as up",
     "down: nothing is sent",
     # Consistency.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Above, Dense, Filter, Quantized, Rotate
+from slipstream.codecs import Above, Dense, Filter, LowRank, Quantized, Rotate
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
@@ -139,6 +139,16 @@ class Plan:
         return any("up: error feedback" in self.routes[r].up.facts() for r in of_parameters)
 
     @property
+    def weighs_late(self) -> bool:
+        """Whether a contribution counts for all rounds that it covers: its own, and those whose
+        contributions were dropped and returned to its residual.
+
+        Outer gradients of local steps then make a mean over all local steps that a round contains,
+        with the same weight for each. Gradients of single steps count once, in a later round.
+        """
+        return self.local_steps is not None and self.consistency.agreed
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether a worker may continue before it has a result, and apply the result later."""
         later = not self.consistency.lockstep or self.update.inner.travels == "steps"
@@ -220,7 +230,8 @@ class Plan:
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
                 self._to_each(self.routes[route]),
-                density(self.routes[route], spec.dtype),
+                density(self.routes[route], spec),
+                self.steps_a_round,
             )
             for spec, route in zip(self.specs, self.route_of, strict=True)
         ]
@@ -377,7 +388,7 @@ def shape_of(layer: Layer) -> LayerShape:
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
 
 
-def density(route: Route, dtype: str) -> float:
+def density(route: Route, spec: Spec) -> float:
     """What part of a dense tensor's own bytes is sent, on average over both ways.
 
     Of codecs that send what their values make worth it, all of it is assumed.
@@ -386,9 +397,12 @@ def density(route: Route, dtype: str) -> float:
     sizes = []
     for codec in codecs:
         if isinstance(codec, Quantized):
-            sizes.append(codec.value_bytes / ITEM_BYTES[dtype])
+            sizes.append(codec.value_bytes / ITEM_BYTES[spec.dtype])
         elif isinstance(codec, Dense):
-            sizes.append(ITEM_BYTES[codec.wire_dtype(dtype)] / ITEM_BYTES[dtype])
+            sizes.append(ITEM_BYTES[codec.wire_dtype(spec.dtype)] / ITEM_BYTES[spec.dtype])
+        elif isinstance(codec, LowRank):  # its sides take turns
+            both = codec.nbytes(spec.shape, 0) + codec.nbytes(spec.shape, 1)
+            sizes.append(both / 2 / max(1, spec.nbytes))
         else:
             sizes.append(1.0)
     return sum(sizes) / len(sizes)

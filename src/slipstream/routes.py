@@ -128,6 +128,8 @@ class Route(Part, frozen=True):
             known |= facts("down: partial exchange")
         if "up: agreed basis" in self.down.facts():
             known |= facts("down: agreed basis")
+        if "up: each value rounded" in self.down.facts():
+            known |= facts("down: each value rounded")
         if self.down == self.up:
             known |= facts("down: as up")
         # A codec's facts are about contributions; InPlace, which is for results, has its own.

@@ -295,8 +295,9 @@ RULES = (
     Incompatibility(
         facts("keeps own weights in part", "down: error feedback"),
         "what waits at the holder for its next result is in the weights that a worker keeps, and "
-        "would count twice",
-        "use down=Dense(), or mix=0",
+        "would count twice, until a later round takes it back",
+        "use down=Dense() or Quantized(), or mix=0",
+        unless=facts("down: each value rounded"),
     ),
     Incompatibility(
         facts("outer gradients are sent", "averages"),

@@ -13,7 +13,7 @@ from torch import nn
 import slipstream
 
 
-def main(folder: str) -> None:
+def main(folder: str, resume: str = "") -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(4, 4), nn.Linear(4, 1)
     pairs = [
@@ -23,7 +23,10 @@ def main(folder: str) -> None:
     told = {}
     with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
         (first, of_first), (second, of_second) = job.distribute(pairs, slipstream.diloco(every=3))
-        for step in range(8):
+        path = Path(folder, "saved.safetensors")
+        if resume:
+            job.load(path)
+        for step in range(6 if resume else 0, 9):
             samples = torch.Generator().manual_seed(100 * job.rank + step)
             of_first.zero_grad()
             of_second.zero_grad()
@@ -34,6 +37,9 @@ def main(folder: str) -> None:
             if step == 3:
                 job.flush()
                 told["flushed"] = [digest(first), digest(second)]
+            if step == 5 and not resume:  # between rounds, of both
+                job.save(path)
+        told["own"] = [digest(first), digest(second)]
     told["ended"] = [digest(first), digest(second)]
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told))
 

@@ -274,10 +274,11 @@ BROKEN: dict[str, Strategy] = {
         Update(LocalSteps(4, fragments=2, overlap_steps=1), Nesterov(at="holder")),
     ),
     "what waits at the holder for its next result": made(
-        Route(Sharded(), up=Quantized(), down=Quantized()), update=Update(LocalSteps(4, mix=0.5))
+        Route(Sharded(), up=Quantized(), down=OneBit()), update=Update(LocalSteps(4, mix=0.5))
     ),
     "outer weights are averages already": made(
-        SHARDS, update=Update(LocalSteps(), Nesterov(), average=Ema(0.9))
+        Route(Sharded(), up=Quantized(), down=Quantized()),
+        update=Update(LocalSteps(4, mix=0.5), Nesterov(), average=Ema(0.9)),
     ),
     "no outer gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5)), LOCAL),
     "own weights are lost with it": made(SHARDS, Consistency(All(without_lost=True)), LOCAL),

@@ -12,6 +12,7 @@ from slipstream.codecs import Dense, Factors
 from slipstream.codecs.protocol import Form
 from slipstream.errors import ConfigError, IncompatibleParts, IncompatibleRoute, TooManyServers
 from slipstream.parts import Part
+from slipstream.planning.table import as_text
 from slipstream.routes import (
     ByRole,
     ByTensor,
@@ -211,6 +212,28 @@ def test_a_route_with_nothing_on_it_needs_no_holder() -> None:
 def test_the_table_tells_what_leaves_a_worker(text: str, each_way: float) -> None:
     (row,) = parse(text).plan([vector("w", 1000, order=0)], Cluster(4)).rows({})
     assert row.link_bytes == each_way
+
+
+MATRIX = Spec("w", (100, 60), "float32", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("diloco(every=50)", 24_000 / 50),
+        ("diloco(every=64, wire='int4')", 6000 * (0.5 + 4 / 128) / 64),
+        ("local_sgd(every=8, wire='bfloat16')", 12_000 / 8),
+        ("low_rank(rank=4)", 8 + 4 * 4 * (100 + 60) / 2),  # its sides take turns
+        ("allreduce(wire='bfloat16')", 12_000),
+    ],
+)
+def test_the_table_has_the_bytes_of_a_step_and_those_of_all_dense(text: str, nbytes: float) -> None:
+    plan = parse(text).plan([MATRIX], Cluster(4, servers=1))
+    (row,) = plan.rows({})
+    assert row.dense_link_bytes == plan.ways()[0].plain.dense_bytes(24_000), "in every step"
+    assert row.link_bytes / row.dense_link_bytes == pytest.approx(nbytes / 24_000)
+    spread = f"over {plan.steps_a_round} steps" in as_text([row])
+    assert spread is (plan.local_steps is not None)
 
 
 # ---- policies

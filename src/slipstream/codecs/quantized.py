@@ -83,7 +83,7 @@ class Quantized(Part, frozen=True):
         return quantized_nbytes(numel, self.bits, self.block)
 
     def facts(self) -> Facts:
-        return facts("up: dense", "up: error feedback")
+        return facts("up: dense", "up: error feedback", "up: each value rounded")
 
     def obstacle(self, spec: Spec) -> str:
         return obstacle_to_residual(spec)

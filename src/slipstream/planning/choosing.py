@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -22,18 +22,31 @@ from slipstream.planning.costs import (
 @dataclass(frozen=True, slots=True)
 class Ways:
     """How dense tensors travel here: by how many workers and servers (none: collectives, or what
-    part of a tensor every worker sends to each other one), and what part of a tensor's own bytes
-    its codecs leave on the wire."""
+    part of a tensor every worker sends to each other one), what part of a tensor's own bytes
+    its codecs leave on the wire, and after how many steps. Bytes and times are those of a step, on
+    average.
+
+    >>> Ways(workers=2, density=0.25, every=10).plain.dense_bytes(1000)
+    1000.0
+    >>> Ways(workers=2, density=0.25, every=10).dense_bytes(1000)
+    25.0
+    """
 
     workers: int
     servers: int = 0
     dedicated: bool = False
     to_each: float = 0.0
     density: float = 1.0
+    every: int = 1
+
+    @property
+    def plain(self) -> Ways:
+        """The same way for every value, in every step."""
+        return replace(self, density=1.0, every=1)
 
     def dense_bytes(self, nbytes: float) -> float:
         """The busiest link's, each way, for a dense tensor of this size."""
-        nbytes *= self.density
+        nbytes *= self.density / self.every
         if self.to_each:
             return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
@@ -41,7 +54,7 @@ class Ways:
     def dense_seconds(self, nbytes: float, speeds: Speeds) -> float:
         """Time of the busiest link, plus a server's for summing where there are servers."""
         link_s = 8 * self.dense_bytes(nbytes) / speeds.link_bits_per_s
-        summed_bytes = self.workers * nbytes / self.servers if self.servers else 0.0
+        summed_bytes = self.workers * nbytes / self.servers / self.every if self.servers else 0.0
         return link_s + summed_bytes / speeds.server_bytes_per_s
 
 

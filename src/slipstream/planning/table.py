@@ -14,7 +14,7 @@ from slipstream.units import human_bytes
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One layer for which there was a choice, or one tensor."""
+    """One layer for which there was a choice, or one tensor; bytes and seconds are of a step."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,6 +24,7 @@ class Row:
     dense_link_bytes: float
     dense_seconds: float | None
     why: str
+    every: int = 1  # steps from one exchange to the next, over which the bytes are spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +63,29 @@ def tabulate(
                     _layer_row(shapes[spec.layer], scheme, way, verdicts[spec.layer], speeds)
                 )
             continue
-        moved = way.dense_bytes(spec.nbytes)
-        seconds = None if speeds is None else way.dense_seconds(spec.nbytes, speeds)
-        why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
-        rows.append(Row(spec.name, spec.shape, scheme, moved, seconds, moved, seconds, why))
+        rows.append(_tensor_row(spec, scheme, way, speeds))
     return rows
+
+
+def _tensor_row(spec: Spec, scheme: str, way: Ways, speeds: Speeds | None) -> Row:
+    moved, dense = (_cost(each, spec.nbytes, speeds) for each in (way, way.plain))
+    why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
+    return Row(spec.name, spec.shape, scheme, *moved, *dense, why, way.every)
 
 
 def _layer_row(
     shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
 ) -> Row:
-    dense = way.dense_bytes(shape.dense_bytes)
-    dense_s = None if speeds is None else way.dense_seconds(shape.dense_bytes, speeds)
-    return Row(
-        shape.name,
-        (shape.outputs, shape.inputs),
-        f"{shape.form}/{verdict.place}" if verdict.compact else scheme,
-        verdict.link_bytes if verdict.compact else dense,
-        verdict.seconds if verdict.compact else dense_s,
-        dense,
-        dense_s,
-        verdict.why,
-    )
+    moved, dense = (_cost(each, shape.dense_bytes, speeds) for each in (way, way.plain))
+    if verdict.compact:
+        scheme, moved = f"{shape.form}/{verdict.place}", (verdict.link_bytes, verdict.seconds)
+    return Row(shape.name, (shape.outputs, shape.inputs), scheme, *moved, *dense, verdict.why)
+
+
+def _cost(way: Ways, nbytes: float, speeds: Speeds | None) -> tuple[float, float | None]:
+    """The bytes and the time of a tensor's dense route."""
+    seconds = None if speeds is None else way.dense_seconds(nbytes, speeds)
+    return way.dense_bytes(nbytes), seconds
 
 
 def total(rows: Sequence[Row]) -> Totals:
@@ -109,7 +111,7 @@ def as_text(rows: Sequence[Row]) -> str:
             for text, width, head in zip(line, widths, heads, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
-    return "\n".join([*lines, "", _sums(total(rows))])
+    return "\n".join([*lines, "", _sums(total(rows)) + _spread(rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -129,6 +131,17 @@ def _sums(sums: Totals) -> str:
             f"{_ms(sums.dense_seconds)} ms ({sums.speedup:.1f} times as long)"
         )
     return said
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    """Where tensors are not exchanged in every step: what an exchange of each takes."""
+    every = max((row.every for row in rows), default=1)
+    if every == 1:
+        return ""
+    whole = human_bytes(sum(row.link_bytes * row.every for row in rows))
+    return (
+        f"\non average over {every} steps, in which each tensor is exchanged once: all take {whole}"
+    )
 
 
 def _ms(seconds: float | None) -> str:

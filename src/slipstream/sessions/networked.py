@@ -275,10 +275,11 @@ class NetworkedTraining(Training):
         self._weights.settle()
         occasion = self._calls.name("load")
         with self._calls.watched("job.load"):
-            steps = load_job(path, occasion, self.pairs, self.replicas, self.membership)
+            steps, facts = load_job(path, occasion, self.pairs, self.replicas, self.membership)
         for clock, replica, step in zip(self._clocks, self.replicas, steps, strict=True):
             clock.resumed_at = step
             replica.synchronizer.resume(step)
+        self._weights.loaded(path, facts)
 
     # ---- metrics
 

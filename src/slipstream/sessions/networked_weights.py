@@ -5,13 +5,15 @@ This decides how workers get equal weights, who deals batches, and what a checkp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import secrets
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.consistency.leases import Batch
+from slipstream.errors import CheckpointError, RuntimeFault
 from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.gossip import GossipChannel
 from slipstream.runtime.members.joining import Membership
@@ -19,13 +21,12 @@ from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
-from slipstream.torch.averages import lent
 from slipstream.torch.copying import copy_state
-from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.preparing import distinct_models
 from slipstream.torch.replica import Replica
 from slipstream.torch.sampler import in_turn
 from slipstream.torch.saving import save_job, save_servers, take_weights
+from slipstream.torch.worker_part import applier_of, part_path, read_part, take_part, write_part
 
 Lease = Callable[[int, int], Batch]
 
@@ -94,6 +95,9 @@ class Weights:
         self.flush()
         self._parts.save(path, facts)
 
+    def loaded(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """A checkpoint with these facts was loaded, and the step is set; every rank calls it."""
+
     def accounts(self) -> dict[str, Any]:
         """What servers and channels report about the training."""
         return self._parts.accounts()
@@ -106,25 +110,81 @@ class LocalWeights(Weights):
     """Workers train on weights of their own between outer rounds."""
 
     def flush(self) -> None:
-        """Make an outer round now, after which all workers have the same weights."""
+        """Make an outer round now, after which all workers have the same weights.
+
+        Raises:
+            RuntimeFault: A worker has made more or fewer steps.
+        """
+        self._synchronize("flushed")
+
+    def finish(self) -> None:
+        self._synchronize("ended")
+
+    def _synchronize(self, what: str) -> None:
         for replica in self._parts.replicas:
-            applier = replica.synchronizer.applier
-            assert isinstance(applier, OuterUpdates)
-            applier.synchronize()
+            applier_of(replica).refuse_lent()
+        # Before any tensor is sent: fragments of different sizes would be summed with each other.
+        made = [replica.synchronizer.step for replica in self._parts.replicas]
+        said = self._parts.calls.gather(what, made)
+        if any(steps != made for steps in said):
+            told = ", ".join(f"rank {rank} {sum(steps)}" for rank, steps in enumerate(said))
+            raise RuntimeFault(
+                f"workers ran different numbers of steps: {told}; with local steps every worker "
+                "must make the same number"
+            )
+        for replica in self._parts.replicas:
+            applier_of(replica).synchronize()
 
     def settle(self) -> None:
         self._parts.wait()
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """The outer weights, without the steps since; training goes on as if nothing was saved."""
-        with ExitStack() as stack:
-            for pair, replica in zip(self._parts.pairs, self._parts.replicas, strict=True):
-                assert replica.outer is not None
-                stack.enter_context(lent(pair.model, replica.outer.copies()))
-            self._parts.save(path, facts)
+        """The outer weights, and each worker's own in a part beside them.
 
-    def finish(self) -> None:
-        self.flush()
+        Training goes on as if nothing was saved. Parts are written first: who finds the checkpoint
+        finds them.
+        """
+        token = self._gather("parts named", secrets.token_hex(8), "job.save")[0]
+        facts, problem = {**facts, "parts": token}, ""
+        try:
+            write_part(self._part(path), self._parts.pairs, self._parts.replicas, facts)
+        except CheckpointError as error:
+            problem = str(error)
+        self._warn_of(self._gather("parts written", problem, "job.save"), path, "cannot be written")
+        self._parts.save(path, facts)
+
+    def loaded(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Each worker takes its own part, if all have theirs."""
+        part, token, problem = None, facts.get("parts", ""), ""
+        if token and facts["workers"] != self._parts.membership.env.world_size:
+            problem = f"{facts['workers']} workers wrote it"
+        elif token:
+            try:
+                pairs, replicas = self._parts.pairs, self._parts.replicas
+                part = read_part(self._part(path), pairs, replicas, token)
+            except CheckpointError as error:
+                problem = str(error)
+        said = self._gather("parts read", problem, "job.load")
+        self._warn_of(said, path, "cannot be used")
+        take_part(self._parts.pairs, self._parts.replicas, None if any(said) else part)
+
+    def _part(self, path: Path) -> Path:
+        return part_path(path, self._parts.rank)
+
+    def _gather(self, what: str, value: Any, doing: str) -> list[Any]:
+        return self._parts.calls.gather(what, value, doing)
+
+    def _warn_of(self, problems: Sequence[str], path: Path, what: str) -> None:
+        """Rank 0 says why workers' own weights are not saved, or not loaded."""
+        found = {problem: rank for rank, problem in enumerate(problems) if problem}
+        if found and self._parts.rank == 0:
+            why = "; ".join(f"rank {rank}: {problem}" for problem, rank in found.items())
+            warnings.warn(
+                f"workers' own parts of {path} {what} ({why}): of it there are only the outer "
+                "weights and momentum, and rank 0's optimizer state for all. Steps that workers "
+                "had made since their last outer round are left out",
+                stacklevel=4,
+            )
 
 
 class WeightsAtServers(Weights):

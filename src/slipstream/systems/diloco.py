@@ -11,7 +11,8 @@
 
 The inner optimizer's state stays with its worker. We deviate: what a codec has not sent yet waits
 in a residual, which is taken out of θᵢ when it merges, so that no part of a step counts twice; with
-``first=N`` what a late worker sent returns to its residual, and counts in its next round.
+``first=N`` what a late worker sent returns to its residual, and counts in its next round. A round
+of workers whose Δᵢ cover sᵢ blocks of H steps is Σ Δᵢ / Σ sᵢ: every local step counts alike.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def diloco(
     kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
-        outer_routes(wire, first, exact_results=kept > 0),
+        outer_routes(wire, first),
         Consistency(All() if first is None else FirstOf(first)),
         Update(
             LocalSteps(every, fragments, overlap_steps, kept),
@@ -118,7 +119,7 @@ def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -
     return msgspec.structs.replace(strategy, name="local_sgd")
 
 
-def outer_routes(wire: Wire, first: int | None, *, exact_results: bool) -> AnyPolicy:
+def outer_routes(wire: Wire, first: int | None) -> AnyPolicy:
     """Collectives where values are plain and all workers take part; else links.
 
     With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
@@ -133,7 +134,7 @@ def outer_routes(wire: Wire, first: int | None, *, exact_results: bool) -> AnyPo
             rules.insert(0, in_few_bits(wire, Sharded(), back="dense"))
         return ByTensor(tuple(rules), default=Route(Sharded()))
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, PeerSharded(), back="dense" if exact_results else "same")
+        return routes_for(wire, PeerSharded(), back="same")
     dense = Dense(wire)
     reduced = Route(Mesh(), up=dense, down=dense, over=Collective())
     return ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(Mesh())))

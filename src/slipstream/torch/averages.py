@@ -28,8 +28,9 @@ class Averages:
             self.weights[name].lerp_(parameter, 1.0 - self._decay)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for name, value in weights.items():
-            self.weights[name].copy_(value)
+        """Take over saved averages; there may be more, of layers that are frozen in this job."""
+        for name in self.weights.keys() & weights.keys():
+            self.weights[name].copy_(weights[name])
 
 
 @contextmanager

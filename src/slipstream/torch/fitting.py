@@ -33,7 +33,8 @@ from slipstream.torch.staging import as_real
 
 Optimizer = torch.optim.Optimizer
 Tensors = Mapping[str, torch.Tensor]
-AVERAGED, OUTER, RESIDUAL = "averaged/", "outer/", "residual/"
+AVERAGED, OUTER, PRECISE, RESIDUAL = "averaged/", "outer/", "precise/", "residual/"
+SHORT = (torch.float16, torch.bfloat16)  # of which outer weights and momenta are kept in float32
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 # Settings of how torch computes an update; they do not change the update.
 MEANS = ("foreach", "fused", "capturable", "differentiable")
@@ -272,14 +273,17 @@ def named_under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def check_like_parameters(tensors: Tensors, model: nn.Module) -> None:
-    """Averaged weights and the outer optimizer's momenta have the shapes of the parameters."""
+    """Averaged and outer weights, and outer momenta, have the shapes of the parameters."""
     parameters = dict(model.named_parameters())
-    for prefix, what in ((AVERAGED, "average"), (OUTER, "outer momentum")):
+    kinds = ((AVERAGED, "average"), (OUTER, "outer momentum"), (PRECISE, "outer weight"))
+    for prefix, what in kinds:
         for name, tensor in named_under(prefix, tensors).items():
             if name not in parameters:
                 raise ValueError(f"it has an {what} of {name!r}, which the model has not")
             own = parameters[name]
-            check_layout(f"the {what} of {name!r}", tensor, own.shape, own.dtype)
+            longer = prefix != AVERAGED and own.dtype in SHORT and tensor.dtype == torch.float32
+            dtype = torch.float32 if longer else own.dtype
+            check_layout(f"the {what} of {name!r}", tensor, own.shape, dtype)
 
 
 def check_residuals(tensors: Tensors, model: nn.Module) -> None:

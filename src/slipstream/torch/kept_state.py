@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +12,6 @@ from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.averages import Averages
 
 Tensors = dict[str, torch.Tensor]
-Named = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -23,6 +21,7 @@ class Held:
     Attributes:
         weights: Where servers hold them.
         momenta: The outer optimizer's, where there is one.
+        precise: Outer weights in float32, of parameters that have fewer bits.
         state: The optimizer's, by entry's name.
         round: The round after which all of this was so, where servers agree on rounds.
     """
@@ -30,6 +29,7 @@ class Held:
     weights: Tensors = field(default_factory=dict)
     averages: Tensors = field(default_factory=dict)
     momenta: Tensors = field(default_factory=dict)
+    precise: Tensors = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     round: int = 0
 
@@ -41,12 +41,12 @@ class KeptState(Protocol):
         """All of the state."""
         ...
 
-    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
+    def restore(self, saved: OptimizerState, held: Held) -> None:
         """Take over what a checkpoint has, once its weights are in the model; every rank calls it.
 
         Args:
-            averages: By parameter's name. Others begin with the weights.
-            momenta: Of an outer optimizer, by parameter's name. Others begin with zero.
+            held: Its averages and precise outer weights, of which others begin with the weights;
+                its momenta, of which others begin with zero.
         """
         ...
 
@@ -65,7 +65,7 @@ class OwnState:
         averages = {} if self._averages is None else self._averages.weights
         return Held(averages=averages, state=state)
 
-    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
+    def restore(self, saved: OptimizerState, held: Held) -> None:
         by_name = dict(self._model.named_parameters())
         self._optimizer.state.clear()
         for name, entries in saved.state.items():
@@ -75,7 +75,7 @@ class OwnState:
             }
         if self._averages is not None:
             self._averages.begin()
-            self._averages.load(averages)
+            self._averages.load(held.averages)
 
 
 def placed(value: Any, parameter: torch.Tensor) -> Any:

@@ -22,9 +22,9 @@ from slipstream.runtime.files.checkpoint_format import (
 from slipstream.runtime.members.joining import Membership
 from slipstream.torch.checkpoint import Checkpoint, load_model
 from slipstream.torch.copying import copy_state
-from slipstream.torch.fitting import AVERAGED, OUTER, check_pairs, named_under
+from slipstream.torch.fitting import AVERAGED, OUTER, PRECISE, check_pairs, named_under
 from slipstream.torch.inventory import dtype_text
-from slipstream.torch.kept_state import KeptState
+from slipstream.torch.kept_state import Held, KeptState
 from slipstream.torch.preparing import Pair, distinct_models, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.replica import Replica
@@ -38,8 +38,7 @@ class Section:
 
     step: int
     saved: OptimizerState
-    averages: dict[str, torch.Tensor]
-    momenta: dict[str, torch.Tensor]
+    held: Held  # without weights and the optimizer's state
     tensors: dict[str, torch.Tensor]
 
 
@@ -49,8 +48,11 @@ def sections_of(checkpoint: Checkpoint) -> list[Section]:
         Section(
             int(facts["step"]),
             optimizer_in(facts, own),
-            named_under(AVERAGED, own),
-            named_under(OUTER, own),
+            Held(
+                averages=named_under(AVERAGED, own),
+                momenta=named_under(OUTER, own),
+                precise=named_under(PRECISE, own),
+            ),
             own,
         )
         for facts, own in sections_in(checkpoint.facts, checkpoint.tensors)
@@ -81,7 +83,7 @@ def load_job(
     pairs: Sequence[Pair],
     replicas: Sequence[Replica],
     membership: Membership,
-) -> list[int]:
+) -> tuple[list[int], dict[str, Any]]:
     """Rank 0 reads and checks; all ranks end with the same state.
 
     Nothing changes on any rank before rank 0 has checked all of it.
@@ -90,7 +92,7 @@ def load_job(
         occasion: The name of this gathering, a new one for each call.
 
     Returns:
-        The step of each pair.
+        The step of each pair, and the checkpoint's facts.
 
     Raises:
         CheckpointError: The file cannot be read or is invalid, or a worker died meanwhile.
@@ -118,19 +120,20 @@ def load_job(
                 channel.forget_residuals()
             if replica.residuals is not None:
                 replica.residuals.restore(section.tensors)
+            replica.synchronizer.slots.know_buffers()
     for pair, replica, section in zip(pairs, replicas, sections, strict=True):
         restore_pair(pair, replica.state, section)
     # Rank 0's weights are sent from their own memory: no rank trains before all have them.
     gathering.gather(f"{occasion}/done", True, bool)
     restore_generators(checkpoint, rank)
-    return [section.step for section in sections]
+    return [section.step for section in sections], checkpoint.facts
 
 
 def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
     """Restore everything except the model itself."""
     for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
         group.update(settings)
-    state.restore(section.saved, section.averages, section.momenta)
+    state.restore(section.saved, section.held)
 
 
 def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:

@@ -3,72 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.codecs.residual import Floats
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
-from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.finite_gradients import before_use
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.kept_state import Held, Named, OwnState
-from slipstream.torch.server_state import ServerState
+from slipstream.torch.outer_weights import OuterWeights
 from slipstream.torch.staging import as_real, shaped_as
 from slipstream.torch.synchronizer import Synchronizer
-from slipstream.updates import LocalSteps, Nesterov
+from slipstream.types import Segment
+from slipstream.updates import LocalSteps
 
-MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 
-
-class OuterWeights:
-    """The weights θ that all workers have in common, and the outer optimizer that updates them.
-
-    Every worker has the same θ, to the last bit: all apply the same mean to the same weights.
+@dataclass(slots=True)
+class Arrived:
+    """A tensor's result, before it is merged.
 
     Attributes:
-        weights: θ, by the tensor's number.
-        momenta: v, by the tensor's number; none before the first update, and none at workers where
-            the servers apply.
+        result: None if no worker's contribution counted, since none was finite.
+        counted: Whether this worker's outer gradient did.
+        kept: What this worker's codec has kept back of it, less what it had kept back before.
     """
 
-    def __init__(self, inventory: Inventory, outer: Nesterov) -> None:
-        self.optimizer = outer
-        self._trained = {i: inventory.tensors[i] for i in inventory.parameters}
-        self._names = {i: inventory.specs[i].name for i in inventory.parameters}
-        self.weights: dict[int, Tensor] = {}
-        self.momenta: dict[int, Tensor] = {}
-        self.begin({})
+    result: Tensor | None
+    counted: bool
+    kept: Tensor | float = 0.0
 
-    def begin(self, momenta: Mapping[str, Tensor]) -> None:
-        """Go on from the model's weights.
 
-        Args:
-            momenta: v by the parameter's name, as a checkpoint has it.
-        """
-        self.weights = {i: p.detach().clone() for i, p in self._trained.items()}
-        # A checkpoint may hold more: of layers that are frozen in this job.
-        trained = {name: i for i, name in self._names.items() if name in momenta}
-        self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a worker has of its own between outer rounds, besides weights and optimizer state.
 
-    def copies(self) -> dict[str, Tensor]:
-        """θ by the parameter's name, in memory that no update changes."""
-        return {self._names[i]: theta.clone() for i, theta in self.weights.items()}
+    Attributes:
+        inner: The ``LocalSteps`` by which it trains.
+        alike: Whether all workers have the outer weights.
+        under_way: Fragments, in the order in which they were sent.
+        results: By tensor's name, of these fragments.
+        counted: The tensors of which this worker's outer gradient counted.
+        kept: By tensor's name: see ``Arrived``.
+        residuals: By tensor's name, where servers apply; else the checkpoint itself has them.
+    """
 
-    def momenta_by_name(self) -> dict[str, Tensor]:
-        """v by the parameter's name."""
-        return {self._names[i]: v for i, v in self.momenta.items()}
-
-    def update(self, tensor: int, gradient: Tensor) -> None:
-        """Apply the mean outer gradient of a tensor."""
-        theta, momentum = self.weights[tensor], self.optimizer.momentum
-        if momentum:
-            v = self.momenta.setdefault(tensor, torch.zeros_like(theta))
-            v.mul_(momentum).add_(gradient)
-            gradient = gradient.add(v, alpha=momentum)
-        theta.sub_(gradient, alpha=self.optimizer.lr)
+    inner: str
+    alike: bool
+    under_way: list[int]
+    results: dict[str, Tensor]
+    counted: list[str]
+    kept: dict[str, Tensor]
+    residuals: dict[str, Tensor]
 
 
 class OuterUpdates:
@@ -98,6 +86,7 @@ class OuterUpdates:
         self._servers_apply = synchronizer.plan.update.holder_applies
         self._kept_before: dict[int, Tensor | float] = {}  # when a fragment was sent
         self._under_way: list[int] = []  # fragments, in the order in which they were sent
+        self._arrived: dict[int, Arrived] = {}  # of fragments under way
         self._alike_after = 0  # the step after which all workers had the outer weights
         self._begun = False
         self.hooks = [
@@ -121,8 +110,7 @@ class OuterUpdates:
                 "train after the block"
             )
         if not self._begun and not self._servers_apply:
-            # The loop may have loaded other weights since job.distribute, the same on all ranks.
-            self._outer.begin(self._outer.momenta_by_name())
+            self._outer.follow_model()
         self._begun = True
         self._synchronizer.gradients.refuse_unknown(optimizer)
 
@@ -148,31 +136,30 @@ class OuterUpdates:
         while self._under_way and not self._synchronizer.driver.frozen:
             self._merge(self._under_way[0])
 
+    def refuse_lent(self) -> None:
+        """Raise RuntimeFault if the model has lent weights, which must not be exchanged."""
+        if self._synchronizer.driver.frozen:
+            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
+
     @torch.no_grad()
     def synchronize(self) -> None:
         """Give all workers the same weights; every rank calls it after the same step.
 
         They are the mean of the workers' weights: the outer optimizer is for whole rounds. Where
         servers apply, it is a round like any other.
-
-        Raises:
-            RuntimeFault: The model has lent weights.
         """
-        if self._synchronizer.driver.frozen:
-            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
         self.wait()
-        if self._alike_after == self._synchronizer.step:
+        if self.is_alike:
             return
         tensors, outer = self._synchronizer.inventory.tensors, self._outer
         everything = range(len(self._synchronizer.plan.fragments))
         self._send(everything)
         for fragment in everything:
-            for tensor, mean, _ in self._results_of(fragment):
-                theta = outer.weights[tensor]
+            for tensor, arrived in self._results_of(fragment):
+                theta, mean = outer.weights[tensor], arrived.result
                 if mean is not None:
                     theta.copy_(mean) if self._servers_apply else theta.sub_(mean)
                 tensors[tensor].data.copy_(theta)
-        self._kept_before.clear()
         self._alike_after = self._synchronizer.step
 
     @torch.no_grad()
@@ -180,10 +167,10 @@ class OuterUpdates:
         """Send the outer gradients of some fragments; the others take no part in this round."""
         synchronizer, plan = self._synchronizer, self._synchronizer.plan
         taking_part = {tensor for f in fragments for tensor in plan.fragments[f]}
-        for tensor, theta in self._outer.weights.items():
+        for tensor in self._outer.weights:
             if tensor in taking_part:
                 own = synchronizer.inventory.tensors[tensor]
-                synchronizer.slots.contributions[tensor] = theta - own
+                synchronizer.slots.contributions[tensor] = self._outer.seen(tensor) - own
                 if self._local.mix:
                     self._kept_before[tensor] = self._kept_back(tensor)
         others = set(range(len(plan.specs))) - taking_part
@@ -193,40 +180,119 @@ class OuterUpdates:
         synchronizer.driver.exchanged = False  # it was no exchange of this step's gradients
         self._under_way += fragments
 
-    def _results_of(self, fragment: int) -> Iterator[tuple[int, Tensor | None, bool]]:
-        """Wait for a fragment's results.
+    def receive(self) -> None:
+        """Wait for the results of what is under way, which are merged when it is time."""
+        for fragment in self._under_way:
+            self._receive(fragment)
 
-        Yields:
-            A parameter's number, its result, and whether this worker's outer gradient counted. If
-            no worker's counted, since none was finite, there is no result.
-        """
-        self._under_way.remove(fragment)
+    def _receive(self, fragment: int) -> None:
         tensors, slots = self._synchronizer.plan.fragments[fragment], self._synchronizer.slots
         self._synchronizer.driver.wait(tensors)
-        for tensor in sorted(self._outer.weights.keys() & set(tensors)):
-            result, slots.results[tensor] = slots.results[tensor], None
-            counted = slots.contributions[tensor] is not None
-            slots.contributions[tensor] = None
-            yield tensor, result, counted
+        for tensor in (tensor for tensor in tensors if tensor not in self._arrived):
+            arrived = Arrived(slots.results[tensor], slots.contributions[tensor] is not None)
+            slots.results[tensor] = slots.contributions[tensor] = None
+            before = self._kept_before.pop(tensor, None)
+            if before is not None and arrived.counted:
+                arrived.kept = self._kept_back(tensor) - before
+            self._arrived[tensor] = arrived
+
+    def _results_of(self, fragment: int) -> Iterator[tuple[int, Arrived]]:
+        """Wait for a fragment's results, and write those of buffers into the model.
+
+        Yields:
+            A parameter's number, and its result.
+        """
+        self._receive(fragment)
+        self._under_way.remove(fragment)
+        for tensor in self._synchronizer.plan.fragments[fragment]:
+            arrived = self._arrived.pop(tensor)
+            if tensor in self._outer.weights:
+                yield tensor, arrived
+            elif arrived.result is not None:
+                self._synchronizer.slots.replace_buffer(tensor, arrived.result)
 
     @torch.no_grad()
     def _merge(self, fragment: int) -> None:
         """Update a fragment's outer weights, and go on from these."""
         mix = self._local.mix
-        for tensor, result, counted in self._results_of(fragment):
-            theta = self._outer.weights[tensor]
+        for tensor, arrived in self._results_of(fragment):
+            theta, result = self._outer.weights[tensor], arrived.result
             if result is not None:
                 theta.copy_(result) if self._servers_apply else self._outer.update(tensor, result)
             own = self._synchronizer.inventory.tensors[tensor].data
-            if mix and counted:
+            if mix and arrived.counted:
                 # What this round has kept back counts later, so it must not stay in the weights,
                 # too; what earlier rounds had kept back was sent, and is not in them yet.
-                own += self._kept_back(tensor) - self._kept_before.pop(tensor)
-                own.lerp_(theta, 1.0 - mix)
+                own += arrived.kept
+                own.copy_(own.to(theta.dtype).lerp_(theta, 1.0 - mix))
             else:
                 own.copy_(theta)
         if not (mix or self._local.fragments > 1 or self._local.overlap_steps):
             self._alike_after = self._synchronizer.step + 1
+
+    # ---- what a worker has of its own, for checkpoints
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all workers have the outer weights, so that there is nothing to exchange."""
+        return self._alike_after == self._synchronizer.step
+
+    def standing(self) -> Standing:
+        """What is under way, and what codecs have kept back where nobody else saves it.
+
+        It waits for the results of what is under way.
+        """
+        self.receive()
+        names = [spec.name for spec in self._synchronizer.plan.specs]
+        kept = {i: a.kept for i, a in self._arrived.items() if isinstance(a.kept, Tensor)}
+        return Standing(
+            repr(self._local),
+            self.is_alike,
+            list(self._under_way),
+            {names[i]: a.result for i, a in self._arrived.items() if a.result is not None},
+            [names[i] for i, a in self._arrived.items() if a.counted],
+            {names[i]: value for i, value in kept.items()},
+            {names[i]: value for i, value in self._unsaved_residuals() if value is not None},
+        )
+
+    def _unsaved_residuals(self) -> Iterator[tuple[int, Tensor | None]]:
+        """By parameter: its residual; None if there is none."""
+        if self._servers_apply and self._links is not None:
+            for tensor in self._outer.weights:
+                kept = self._kept_back(tensor)
+                yield tensor, kept if isinstance(kept, Tensor) else None
+
+    def resume(self, standing: Standing | None) -> None:
+        """Weights were loaded, and the step is set: go on as that worker would have.
+
+        Args:
+            standing: What the worker of this rank had; None: all have the outer weights.
+        """
+        self._kept_before.clear()
+        self._arrived.clear()
+        self._under_way.clear()
+        self._alike_after = self._synchronizer.step
+        if standing is None:
+            return
+        self._begun = True  # the outer weights are not the model's
+        for tensor, _ in self._unsaved_residuals():
+            saved = standing.residuals.get(self._synchronizer.plan.specs[tensor].name)
+            if saved is not None and self._links is not None:
+                set_residual(self._synchronizer.plan, self._links, tensor, saved)
+        if not standing.alike:
+            self._alike_after = -1
+        plan = self._synchronizer.plan
+        self._under_way += standing.under_way
+        for fragment in standing.under_way:
+            for tensor in plan.fragments[fragment]:
+                name = plan.specs[tensor].name
+                own = self._synchronizer.inventory.tensors[tensor]
+                result, kept = (
+                    None if value is None else value.to(own.device)
+                    for value in (standing.results.get(name), standing.kept.get(name))
+                )
+                counted = name in standing.counted
+                self._arrived[tensor] = Arrived(result, counted, 0.0 if kept is None else kept)
 
     def _kept_back(self, tensor: int) -> Tensor | float:
         """The part of this worker's outer gradient that its codec has not sent yet."""
@@ -240,48 +306,26 @@ def residual_of(
 ) -> Tensor | float:
     """A tensor's residual, put together from its chunks; 0 if its codec keeps nothing back."""
     whole: Tensor | None = None
-    for chunk in (c for c in plan.chunks if any(s.tensor == tensor for s in c.segments)):
-        for segment, values in zip(chunk.segments, links.memories(chunk), strict=True):
-            if segment.tensor == tensor and values is not None:
-                whole = torch.zeros(plan.specs[tensor].numel) if whole is None else whole
-                whole[segment.start : segment.stop] = torch.from_numpy(values)
+    for segment, values in residual_parts(plan, links, tensor):
+        whole = torch.zeros(plan.specs[tensor].numel) if whole is None else whole
+        whole[segment.start : segment.stop] = torch.from_numpy(values)
     if whole is None:
         return 0.0
     return shaped_as(like[tensor], whole.to(as_real(like[tensor])))
 
 
-class OuterState:
-    """The inner optimizer's state and the outer one's; implements ``KeptState``.
-
-    Args:
-        own: The user's optimizer, which runs in this process.
-        servers: Where servers apply: what they hold.
-    """
-
-    def __init__(self, own: OwnState, outer: OuterWeights, servers: ServerState | None) -> None:
-        self._own, self._outer, self._servers = own, outer, servers
-
-    def fetch(self) -> Held:
-        held = self._own.fetch()
-        if self._servers is None:
-            held.momenta = self._outer.momenta_by_name()
-            return held
-        at_servers = self._servers.fetch()
-        held.weights, held.round = at_servers.weights, at_servers.round
-        momenta = {name: kept.get(MOMENTUM) for name, kept in at_servers.state.items()}
-        held.momenta = {name: v for name, v in momenta.items() if v is not None}
-        return held
-
-    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
-        self._own.restore(saved, averages, {})
-        self._outer.begin({} if self._servers else momenta)
-        if self._servers is not None:
-            state = {name: {MOMENTUM: v} for name, v in momenta.items()}
-            self._servers.restore(OptimizerState("SGD", state, []), {}, {})
+def set_residual(plan: Plan, links: RoundChannel, tensor: int, saved: Tensor) -> None:
+    """Replace a tensor's residual."""
+    flat = as_real(saved).reshape(-1).cpu()
+    for segment, values in residual_parts(plan, links, tensor):
+        values[:] = flat[segment.start : segment.stop].numpy()
 
 
-def as_torch(outer: Nesterov, parameters: Sequence[Tensor]) -> torch.optim.SGD:
-    """The outer optimizer for servers, which run torch's own on their shards."""
-    return torch.optim.SGD(
-        parameters, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
-    )
+def residual_parts(
+    plan: Plan, links: RoundChannel, tensor: int
+) -> Iterator[tuple[Segment, Floats]]:
+    """The parts of a tensor's residual, themselves and no copies; none if nothing is kept back."""
+    for chunk in (c for c in plan.chunks if any(s.tensor == tensor for s in c.segments)):
+        for segment, values in zip(chunk.segments, links.memories(chunk), strict=True):
+            if segment.tensor == tensor and values is not None:
+                yield segment, values

@@ -50,7 +50,8 @@ from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
 from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.outer_updates import OuterState, OuterUpdates, OuterWeights, as_torch
+from slipstream.torch.outer_updates import OuterUpdates
+from slipstream.torch.outer_weights import OuterState, OuterWeights, as_torch
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
 from slipstream.torch.residuals import Residuals
@@ -443,7 +444,7 @@ class Wiring:
             servers = ServerState(self._plan, self._inventory, self._member, service, limit_s)
             servers.begin()
         if self._outer is not None:
-            return OuterState(own, self._outer, servers)
+            return OuterState(own, self._outer, self._slots.known_buffers, servers)
         return own if servers is None else servers
 
     def _residuals(self, channels: Channels) -> Residuals | None:

@@ -46,6 +46,7 @@ class Section:
             section.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
         section.tensors |= {f"averaged/{name}": tensor for name, tensor in held.averages.items()}
         section.tensors |= {f"outer/{name}": tensor for name, tensor in held.momenta.items()}
+        section.tensors |= {f"precise/{name}": tensor for name, tensor in held.precise.items()}
         return section
 
 
@@ -75,10 +76,10 @@ def save_job(
     owed = [replica.residuals.gather() if replica.residuals else {} for replica in replicas]
     if env.rank == 0:
         try:
-            sections = []
-            for number, replica in enumerate(replicas):
-                sections.append(Section.of(pairs, number, replica.state.fetch()))
-                sections[-1].tensors |= owed[number]
+            held = [replica.state.fetch() for replica in replicas]
+            sections = sections_with(pairs, held)
+            for section, tensors in zip(sections, owed, strict=True):
+                section.tensors |= tensors
             write(path, sections, {**facts, "random": generators})
         except CheckpointError as error:
             problem = str(error)
@@ -89,22 +90,28 @@ def save_servers(
     path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], facts: Mapping[str, Any]
 ) -> None:
     """Write the servers' state; for each pair, of one round where servers agree on rounds."""
+    held = [replica.state.fetch() for replica in replicas]
+    steps = list(facts["steps"])
+    for number, replica in enumerate(replicas):
+        if replica.plan.consistency.agreed:
+            steps[number] += held[number].round * replica.plan.steps_a_round
+    facts = {**facts, "step": steps[0], "steps": steps, "random": [random_state()]}
+    write(path, sections_with(pairs, held), facts)
+
+
+def sections_with(pairs: Sequence[Pair], held: Sequence[Held]) -> list[Section]:
+    """The sections of all pairs, with held weights in place of the models' own."""
     sections: list[Section] = []
     weights: dict[int, torch.Tensor] = {}  # by identity: models may share tensors
-    steps = list(facts["steps"])
-    for number, (pair, replica) in enumerate(zip(pairs, replicas, strict=True)):
-        held = replica.state.fetch()
+    for number, (pair, each) in enumerate(zip(pairs, held, strict=True)):
         own = named_tensors(pair.model)
-        weights |= {id(own[name]): tensor for name, tensor in held.weights.items()}
-        sections.append(Section.of(pairs, number, held))
-        if replica.plan.consistency.agreed:
-            steps[number] += held.round * replica.plan.steps_a_round
+        weights |= {id(own[name]): tensor for name, tensor in each.weights.items()}
+        sections.append(Section.of(pairs, number, each))
     for pair, section in zip(pairs, sections, strict=True):
         for name, tensor in named_tensors(pair.model).items():
             if f"model/{name}" in section.tensors and id(tensor) in weights:
                 section.tensors[f"model/{name}"] = weights[id(tensor)]
-    facts = {**facts, "step": steps[0], "steps": steps, "random": [random_state()]}
-    write(path, sections, facts)
+    return sections
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

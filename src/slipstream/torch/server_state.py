@@ -13,7 +13,7 @@ from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.torch.inventory import Inventory, dtype_text
-from slipstream.torch.kept_state import Held, Named
+from slipstream.torch.kept_state import Held
 from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS, bytes_of, is_scalar, tensor_of
 from slipstream.torch.staging import as_real
 from slipstream.transports.wire import Fetch, Load, Message, Snapshot, State, checksum
@@ -100,7 +100,7 @@ class ServerState:
         joined = joined.reshape(self._plan.specs[tensor].shape)
         return torch.view_as_complex(joined) if self._tensors[tensor].is_complex() else joined
 
-    def restore(self, saved: OptimizerState, averages: Named, momenta: Named) -> None:
+    def restore(self, saved: OptimizerState, held: Held) -> None:
         """Rank 0 hands everything back to whichever servers hold it now."""
         if not self._member.is_hub:
             return
@@ -108,7 +108,7 @@ class ServerState:
             name: {k: torch.as_tensor(v) for k, v in entries.items() if v is not None}
             for name, entries in saved.state.items()
         }
-        for name, average in averages.items():
+        for name, average in held.averages.items():
             state.setdefault(name, {})[AVERAGE] = average
         self._send_weights()
         self._send_state(state)

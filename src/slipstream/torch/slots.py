@@ -193,16 +193,30 @@ class LiveTensors:
         self._sources.pop(tensor, None)
         self._weights.commit(tensor, self._target(tensor))
         if self._is_buffer[tensor]:
-            self._known[tensor].copy_(self._live(tensor))
+            self._known[tensor].copy_(self._target(tensor))
 
     def forget(self) -> None:
         """The round is over: the next one reads the tensors again."""
         self._fetched.clear()
         self._counts.clear()
 
+    def replace_buffer(self, tensor: int, value: Tensor) -> None:
+        """Give the model another value of a buffer."""
+        self._live(tensor).data.copy_(value)
+
+    def know_buffers(self) -> None:
+        """The model's buffers are the same on all workers now: later changes are contributions."""
+        for tensor, known in self._known.items():
+            known.copy_(self._live(tensor))
+
+    def known_buffers(self) -> dict[str, Tensor]:
+        """By name: the buffers that all workers had in common last."""
+        return {self._specs[tensor].name: known for tensor, known in self._known.items()}
+
     def _target(self, tensor: int) -> torch.Tensor:
         live = self._live(tensor)
-        if self._is_buffer[tensor] or self._weights_replace:
+        apart = self._copies_buffers  # results are merged later
+        if (self._is_buffer[tensor] and not apart) or self._weights_replace:
             return live.data  # whose changes autograd does not count: they are not the user's
         # The mean over workers is dense, even where each one's gradient is sparse.
         result = self.results[tensor]

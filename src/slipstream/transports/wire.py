@@ -44,8 +44,8 @@ class Push(Body, tag="push", frozen=True):
     ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
     are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
     rate relative to the highest so far. If ``early`` is True, the first frames of a layer were
-    sent before, in an Early. ``weights`` are the numbers of workers that each place is the sum of;
-    empty if each is one worker's.
+    sent before, in an Early. ``weights`` say of how many contributions each place is the
+    sum: of workers, or of one worker's to several rounds; empty if each is one.
     """
 
     unit: Count

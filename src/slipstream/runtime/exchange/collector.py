@@ -29,7 +29,7 @@ class Contribution:
     places: tuple[Group, ...]
     settings: Settings | None
     rate: float
-    weights: Sequence[int] = ()  # by place: the workers that it is the sum of; empty: one each
+    weights: Sequence[int] = ()  # by place: what it is the sum of, see Push; empty: one each
 
     def weight(self, place: int) -> int:
         return self.weights[place] if self.weights else 1
@@ -55,12 +55,14 @@ class ClosedRound:
 
     def divisor(self, plan: Plan, place: int) -> float:
         """A parameter's mean runs over all workers of the round (one without a gradient counts as
-        zero); a buffer's over those on which it changed."""
+        zero), where it counts over all rounds that they cover; a buffer's over those workers on
+        which it changed."""
         if self.unit.layer is not None:
             return self.closed.divisor
         segment = self.unit.places[place]
         if plan.specs[segment.tensor].role == "parameter":
-            return self.closed.divisor
+            late = plan.weighs_late
+            return sum(made.weight(place) for made in self.made) if late else self.closed.divisor
         # With two levels a contribution is a host's sum, divided by this.
         share = plan.cluster.ranks / plan.cluster.workers
         counted = (made.weight(place) for made in self.made if made.places[place] is not None)
@@ -130,7 +132,9 @@ class Collector:
             if checksum(frames) != body.crc:
                 raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
             places = self._examine(held, rank, body, frames)
-            examine_weights(body, self.plan.cluster.ranks)
+            # A worker has made at most one contribution to each round up to this one.
+            covers = body.round + 1 if self.plan.weighs_late else 1
+            examine_weights(body, self.plan.cluster.ranks * covers)
         if body.read > body.round:
             raise FrameRefused(f"a gradient of round {body.round} from weights of {body.read}")
         counts = held.ledger.arrive(rank, body.round)
@@ -252,9 +256,9 @@ class Collector:
         return rounds
 
 
-def examine_weights(body: Push, ranks: int) -> None:
-    """FrameRefused unless each segment may be the sum of so many workers' contributions."""
-    fit = len(body.weights) == len(body.counts) and all(1 <= w <= ranks for w in body.weights)
+def examine_weights(body: Push, most: int) -> None:
+    """FrameRefused unless each segment may be the sum of so many contributions."""
+    fit = len(body.weights) == len(body.counts) and all(1 <= w <= most for w in body.weights)
     if body.weights and not fit:
         raise FrameRefused(f"weights {body.weights[:8]} of {len(body.counts)} segments")
 

@@ -16,7 +16,7 @@ from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.runtime.exchange.channel import Slots
-from slipstream.runtime.exchange.collector import ClosedRound
+from slipstream.runtime.exchange.collector import ClosedRound, Group
 from slipstream.runtime.exchange.result_frames import examine_result
 from slipstream.runtime.exchange.results import ResultWriter
 from slipstream.runtime.exchange.round_sender import RoundSender
@@ -98,6 +98,7 @@ class RoundChannel:
     def forget_residuals(self) -> None:
         """Other weights were loaded: the residuals belong to the weights before."""
         for state in self._states.values():
+            state.covered = [1] * len(state.covered)
             for residual in state.residuals:
                 if residual is not None:
                     residual.clear()
@@ -137,7 +138,7 @@ class RoundChannel:
     def _push_segments(self, state: UnitState) -> None:
         self._await_turn(state)
         ctx = EncodeContext(self.step + 1, self.rate(), self.congested())
-        groups: list[Sequence[Buffer] | None] = []
+        groups: list[Group] = []
         codec = state.codec_in(state.begun)
         for place, residual in zip(state.unit.places, state.residuals, strict=True):
             values = self._slots.source(place.tensor)
@@ -151,8 +152,16 @@ class RoundChannel:
             groups = [g and [bytes(memoryview(frame)) for frame in g] for g in groups]
         if any(residual is not None for residual in state.residuals):
             state.sent, state.sent_by = tuple(groups), codec
-        weights = [self.weight(place.tensor) for place in state.unit.places]
+        weights = self._weights(state, groups)
         self._push(state, groups, ctx.rate, weights=weights if max(weights) > 1 else ())
+
+    def _weights(self, state: UnitState, groups: Sequence[Group]) -> list[int]:
+        """By place: how many contributions of a worker to a round it is the sum of."""
+        weights = [self.weight(place.tensor) for place in state.unit.places]
+        if self.plan.weighs_late:
+            sent = zip(weights, state.covered, groups, strict=True)
+            weights = [w if group is None else w * covered for w, covered, group in sent]
+        return weights
 
     # ---- layers in compact form (the training thread)
 
@@ -340,9 +349,7 @@ class RoundChannel:
         state.committed = answer.round + 1
         # A late worker continues with the open round.
         state.begun = max(state.begun, answer.round + 1)
-        if answer.dropped(self.rank):
-            state.put_back()
-        state.sent, state.sent_by = (), None
+        state.answered(dropped=answer.dropped(self.rank))
         touched = self._results.write(state, answer)
         state.release(answer.round)
         return touched

@@ -55,6 +55,7 @@ class UnitState:
     pushed: bool = False  # in this step
     sent: tuple[Sequence[Buffer] | None, ...] = ()  # the last contribution, while it may return
     sent_by: Codec | None = None
+    covered: list[int] = field(default_factory=list)  # by place: rounds that the next one is of
     loans: dict[int, list[Loan]] = field(default_factory=dict)  # by round
     ahead_for: int = -1  # the round for which a first matrix was sent early
 
@@ -90,11 +91,15 @@ class UnitState:
             for loan in self.loans.pop(round_):
                 loan.release()
 
-    def put_back(self) -> None:
-        """The contribution was dropped: add its content back to the residuals."""
-        for residual, frames in zip(self.residuals, self.sent, strict=False):
-            if self.sent_by is not None and residual is not None and frames is not None:
+    def answered(self, *, dropped: bool) -> None:
+        """The contribution has counted; or it was dropped: its content returns to the residuals."""
+        for place, (residual, frames) in enumerate(zip(self.residuals, self.sent, strict=False)):
+            if self.sent_by is None or residual is None or frames is None:
+                continue
+            if dropped:
                 residual.put_back(self.sent_by, frames)
+            self.covered[place] = self.covered[place] + 1 if dropped else 1
+        self.sent, self.sent_by = (), None
 
 
 def fresh(unit: Unit, plan: Plan) -> UnitState:
@@ -112,4 +117,5 @@ def fresh(unit: Unit, plan: Plan) -> UnitState:
         residuals,
         result_parts(plan, unit),
         unready=len(unit.tensors),
+        covered=[1] * len(residuals),
     )

@@ -30,7 +30,7 @@ FORMAT = 1
 MOST_HEADER_NBYTES = 100_000_000  # safetensors' own limit
 MOST_NESTED = 200  # brackets within brackets, in JSON
 MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
-PREFIXES = ("model/", "optimizer/", "averaged/", "outer/", "residual/")
+PREFIXES = ("model/", "optimizer/", "averaged/", "outer/", "precise/", "residual/", "local/")
 T = TypeVar("T")
 
 
@@ -87,6 +87,8 @@ class Facts(msgspec.Struct, frozen=True):
     taken: list[Count] = []
     job: str = ""
     steps: list[Count] = []  # by pair; empty with one pair
+    parts: str = ""  # the token of workers' own parts, if there are any
+    local: list[Any] = []  # in such a part: by pair, what was under way
 
 
 class Entry(msgspec.Struct, frozen=True):

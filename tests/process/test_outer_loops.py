@@ -1,0 +1,77 @@
+"""What a training loop may do between outer rounds, and what it may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fork_server import ForkServer
+from test_mixes import vector
+from test_outer_rounds import RANKS, STREAMED, WORKER, Run, alone, run
+
+from slipstream.updates import LocalSteps, Nesterov
+
+__all__ = ["run"]  # the fixture
+pytestmark = pytest.mark.process
+
+
+def test_complex_parameters_are_merged_in_part(run: Run) -> None:
+    told = run(STREAMED, model="complex")
+    local, outer = LocalSteps(4, 3, 2, 0.25), Nesterov()
+    wanted = alone(local, outer, told[0]["fragments"], model="complex")
+    assert len({each["digest"] for each in told}) == 1
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["diloco(every=3)", STREAMED])
+def test_a_closure_steps_like_a_loop_without_one(strategy: str, run: Run) -> None:
+    assert run(strategy, closure=True)[0]["digest"] == run(strategy)[0]["digest"]
+
+
+def test_a_closure_whose_gradients_are_not_finite_does_not_count(run: Run) -> None:
+    told = run("diloco(every=3)", closure=True, endless=[1, 4], nonfinite="refuse")
+    assert len({each["digest"] for each in told}) == 1
+    assert vector(told[0]["weights"]).isfinite().all()
+    moved = run("diloco(every=3)", closure=True)
+    assert told[0]["digest"] != moved[0]["digest"], "a step of rank 1 is missing"
+
+
+def test_a_closure_whose_gradients_are_not_finite_ends_the_job(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    options = json.dumps({"closure": True, "endless": [1, 4], "nonfinite": "stop"})
+    arguments = "diloco(every=3)", str(tmp_path), "float64", options
+    run = fork_server.run(WORKER, *arguments, ranks=RANKS)
+    assert 0 not in set(run.codes.values())
+    assert "rank 1" in run.told()
+    assert "not finite" in run.told()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_weights_that_the_loop_loads_are_the_outer_ones(dtype: str, run: Run) -> None:
+    """After job.distribute, and before the first step."""
+    wanted = run("diloco(every=3)", dtype, seed=8)
+    told = run("diloco(every=3)", dtype, seed=3, load_state=8)
+    assert {each["digest"] for each in told} == {wanted[0]["digest"]}
+
+
+@pytest.mark.parametrize("strategy", ["diloco(every=3)", STREAMED])
+def test_lent_weights_are_not_trained_and_not_exchanged(strategy: str, run: Run) -> None:
+    plain = run(strategy)
+    told = run(strategy, misuse_after=6)  # while fragments are under way
+    for each in told:
+        flushed, stepped = each["said"]
+        assert "job.flush() within job.outer_weights(): call it after the block" in flushed
+        assert "optimizer.step() within job.outer_weights()" in stepped
+    assert {each["digest"] for each in told} == {plain[0]["digest"]}, "nothing has changed"
+
+
+def test_small_outer_updates_of_models_in_16_bits_add_up(run: Run) -> None:
+    """An outer update far below a weight's last bit counts when there are enough of them."""
+    strategy = "diloco(every=1, lr=0.001, momentum=0.0)"
+    told = run(strategy, "bfloat16", steps=120)
+    moved = vector(told[0]["weights"]) - vector(told[0]["begun"])
+    assert len({each["digest"] for each in told}) == 1
+    assert torch.count_nonzero(moved) > 0.01 * moved.numel()
