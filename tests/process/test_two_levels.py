@@ -34,6 +34,7 @@ LIMIT_S = 180.0
 PUSH_PULL = "push_pull(chunk_bytes=8192)"
 AFTER = "push_pull(overlap=False, chunk_bytes=8192)"
 ALLREDUCE = "allreduce(bucket_bytes=16384)"
+AT_SERVERS = "push_pull(update='server', chunk_bytes=8192)"
 FLOW = "parameter_flow(delta=0.0, hosts='first', chunk_bytes=8192)"  # all of it is sent
 EVEN, UNEVEN = (0, 1, 0, 1), (0, 0, 0, 1)  # by rank: its host
 TOLERANCE = {torch.bfloat16: 5e-2}
@@ -51,12 +52,15 @@ ALL = {
         Asked(4, "unused", ALLREDUCE),
         Asked(4, "norm", ALLREDUCE),
         Asked(4, "groups", "push_pull(hosts='flat', chunk_bytes=8192)", servers=2),
+        Asked(4, "norm", AT_SERVERS, servers=2),
     ],
     UNEVEN: [
         *(Asked(4, case, PUSH_PULL, servers=1) for case in ON_UNEVEN),
         Asked(4, "groups", AFTER, "adam", servers=2),
         Asked(4, "groups", ALLREDUCE),
         Asked(4, "groups", FLOW),
+        Asked(4, "groups", AT_SERVERS, "adam", servers=2),
+        *(Asked(4, case, AT_SERVERS) for case in ("kept", "absent_norm", "accumulated")),
         Asked(4, "sparse", ALLREDUCE),
     ],
 }

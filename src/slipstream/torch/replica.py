@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.assembly import round_channel
 from slipstream.runtime.engine import Applier
-from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
+from slipstream.runtime.exchange.channel import Channel, Slots
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.gossip import GossipChannel
@@ -53,6 +52,7 @@ from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.outer_updates import OuterState, OuterUpdates, OuterWeights, as_torch
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
+from slipstream.torch.rate_share import RateShare
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
@@ -126,8 +126,8 @@ class Channels:
     memory: HostMemory | None = None
 
     @property
-    def layers(self) -> LayerChannel | None:
-        """The one that takes layers in compact form."""
+    def rounds(self) -> RoundChannel | HostLeader | HostFollower | None:
+        """The one that knows of rounds, and takes layers in compact form."""
         return self.links if self.host is None else self.host
 
     @property
@@ -201,11 +201,11 @@ class Replica:
     @property
     def round(self) -> int:
         """The open round, as far as this worker knows, where rounds can be missed."""
-        return max(exchange.told_round for exchange in self.link_exchanges)
+        return 0 if self.channels.rounds is None else self.channels.rounds.told_round
 
     def open_round(self) -> int:
         """The round that this worker makes next; waits until it is known."""
-        return max(exchange.open_round() for exchange in self.link_exchanges)
+        return 0 if self.channels.rounds is None else self.channels.rounds.open_round()
 
     def bytes(self) -> tuple[Counter[str], Counter[str]]:
         """Payload sent and received, by scheme."""
@@ -215,6 +215,12 @@ class Replica:
             sent += exchange.sent
             received += exchange.received
         return sent, received
+
+    def retire(self) -> None:
+        """This worker makes no more rounds; where another one speaks for it, that one says so."""
+        worker = self.plan.cluster.worker(self.member.name)
+        if worker >= 0:
+            self.shards.retire(worker, self.member)
 
     def close(self) -> None:
         self.synchronizer.close()
@@ -320,8 +326,9 @@ class Wiring:
         ranks = next(ranks for ranks in plan.cluster.members if rank in ranks)
         shapes = [unit.layer for unit in plan.units if unit.layer is not None]
         memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}", shapes)
-        layers = HostLayers(plan, memory)
-        add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
+        layers, add = HostLayers(plan, memory), None
+        if not plan.update.holder_applies:  # it is gradients that come back
+            add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
         if rank != ranks[0]:
             worker, limit_s = ranks.index(rank), self._limit_s
             follower = HostFollower(worker, memory, self._slots, member, limit_s, layers, add)
@@ -331,11 +338,18 @@ class Wiring:
         gradients = HostGradients(slots)
         collective = self._collective(gradients)
         links = self._links(slots, gradients) if plan.over_links() else None
+        of_layers = None
         if links is not None:
-            links.weight = slots.weight
+            links.weight, slots.is_whole, of_layers = (
+                slots.weight,
+                links.has_result,
+                (layers, links),
+            )
         between = Channels(collective, links=links)
-        of_layers = None if links is None else (layers, links)
-        host = HostLeader(slots, between.all, member, self._limit_s, of_layers)
+        rounds = links if plan.counts_rounds else None
+        host = HostLeader(slots, between.all, member, self._limit_s, of_layers, rounds)
+        if links is not None:
+            host.settings = lambda: links.settings()
         return replace(between, host=host, memory=memory)
 
     def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
@@ -374,7 +388,7 @@ class Wiring:
         return accept_joiners(self._model, self._plan, channels.partial, self._chain, member)
 
     def _compact(self, channels: Channels) -> CompactGradients | None:
-        links = channels.layers
+        links = channels.rounds
         if not self._layers or links is None:
             return None
         plan, chooser, choices = self._plan, self._plan.chooser, None
@@ -403,9 +417,10 @@ class Wiring:
         if self._outer is not None:
             return own, partial(OuterUpdates, optimizer=own, outer=self._outer, links=links)
         if plan.update.holder_applies:
-            assert links is not None
+            sender = links or channels.rounds  # a worker whose host another one speaks for has none
+            assert sender is not None
             remote = self._loop or RemoteOptimizer(own)
-            return remote, partial(ServerUpdates, loop=remote, links=links)
+            return remote, partial(ServerUpdates, loop=remote, sender=sender)
         if plan.runs_ahead:
             assert isinstance(links, UpdateStream)
             loop = self._loop or LoopOptimizer(own)
@@ -450,28 +465,6 @@ class Wiring:
         if self._plan.update.holder_applies or channels.links is None:
             return None
         return Residuals(self._plan, channels.links, self._member, self._limit_s)
-
-
-class RateShare:
-    """The learning rate relative to the highest so far, which is at least the initial one.
-
-    For an optimizer without a learning rate, or with one that it finds itself, always 1.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._highest = 0.0
-
-    def __call__(self) -> float:
-        groups = self._optimizer.param_groups
-        now, began = (highest_of(groups, name) for name in ("lr", "initial_lr"))
-        self._highest = max(self._highest, now, began)
-        return now / self._highest if self._highest > 0 else 1.0
-
-
-def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
-    numbers = int | float | torch.Tensor
-    return max((float(g[name]) for g in groups if isinstance(g.get(name), numbers)), default=0.0)
 
 
 def recipe_for(

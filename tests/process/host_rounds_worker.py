@@ -1,0 +1,65 @@
+"""Trains where hosts may miss rounds; writes down which rounds a worker made, and of what."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from cases import digest
+from forked_servers import start_servers_by_fork
+from mix_worker import RATE, batch, build, weights
+
+import slipstream
+from slipstream.sessions.networked import NetworkedTraining
+
+MOMENTUM, MARK_S = 0.5, 60.0
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+def hold_back(folder: Path, rank: int, late: list[int], taken: int) -> None:
+    """The late ranks begin when the others have made two rounds without them."""
+    if taken == 0 and rank in late:
+        deadline = time.monotonic() + MARK_S
+        while not (folder / "ahead").exists():
+            assert time.monotonic() < deadline, "the others do not go on without this host"
+            time.sleep(0.005)
+    elif taken == 2 and rank == 0:
+        (folder / "ahead").touch()
+
+
+def main(strategy: str, folder: str, options: str) -> None:
+    start_servers_by_fork()
+    asked = json.loads(options)
+    model = build(torch.float64)
+    optimizer = optimizer_of(model)
+    rounds: list[int] = []
+    limits = {"wait_limit_s": 20, "silence_limit_s": asked.get("silence_s", 10)}
+    with slipstream.init(servers=2, start_limit_s=30, **limits) as job:
+        model, optimizer = job.distribute(model, optimizer, strategy)
+        for round_ in job.steps(asked["steps"]):
+            hold_back(Path(folder), job.rank, asked["late"], len(rounds))
+            inputs, targets = batch(job.rank, round_, torch.float64)
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            rounds.append(round_)
+            (Path(folder) / f"step-{job.rank}").write_text(str(round_))
+        assert isinstance(job._training, NetworkedTraining)
+        service = job._training.replica.service
+        assert service is not None
+        accounts = [msgspec.to_builtins(each) for each in service.accounts()]
+    told = {"weights": weights(model), "digest": digest(model), "rounds": rounds, "step": job.step}
+    told["makers"] = [each["makers"] for each in accounts]
+    Path(folder, f"{job.rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

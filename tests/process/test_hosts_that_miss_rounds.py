@@ -1,0 +1,87 @@
+"""Rounds of the first N hosts: the mean over the workers of those hosts, and of nobody else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fork_server import ForkServer
+from host_rounds_worker import optimizer_of
+from mix_worker import batch, build
+from test_mixes import vector
+from test_two_levels import environments
+
+pytestmark = pytest.mark.process
+
+WORKER = Path(__file__).with_name("host_rounds_worker.py")
+STEPS = 12
+EVEN, UNEVEN = (0, 1, 2, 0, 1, 2), (0, 0, 0, 1, 1, 2)  # by rank: its host
+FIRST = "backup_workers(first=2, hosts='first', chunk_bytes=2048)"
+ALL = "push_pull(update='server', chunk_bytes=2048)"
+
+
+def ranks_of(hosts: tuple[int, ...]) -> list[list[int]]:
+    return [[r for r, host in enumerate(hosts) if host == h] for h in range(max(hosts) + 1)]
+
+
+def train(
+    fork_server: ForkServer, folder: Path, hosts: tuple[int, ...], strategy: str, late: list[int]
+) -> list[dict[str, Any]]:
+    options = json.dumps({"late": late, "steps": STEPS})
+    ranks = environments(hosts)
+    run = fork_server.run(WORKER, strategy, str(folder), options, ranks=ranks)
+    assert set(run.codes.values()) == {0}, run.told()
+    assert run.remains.left() == []
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(hosts))]
+
+
+def alone(hosts: tuple[int, ...], makers: list[tuple[int, ...]]) -> torch.Tensor:
+    """One process, in each round on the union of the batches of the hosts that made it."""
+    model = build(torch.float64)
+    optimizer = optimizer_of(model)
+    for round_, made in enumerate(makers):
+        ranks = [rank for host in made for rank in ranks_of(hosts)[host]]
+        given = [batch(rank, round_, torch.float64) for rank in ranks]
+        inputs, targets = (torch.cat(each) for each in zip(*given, strict=True))
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return vector({n: p.detach().tolist() for n, p in model.named_parameters()})
+
+
+def makers_of(told: list[dict[str, Any]]) -> list[tuple[int, ...]]:
+    """Which hosts made each round; all servers say the same."""
+    lists = [[(round_, tuple(hosts)) for round_, hosts in each] for each in told[0]["makers"]]
+    assert all(each == lists[0] for each in lists)
+    assert [round_ for round_, _ in lists[0]] == list(range(len(lists[0])))
+    return [hosts for _, hosts in lists[0]]
+
+
+@pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
+def test_a_round_is_one_process_on_the_batches_of_the_first_hosts(
+    hosts: tuple[int, ...], fork_server: ForkServer, tmp_path: Path
+) -> None:
+    told = train(fork_server, tmp_path, hosts, FIRST, late=ranks_of(hosts)[2])
+    makers = makers_of(told)
+    assert len(makers) == STEPS
+    assert {len(made) for made in makers} == {2}
+    assert makers[:2] == [(0, 1), (0, 1)], "the third host was held back"
+    assert len({each["digest"] for each in told}) == 1
+    assert (vector(told[0]["weights"]) - alone(hosts, makers)).abs().max() <= 1e-12
+    for ranks in ranks_of(hosts):
+        assert len({tuple(told[rank]["rounds"]) for rank in ranks}) == 1, "a host is in one round"
+    late = told[ranks_of(hosts)[2][0]]["rounds"]
+    assert late[0] == 0
+    assert late == sorted(set(late))
+    assert {each["step"] for each in told} == {STEPS}
+
+
+def test_servers_that_update_are_exact(fork_server: ForkServer, tmp_path: Path) -> None:
+    told = train(fork_server, tmp_path, UNEVEN, ALL, late=[])
+    assert len({each["digest"] for each in told}) == 1
+    wanted = alone(UNEVEN, [(0, 1, 2)] * STEPS)
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
