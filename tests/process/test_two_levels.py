@@ -30,6 +30,7 @@ POSEIDON_WORKER = Path(__file__).with_name("poseidon_worker.py")
 RESIDUALS_WORKER = Path(__file__).with_name("residuals_worker.py")
 MIX_WORKER = Path(__file__).with_name("mix_worker.py")
 FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
+REWIRED_WORKER = Path(__file__).with_name("rewired_worker.py")
 LIMIT_S = 180.0
 PUSH_PULL = "push_pull(chunk_bytes=8192)"
 AFTER = "push_pull(overlap=False, chunk_bytes=8192)"
@@ -218,6 +219,16 @@ def test_a_worker_that_is_killed_is_named_by_all_and_nothing_is_left(
     assert all(code == 69 for rank, code in enumerate(codes) if rank != victim), run.told()
     assert any(f"rank {victim}" in line for line in run.own_lines()), run.told()
     assert run.remains.left() == []
+
+
+def test_a_hosts_memory_is_given_back_when_its_pair_is_wired_anew(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    run = fork_server.run(REWIRED_WORKER, str(tmp_path), ranks=environments((0, 0, 1)))
+    assert set(run.codes.values()) == {0}, run.told()
+    told = {(tmp_path / f"{rank}.txt").read_text() for rank in range(3)}
+    assert len(told) == 1
+    assert told.pop().startswith("[False, False]"), "a handler keeps what is closed"
 
 
 def test_what_hosts_owe_survives_a_checkpoint(fork_server: ForkServer, tmp_path: Path) -> None:

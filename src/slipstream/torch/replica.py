@@ -105,7 +105,7 @@ class SharedParts:
     def next_endpoint(self) -> Endpoint:
         """The endpoint of the next replica."""
         self.wired += 1
-        return self.membership.member.for_pair(self.wired - 1)
+        return self.membership.member.for_pair(self.wired - 1).owned()
 
     def close(self) -> None:
         self.shards.close()
@@ -224,6 +224,7 @@ class Replica:
 
     def close(self) -> None:
         self.synchronizer.close()
+        self.member.close()
         if self.channels.collective is not None:
             self.channels.collective.collectives.close()
         if self.channels.memory is not None:
