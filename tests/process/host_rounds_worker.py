@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,16 +44,17 @@ def main(strategy: str, folder: str, options: str) -> None:
     optimizer = optimizer_of(model)
     rounds: list[int] = []
     limits = {"wait_limit_s": 20, "silence_limit_s": asked.get("silence_s", 10)}
-    with slipstream.init(servers=2, start_limit_s=30, **limits) as job:
+    with slipstream.init(servers=asked.get("servers", 2), start_limit_s=30, **limits) as job:
         model, optimizer = job.distribute(model, optimizer, strategy)
         for round_ in job.steps(asked["steps"]):
             hold_back(Path(folder), job.rank, asked["late"], len(rounds))
+            if [job.rank, len(rounds)] == asked.get("dies"):
+                os.kill(os.getpid(), signal.SIGKILL)
             inputs, targets = batch(job.rank, round_, torch.float64)
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             rounds.append(round_)
-            (Path(folder) / f"step-{job.rank}").write_text(str(round_))
         assert isinstance(job._training, NetworkedTraining)
         service = job._training.replica.service
         assert service is not None

@@ -63,6 +63,7 @@ class CollectiveChannel:
 
     Args:
         slots: What is summed, and where sums go.
+        divisor: What contributions are divided by; by default the number of workers.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class CollectiveChannel:
         slots: ExchangedGradients,
         collectives: Collectives,
         member: Any,
+        divisor: int | None = None,
     ) -> None:
         self.plan = plan
+        self._divisor = plan.cluster.workers if divisor is None else divisor
         self.step = 0
         self.wait_s = 0.0
         self.sent: Counter[str] = Counter()
@@ -137,7 +140,7 @@ class CollectiveChannel:
             if flat is None:
                 values.zero_()
             else:
-                divide(flat[start : start + numel], self.plan.cluster.workers, values)
+                divide(flat[start : start + numel], self._divisor, values)
             bucket.unready -= 1
         self._launch_complete()
 

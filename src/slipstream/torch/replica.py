@@ -57,7 +57,7 @@ from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import settings_of
-from slipstream.torch.slots import ExchangedGradients, GradientPlaces, LiveTensors
+from slipstream.torch.slots import GradientPlaces, LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
@@ -335,7 +335,9 @@ class Wiring:
             follower = HostFollower(worker, memory, self._slots, member, limit_s, layers, add)
             return Channels(host=follower, memory=memory)
         share = plan.cluster.ranks / plan.cluster.workers
-        slots = HostSlots(memory, self._slots, share, add)
+        # Collectives add up what the host has divided by all: it is rounded once, in few bits, too.
+        divisors = dict.fromkeys(self._summed(), float(plan.cluster.ranks))
+        slots = HostSlots(memory, self._slots, share, divisors, add)
         gradients = HostGradients(slots)
         collective = self._collective(gradients)
         links = self._links(slots, gradients) if plan.over_links() else None
@@ -355,14 +357,19 @@ class Wiring:
 
     def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
         plan, tensors = self._plan, self._inventory.tensors
-        if not any(isinstance(route.over, Collective) for route in plan.routes):
+        if not self._summed():
             return None
         device = collective_device(self._inventory) if of_host is None else torch.device("cpu")
         group = collectives_for(plan.cluster, device, self._membership, self._key("collectives"))
-        slots: ExchangedGradients = self._slots
-        if of_host is not None:
-            slots = HostExchange(of_host, self._finite)
-        return CollectiveChannel(plan, tensors, slots, group, self._member)
+        if of_host is None:
+            return CollectiveChannel(plan, tensors, self._slots, group, self._member)
+        exchanged = HostExchange(of_host, self._finite)
+        return CollectiveChannel(plan, tensors, exchanged, group, self._member, divisor=1)
+
+    def _summed(self) -> list[int]:
+        """The tensors that collectives sum."""
+        routes = (self._plan.routes[route] for route in self._plan.route_of)
+        return [t for t, route in enumerate(routes) if isinstance(route.over, Collective)]
 
     def _links(self, slots: Slots, results: GradientPlaces) -> RoundChannel:
         modules = {layer.shape.name: layer.module for layer in self._layers}

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from slipstream.codecs.matrices import Matrix
@@ -42,6 +43,7 @@ class HostSlots:
     Args:
         own: This worker's own tensors.
         share: See ``HostMemory.aggregate``.
+        divisors: By tensor: what divides its sum instead of ``share``.
         add: Adds the gradient of a layer that travelled in compact form to this worker's; None:
             what comes back is written.
 
@@ -52,9 +54,14 @@ class HostSlots:
     """
 
     def __init__(
-        self, memory: HostMemory, own: Slots, share: float, add: AddGradient | None = None
+        self,
+        memory: HostMemory,
+        own: Slots,
+        share: float,
+        divisors: Mapping[int, float] = MappingProxyType({}),
+        add: AddGradient | None = None,
     ) -> None:
-        self.memory, self.share = memory, share
+        self.memory, self.share, self._divisors = memory, share, divisors
         self.is_whole: Callable[[int], bool] = lambda tensor: True
         self.before_result: Callable[[int], None] = lambda round_: None
         self._own, self._add = own, add
@@ -67,7 +74,8 @@ class HostSlots:
         """All workers of the host have contributed."""
         self._open(tensor, round_)
         own = self._own.source(tensor)
-        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, self.share)
+        divisor = self._divisors.get(tensor, self.share)
+        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, divisor)
         if self._weights[tensor]:
             self._filled.add(tensor)
 
