@@ -28,7 +28,7 @@ SMALL = 4096  # bytes: several chunks even of small models
 CRUMBS = 512  # so many that workers' shares of them are even
 
 
-def compact(topology: Mesh | Sharded) -> Prefer:
+def compact(topology: Mesh | Sharded | TwoLevel) -> Prefer:
     """Layers as factors or rows, everything else dense."""
     ups = (Factors(), Rows(), Dense())
     return Prefer(tuple(Route(topology, up=up) for up in ups))
@@ -45,6 +45,19 @@ def low(route: Route) -> Prefer:
 
 
 MIXES = {
+    "factors, first hosts": Strategy(
+        "factors_hosts", compact(TwoLevel(WHOLE)), Consistency(FirstOf(2)), HOLDER
+    ),
+    "factors of 8 bits, hosts first": Strategy(
+        "factors_int8_hosts",
+        Prefer((Route(TwoLevel(Mesh()), up=Factors("int8")), Route(TwoLevel(Mesh())))),
+    ),
+    "low rank, hosts first": Strategy("rank_hosts", low(Route(TwoLevel(), RANK, RANK))),
+    "shares of hosts, 8 bits": Strategy(
+        "shares_hosts",
+        Everywhere(Route(TwoLevel(PeerSharded()), Quantized(8, 64), Quantized(8, 64))),
+        chunk_bytes=CRUMBS,
+    ),
     "low rank both ways": Strategy(
         "rank_sharded", low(Route(Sharded(), RANK, RANK)), chunk_bytes=SMALL
     ),

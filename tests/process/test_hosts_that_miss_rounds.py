@@ -86,11 +86,11 @@ def test_a_host_that_loses_a_worker_is_lost_and_the_others_go_on(
 ) -> None:
     """Rank 1 speaks for the second host, and rank 4 of that host dies. The server is rank 0's: one
     that rank 1 had started would end with it."""
-    asked = {"late": [], "steps": STEPS, "silence_s": 4, "dies": [4, 3], "servers": 1}
+    asked = {"late": [], "steps": STEPS, "silence_s": 5, "dies": [4, 0], "servers": 1}
     options = json.dumps(asked)
     run = fork_server.start(WORKER, FIRST, str(tmp_path), options, ranks=environments(EVEN))
     codes = run.wait()
-    assert codes[4] == -signal.SIGKILL
+    assert codes[4] == -signal.SIGKILL, run.told()
     assert codes[1] == 69, run.told()
     assert [codes[rank] for rank in (0, 2, 3, 5)] == [0] * 4, run.told()
     assert "the others went on without this host" in run.told()
@@ -98,7 +98,7 @@ def test_a_host_that_loses_a_worker_is_lost_and_the_others_go_on(
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2, 3, 5)]
     makers = makers_of(told)
     assert len(makers) == STEPS
-    assert makers[-1] == (0, 2)
+    assert set(makers) == {(0, 2)}
     assert len({each["digest"] for each in told}) == 1
     assert (vector(told[0]["weights"]) - alone(EVEN, makers)).abs().max() <= 1e-12
 

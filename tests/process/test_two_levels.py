@@ -186,15 +186,33 @@ def test_double_precision_is_exact(mix: Callable[..., list[dict[str, Any]]]) -> 
         assert (vector(each["averaged"]) - average).abs().max() <= 1e-12
 
 
-def test_quantised_sums_of_hosts_learn_like_exact_ones(
-    mix: Callable[..., list[dict[str, Any]]],
+def test_factors_where_servers_update_are_exact(mix: Callable[..., list[dict[str, Any]]]) -> None:
+    told = mix("factors, first hosts", "float64")
+    wanted, _ = alone(torch.float64)
+    assert len({each["digest"] for each in told}) == 1
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
+    assert "factors/sharded" in told[2]["stats"]["bytes"]["by_scheme"]
+
+
+@pytest.mark.parametrize(
+    ("name", "away"),
+    [
+        ("8 bits, hosts first", 0.01),
+        ("factors of 8 bits, hosts first", 0.02),
+        ("shares of hosts, 8 bits", 0.01),
+        ("low rank, hosts first", 0.4),
+    ],
+)
+def test_lossy_sums_of_hosts_learn_like_exact_ones(
+    name: str, away: float, mix: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    told = mix("8 bits, hosts first")
+    told = mix(name)
     wanted, _ = alone(torch.float32)
     moved = (wanted - vector(told[0]["begun"])).norm()
     assert len({each["digest"] for each in told}) == 1
-    assert (vector(told[0]["weights"]) - wanted).norm() < 0.01 * moved
+    assert (vector(told[0]["weights"]) - wanted).norm() < away * moved
     assert not told[1]["owed"], "the residual is the host's"
+    assert not told[1]["stats"]["bytes"]["sent"], "one stream a host"
 
 
 def test_what_is_held_back_is_the_hosts(mix: Callable[..., list[dict[str, Any]]]) -> None:
