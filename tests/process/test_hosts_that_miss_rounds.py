@@ -54,12 +54,14 @@ def alone(hosts: tuple[int, ...], makers: list[tuple[int, ...]]) -> torch.Tensor
     return vector({n: p.detach().tolist() for n, p in model.named_parameters()})
 
 
-def makers_of(told: list[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """Which hosts made each round; all servers say the same."""
-    lists = [[(round_, tuple(hosts)) for round_, hosts in each] for each in told[0]["makers"]]
+def makers_of(told: list[dict[str, Any]], hosts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Which hosts made each round, named by their lowest ranks; all servers say the same."""
+    lists = [
+        [(t, tuple(hosts[r] for r in ranks)) for t, ranks in each] for each in told[0]["makers"]
+    ]
     assert all(each == lists[0] for each in lists)
     assert [round_ for round_, _ in lists[0]] == list(range(len(lists[0])))
-    return [hosts for _, hosts in lists[0]]
+    return [made for _, made in lists[0]]
 
 
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
@@ -67,7 +69,7 @@ def test_a_round_is_one_process_on_the_batches_of_the_first_hosts(
     hosts: tuple[int, ...], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     told = train(fork_server, tmp_path, hosts, FIRST, late=ranks_of(hosts)[2])
-    makers = makers_of(told)
+    makers = makers_of(told, hosts)
     assert len(makers) == STEPS
     assert {len(made) for made in makers} == {2}
     assert makers[:2] == [(0, 1), (0, 1)], "the third host was held back"
@@ -96,7 +98,7 @@ def test_a_host_that_loses_a_worker_is_lost_and_the_others_go_on(
     assert "the others went on without this host" in run.told()
     assert run.remains.left() == []
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2, 3, 5)]
-    makers = makers_of(told)
+    makers = makers_of(told, EVEN)
     assert len(makers) == STEPS
     assert set(makers) == {(0, 2)}
     assert len({each["digest"] for each in told}) == 1
