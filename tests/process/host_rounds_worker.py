@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -46,6 +47,8 @@ def main(strategy: str, folder: str, options: str) -> None:
     limits = {"wait_limit_s": 20, "silence_limit_s": asked.get("silence_s", 10)}
     with slipstream.init(servers=asked.get("servers", 2), start_limit_s=30, **limits) as job:
         model, optimizer = job.distribute(model, optimizer, strategy)
+        if asked.get("load"):
+            job.load(asked["load"])
         for round_ in job.steps(asked["steps"]):
             hold_back(Path(folder), job.rank, asked["late"], len(rounds))
             if [job.rank, len(rounds)] == asked.get("dies"):
@@ -55,11 +58,17 @@ def main(strategy: str, folder: str, options: str) -> None:
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             rounds.append(round_)
+            if asked.get("save") and round_ + 1 == asked["steps"] // 2:
+                job.save(asked["save"])
         assert isinstance(job._training, NetworkedTraining)
         service = job._training.replica.service
         assert service is not None
+        told: dict[str, Any] = {}
+        if job.plan.update.average is not None:
+            with job.averaged_weights():
+                told["averaged"] = weights(model)
         accounts = [msgspec.to_builtins(each) for each in service.accounts()]
-    told = {"weights": weights(model), "digest": digest(model), "rounds": rounds, "step": job.step}
+    told |= {"weights": weights(model), "digest": digest(model), "rounds": rounds, "step": job.step}
     told["makers"] = [each["makers"] for each in accounts]
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told))
 
