@@ -91,3 +91,11 @@ def test_what_a_late_host_did_counts_in_a_later_round(run: Run) -> None:
     of_first = (first + second + 1.5 * vector(told[0]["owed"])) / 2
     wanted = of_first + third + 1.5 * vector(told[2]["owed"])
     assert torch.allclose(moved, wanted, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("first", ["", ", first=2"])
+def test_a_checkpoint_continues_as_the_run_did(first: str, run: Run, tmp_path: Path) -> None:
+    strategy = f"diloco(every=4, hosts='first'{first})"
+    whole = run(strategy, "float32", save_after=8)
+    resumed = run(strategy, "float32", load=str(tmp_path / "saved.safetensors"))
+    assert {each["digest"] for each in resumed} == {whole[0]["digest"]}
