@@ -18,7 +18,7 @@ from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
-from slipstream.systems import ako, push_pull
+from slipstream.systems import ako, poseidon, push_pull
 from slipstream.topologies import Mesh, PeerSharded, Sharded, TwoLevel
 from slipstream.updates import ClipNorm, Ema, Update, User
 
@@ -52,6 +52,7 @@ MIXES = {
         "factors_int8_hosts",
         Prefer((Route(TwoLevel(Mesh()), up=Factors("int8")), Route(TwoLevel(Mesh())))),
     ),
+    "poseidon in 8 bits, hosts first": poseidon(wire="int8", rate="200mbit"),
     "low rank, hosts first": Strategy("rank_hosts", low(Route(TwoLevel(), RANK, RANK))),
     "shares of hosts, 8 bits": Strategy(
         "shares_hosts",

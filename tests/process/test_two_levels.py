@@ -199,6 +199,7 @@ def test_factors_where_servers_update_are_exact(mix: Callable[..., list[dict[str
     [
         ("8 bits, hosts first", 0.01),
         ("factors of 8 bits, hosts first", 0.02),
+        ("poseidon in 8 bits, hosts first", 0.02),
         ("shares of hosts, 8 bits", 0.01),
         ("low rank, hosts first", 0.4),
     ],

@@ -77,6 +77,8 @@ def test_rounds_of_the_first_hosts_count_hosts() -> None:
         s.local_sgd(every=4, hosts="first"),
         s.push_pull(update="server"),
         s.allreduce(wire="int8"),
+        s.poseidon(wire="int4"),
+        s.poseidon(wire="int4", choose="bytes"),
     ],
 )
 def test_all_routes_of_a_system_have_two_levels(strategy: s.Strategy) -> None:

@@ -63,8 +63,8 @@ class HostChannel:
 
     def _unfired(self) -> list[int]:
         """Tensors that are not ready, and take part in this round."""
-        known = range(len(self._memory.specs))
-        return [tensor for tensor in known if tensor not in {*self._fired, *self._skipped}]
+        others = {*self._fired, *self._skipped}
+        return [tensor for tensor in range(len(self._memory.specs)) if tensor not in others]
 
     def skip_round(self, tensors: Collection[int]) -> None:
         self._skipped = tensors
