@@ -27,7 +27,6 @@ from slipstream.runtime.hosts.follower import HostFollower
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.leader import HostLeader, HostSlots
 from slipstream.runtime.hosts.meeting import meet
-from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.link_watch import LinkWatch
@@ -35,6 +34,7 @@ from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.runtime.servers.shards import Shards
 from slipstream.torch.averages import Averages
+from slipstream.torch.channels import Channels
 from slipstream.torch.collective_channel import (
     CollectiveChannel,
     collective_device,
@@ -109,39 +109,6 @@ class SharedParts:
 
     def close(self) -> None:
         self.shards.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """A worker's channels: at most one for each transport.
-
-    Where there are two levels, ``host`` drives the others, or stands for them at a worker that has
-    none.
-    """
-
-    collective: CollectiveChannel | None = None
-    partial: GossipChannel | None = None
-    links: RoundChannel | None = None
-    host: HostLeader | HostFollower | None = None
-    memory: HostMemory | None = None
-
-    @property
-    def rounds(self) -> RoundChannel | HostLeader | HostFollower | None:
-        """The one that knows of rounds, and takes layers in compact form."""
-        return self.links if self.host is None else self.host
-
-    @property
-    def all(self) -> tuple[Channel, ...]:
-        """Those that training drives."""
-        if self.host is not None:
-            return (self.host,)
-        return (*([] if self.collective is None else [self.collective]), *self.of_messages)
-
-    @property
-    def of_messages(self) -> tuple[GossipChannel | RoundChannel, ...]:
-        """The channels that send messages over links, and can continue without a lost worker."""
-        found = (self.partial, self.links)
-        return tuple(channel for channel in found if channel is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,11 +310,8 @@ class Wiring:
         links = self._links(slots, gradients) if plan.over_links() else None
         of_layers = None
         if links is not None:
-            links.weight, slots.is_whole, of_layers = (
-                slots.weight,
-                links.has_result,
-                (layers, links),
-            )
+            links.weight, slots.is_whole = slots.weight, links.has_result
+            of_layers = (layers, links)
         between = Channels(collective, links=links)
         rounds = links if plan.counts_rounds else None
         host = HostLeader(slots, between.all, member, self._limit_s, of_layers, rounds)
