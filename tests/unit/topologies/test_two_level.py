@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import slipstream as s
 from slipstream.consistency import Closed
@@ -91,9 +97,22 @@ def test_where_it_changes_what_is_counted_one_has_to_ask_for_two_levels(system: 
     assert not system().two_levels  # type: ignore[operator]
 
 
-def test_a_round_of_some_hosts_is_the_mean_over_their_workers() -> None:
-    """Of three workers and two: each host has divided its sum by 5/2."""
-    plan = s.backup_workers(first=1, hosts="first", chunk_bytes=4096).plan(SPECS, HOSTS)
-    for made, wanted in (((0,), 3 / 2.5), ((1,), 2 / 2.5), ((0, 1), 2.0)):
-        closed = Closed(tuple((0, node) for node in made), len(made))
-        assert ClosedRound(plan.units[0], 0, closed, ()).divisor(plan, 0) == wanted
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.randoms())
+@settings(deadline=None, max_examples=50)
+def test_a_round_of_some_hosts_is_the_mean_over_their_workers(
+    sizes: list[int], random: Any
+) -> None:
+    """Each host divides the sum of its workers by their mean number over all hosts."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    members = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+    cluster = Cluster(len(sizes), 1, members=members)
+    plan = s.backup_workers(first=1, hosts="first", chunk_bytes=4096).plan(SPECS, cluster)
+    made = sorted(random.sample(range(len(sizes)), random.randint(1, len(sizes))))
+    closed = Closed(tuple((0, node) for node in made), len(made))
+    divisor = ClosedRound(plan.units[0], 0, closed, ()).divisor(plan, 0)
+    gradients = {rank: random.uniform(-1, 1) for node in made for rank in members[node]}
+    share = cluster.ranks / cluster.workers
+    sums = [sum(gradients[rank] for rank in members[node]) / share for node in made]
+    assert sum(sums) / divisor == pytest.approx(statistics.fmean(gradients.values()), abs=1e-12)
+    if len(made) == len(sizes):
+        assert divisor == len(sizes), "as without hosts"
