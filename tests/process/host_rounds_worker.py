@@ -38,6 +38,20 @@ def hold_back(folder: Path, rank: int, late: list[int], taken: int) -> None:
         (folder / "ahead").touch()
 
 
+def note_makers(job: slipstream.Job, told: dict[str, Any]) -> None:
+    """On rank 0: who made each round, as all servers say when nothing changes any more."""
+    training = job._training
+    assert isinstance(training, NetworkedTraining)
+    service, accounts = training.replica.service, training.accounts
+    assert service is not None
+
+    def noted() -> dict[str, Any]:
+        told["makers"] = [msgspec.to_builtins(each)["makers"] for each in service.accounts()]
+        return accounts()
+
+    training.accounts = noted  # type: ignore[method-assign]
+
+
 def main(strategy: str, folder: str, options: str) -> None:
     start_servers_by_fork()
     asked = json.loads(options)
@@ -60,16 +74,13 @@ def main(strategy: str, folder: str, options: str) -> None:
             rounds.append(round_)
             if asked.get("save") and round_ + 1 == asked["steps"] // 2:
                 job.save(asked["save"])
-        assert isinstance(job._training, NetworkedTraining)
-        service = job._training.replica.service
-        assert service is not None
         told: dict[str, Any] = {}
+        note_makers(job, told)
+        job.stats()  # asks the servers, on every rank
         if job.plan.update.average is not None:
             with job.averaged_weights():
                 told["averaged"] = weights(model)
-        accounts = [msgspec.to_builtins(each) for each in service.accounts()]
     told |= {"weights": weights(model), "digest": digest(model), "rounds": rounds, "step": job.step}
-    told["makers"] = [each["makers"] for each in accounts]
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told))
 
 
