@@ -24,8 +24,17 @@ from pathlib import Path
 from typing import Any
 
 WARM, STEPS = 2, 6
-SYSTEMS = {"push_pull": ("push_pull", "push_pull(hosts='flat')")}
-SYSTEMS["allreduce"] = ("allreduce", "allreduce(hosts='flat')")
+SYSTEMS = {  # with two levels, and with one
+    "push_pull": ("push_pull", "push_pull(hosts='flat')"),
+    "push_pull_server": (
+        "push_pull(update='server')",
+        "push_pull(update='server', hosts='flat')",
+    ),
+    "allreduce": ("allreduce", "allreduce(hosts='flat')"),
+    "allreduce_int8": ("allreduce(wire='int8')", "allreduce(wire='int8', hosts='flat')"),
+    "backup_workers": ("backup_workers(backup=0, hosts='first')", "backup_workers(backup=0)"),
+    "local_sgd": ("local_sgd(every=1, hosts='first')", "local_sgd(every=1)"),
+}
 
 
 def moved() -> int:

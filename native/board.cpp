@@ -10,6 +10,8 @@ namespace {
 
 constexpr std::size_t kLine = 64;
 
+constexpr std::uint64_t kRound = 2 * Board::kSteps;  // what a word grows by with each round
+
 constexpr std::size_t row_nbytes(std::uint64_t tensors) {
     return (tensors * sizeof(std::uint64_t) + kLine - 1) / kLine * kLine;
 }
@@ -22,21 +24,19 @@ std::optional<std::size_t> Board::nbytes(std::uint64_t workers, std::uint64_t te
     return 2 * sizeof(Ring) + workers * sizeof(Note) + (workers + 1) * row_nbytes(tensors);
 }
 
-void Board::note(std::uint64_t worker, std::uint64_t step, std::uint64_t settings) const {
-    note_of(worker).step.store(step, std::memory_order_relaxed);
-    note_of(worker).settings.store(settings, std::memory_order_relaxed);
+void Board::note(std::uint64_t worker, std::uint64_t round, std::uint64_t number) const {
+    note_of(worker).numbers[round % 2].store(number, std::memory_order_relaxed);
 }
 
-std::pair<std::uint64_t, std::uint64_t> Board::noted(std::uint64_t worker) const {
-    const Note& found = note_of(worker);
-    return {found.step.load(std::memory_order_relaxed),
-            found.settings.load(std::memory_order_relaxed)};
+std::uint64_t Board::noted(std::uint64_t worker, std::uint64_t round) const {
+    return note_of(worker).numbers[round % 2].load(std::memory_order_relaxed);
 }
 
-void Board::publish(std::uint64_t row, std::uint64_t tensor, std::uint64_t round,
-                    bool present) const {
-    word(row, tensor).store((round + 1) * 2 + present, std::memory_order_release);
-    Ring& rung = ring(row == workers_ ? results : contributions);
+void Board::publish(std::uint64_t row, std::uint64_t tensor, std::uint64_t round, bool present,
+                    std::uint64_t step) const {
+    const std::uint64_t told = (round + 1) * kRound + step % kSteps * 2 + present;
+    word(row, tensor).store(told, std::memory_order_release);
+    Ring& rung = ring(row == workers_ || row == 0 ? results : contributions);
     rung.moves.fetch_add(1, std::memory_order_seq_cst);
     if (rung.sleepers.load(std::memory_order_seq_cst) != 0) wake(rung.moves);
 }
@@ -44,8 +44,12 @@ void Board::publish(std::uint64_t row, std::uint64_t tensor, std::uint64_t round
 std::optional<bool> Board::published(std::uint64_t row, std::uint64_t tensor,
                                      std::uint64_t round) const {
     const std::uint64_t found = word(row, tensor).load(std::memory_order_acquire);
-    if (found / 2 < round + 1) return std::nullopt;
+    if (found / kRound < round + 1) return std::nullopt;
     return found % 2 != 0;
+}
+
+std::uint64_t Board::step(std::uint64_t row, std::uint64_t tensor) const {
+    return word(row, tensor).load(std::memory_order_acquire) / 2 % kSteps;
 }
 
 std::vector<std::uint64_t> Board::arrived(std::uint64_t round,
@@ -54,7 +58,7 @@ std::vector<std::uint64_t> Board::arrived(std::uint64_t round,
     for (const std::uint64_t tensor : tensors) {
         bool all = true;
         for (std::uint64_t row = 1; all && row < workers_; ++row)
-            all = word(row, tensor).load(std::memory_order_acquire) / 2 >= round + 1;
+            all = word(row, tensor).load(std::memory_order_acquire) / kRound >= round + 1;
         if (all) found.push_back(tensor);
     }
     return found;

@@ -4,16 +4,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace slipstream {
 
 // What the workers of one host tell each other about rounds, at the beginning of memory that they
-// share. For every worker and tensor there is a word, and one more row of words is for results:
-// (round + 1) * 2 + whether there is anything. A word has one writer: a worker its own row, the
-// first worker of the host (it speaks for them) its own and the results. What a word is about is
-// written before it, and read after it (release, acquire).
+// share. For every worker and tensor there is a word, and one more row of words is for results. From
+// its lowest bit, a word has: whether there is anything; the last 15 bits of the writer's step; the
+// round + 1. It is of one tensor, so that a worker may be a round further with another one. A word
+// has one writer: a worker its own row, the first worker of the host (it speaks for them) its own
+// and the results. What a word is about is written before it, and read after it (release, acquire).
+// All others are told by the first one's own row, as by results.
 //
 // Who finds nothing to do sleeps in the kernel. It reads the bell, then the words, says that it
 // sleeps, and sleeps only while the bell is as it was; whoever changes a word moves the bell and
@@ -26,6 +27,7 @@ class Board {
 
     static constexpr std::uint64_t kMostWorkers = 4096;
     static constexpr std::uint64_t kMostTensors = std::uint64_t{1} << 24;
+    static constexpr std::uint64_t kSteps = std::uint64_t{1} << 15;  // that a word tells apart
 
     // None if no board has so many.
     static std::optional<std::size_t> nbytes(std::uint64_t workers, std::uint64_t tensors) noexcept;
@@ -37,12 +39,16 @@ class Board {
     std::uint64_t workers() const { return workers_; }
     std::uint64_t tensors() const { return tensors_; }
 
-    // Where a worker is in its loop, and a checksum of its optimizer's settings; before it publishes.
-    void note(std::uint64_t worker, std::uint64_t step, std::uint64_t settings) const;
-    std::pair<std::uint64_t, std::uint64_t> noted(std::uint64_t worker) const;
+    // A number of each worker's own for a round, written before it publishes. The last two rounds'
+    // are kept: no worker is further ahead of another one in rounds for which there is a number.
+    void note(std::uint64_t worker, std::uint64_t round, std::uint64_t number) const;
+    std::uint64_t noted(std::uint64_t worker, std::uint64_t round) const;
 
     // Row `workers` is that of results.
-    void publish(std::uint64_t row, std::uint64_t tensor, std::uint64_t round, bool present) const;
+    void publish(std::uint64_t row, std::uint64_t tensor, std::uint64_t round, bool present,
+                 std::uint64_t step) const;
+    // The last bits of the step with which a word was last published.
+    std::uint64_t step(std::uint64_t row, std::uint64_t tensor) const;
     // None: nothing was published for this round yet.
     std::optional<bool> published(std::uint64_t row, std::uint64_t tensor,
                                   std::uint64_t round) const;
@@ -59,7 +65,7 @@ class Board {
         std::atomic<std::uint32_t> sleepers;
     };
     struct alignas(64) Note {
-        std::atomic<std::uint64_t> step, settings;
+        std::atomic<std::uint64_t> numbers[2];
     };
 
     Ring& ring(Bell which) const;

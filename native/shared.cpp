@@ -165,18 +165,21 @@ class HostBoard {
     std::uint64_t workers() const { return board_.workers(); }
     std::uint64_t tensors() const { return board_.tensors(); }
 
-    void note(std::uint64_t worker, std::uint64_t step, std::uint64_t settings) const {
-        board_.note(known(worker), step, settings);
+    void note(std::uint64_t worker, std::uint64_t round, std::uint64_t number) const {
+        board_.note(known(worker), round, number);
     }
-    std::pair<std::uint64_t, std::uint64_t> noted(std::uint64_t worker) const {
-        return board_.noted(known(worker));
+    std::uint64_t noted(std::uint64_t worker, std::uint64_t round) const {
+        return board_.noted(known(worker), round);
     }
-    void publish(std::uint64_t worker, std::uint64_t tensor, std::uint64_t round,
-                 bool present) const {
-        board_.publish(known(worker), held(tensor), round, present);
+    void publish(std::uint64_t worker, std::uint64_t tensor, std::uint64_t round, bool present,
+                 std::uint64_t step) const {
+        board_.publish(known(worker), held(tensor), round, present, step);
     }
     void publish_result(std::uint64_t tensor, std::uint64_t round, bool present) const {
-        board_.publish(workers(), held(tensor), round, present);
+        board_.publish(workers(), held(tensor), round, present, 0);
+    }
+    std::uint64_t step(std::uint64_t worker, std::uint64_t tensor) const {
+        return board_.step(known(worker), held(tensor));
     }
     std::optional<bool> published(std::uint64_t worker, std::uint64_t tensor,
                                   std::uint64_t round) const {
@@ -317,9 +320,11 @@ void bind_shared(nb::module_& m) {
     nb::class_<HostBoard>(m, "HostBoard", "What the workers of a host tell each other of rounds.")
         .def(nb::init<nb::handle, std::uint64_t, std::uint64_t>(), "memory"_a, "workers"_a,
              "tensors"_a)
-        .def("note", &HostBoard::note, "worker"_a, "step"_a, "settings"_a)
-        .def("noted", &HostBoard::noted, "worker"_a)
-        .def("publish", &HostBoard::publish, "worker"_a, "tensor"_a, "round_"_a, "present"_a)
+        .def("note", &HostBoard::note, "worker"_a, "round_"_a, "number"_a)
+        .def("noted", &HostBoard::noted, "worker"_a, "round_"_a)
+        .def("publish", &HostBoard::publish, "worker"_a, "tensor"_a, "round_"_a, "present"_a,
+             "step"_a = 0)
+        .def("step", &HostBoard::step, "worker"_a, "tensor"_a)
         .def("publish_result", &HostBoard::publish_result, "tensor"_a, "round_"_a, "present"_a)
         .def("published", &HostBoard::published, "worker"_a, "tensor"_a, "round_"_a)
         .def("result", &HostBoard::result, "tensor"_a, "round_"_a)

@@ -273,12 +273,18 @@ class HostBoard:
     """
 
     def __init__(self, memory: _Bytes, workers: int, tensors: int) -> None: ...
-    def note(self, worker: int, step: int, settings: int) -> None:
-        """Say, before anything is published, at which step a worker is, and with which settings."""
+    def note(self, worker: int, round_: int, number: int) -> None:
+        """Write down a number of the worker's own for a round, before it publishes."""
 
-    def noted(self, worker: int) -> tuple[int, int]: ...
-    def publish(self, worker: int, tensor: int, round_: int, present: bool) -> None:
-        """The worker's contribution to a round is in its place, or it has none."""
+    def noted(self, worker: int, round_: int) -> int:
+        """Of this round or the next; older ones are overwritten."""
+
+    def publish(self, worker: int, tensor: int, round_: int, present: bool, step: int = 0) -> None:
+        """The worker's contribution to a round is in its place, or it has none. What worker 0
+        publishes wakes the others."""
+
+    def step(self, worker: int, tensor: int) -> int:
+        """The last 15 bits of the step with which the worker last published it."""
 
     def publish_result(self, tensor: int, round_: int, present: bool) -> None:
         """The result of a round is in its place, or there is none."""

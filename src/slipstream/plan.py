@@ -101,7 +101,7 @@ class Plan:
             tuple(specs),
             tuple(routes),
             tuple(route_of),
-            strategy.consistency.among(cluster.workers),
+            consistency_among(strategy, cluster),
             layout,
             units,
             deal(units, routes, specs, cluster),
@@ -314,6 +314,18 @@ def check_dropped(strategy: Strategy, spec: Spec, route: Route) -> None:
             "drops the local steps of late workers unless a residual keeps them, in float32; route "
             "it to Filter(), train in float32, or use rounds of all workers"
         )
+
+
+def consistency_among(strategy: Strategy, cluster: Cluster) -> Consistency:
+    """The consistency with what depends on the number of workers filled in."""
+    try:
+        return strategy.consistency.among(cluster.workers)
+    except ConfigError as error:
+        if not cluster.members:
+            raise
+        raise ConfigError(
+            f"{error} (each is a host: the workers of one aggregate first)"
+        ) from error
 
 
 def fragments_of(update: Update, specs: Sequence[Spec]) -> tuple[tuple[int, ...], ...]:

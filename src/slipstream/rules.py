@@ -101,8 +101,8 @@ RULES = (
     Incompatibility(
         facts("hosts aggregate first"),
         "a host's workers make a round together, and contribute their sum",
-        "use Consistency(All()), or one level: between= of TwoLevel()",
-        unless=facts("rounds of all workers"),
+        "use Consistency(All()) or FirstOf(), or one level: between= of TwoLevel()",
+        any_of=facts("stale-synchronous rounds", "each gradient is an update"),
     ),
     Incompatibility(
         facts("hosts aggregate first"),
@@ -112,20 +112,16 @@ RULES = (
         any_of=facts("may run ahead", "survives lost workers"),
     ),
     Incompatibility(
-        facts("hosts aggregate first", "up: compact form", "up: shorter values"),
-        "the rows of a host's workers are stacked as they are, and few bits have scales by block",
-        "use Factors() and Rows() without few bits, or one level: between= of TwoLevel()",
-    ),
-    Incompatibility(
-        facts("hosts aggregate first", "the holder updates"),
-        "a host's workers share mean gradients, not weights",
-        "use User(at='worker'), or one level: between= of TwoLevel()",
-    ),
-    Incompatibility(
-        facts("hosts aggregate first"),
-        "a host's workers share mean gradients, not update deltas or outer gradients",
+        facts("hosts aggregate first", "update deltas are sent"),
+        "update deltas are applied in the order in which messages bring them, and only one worker "
+        "of a host gets these",
         "use Update(inner=Off()), or one level: between= of TwoLevel()",
-        any_of=facts("update deltas are sent", "outer gradients are sent"),
+    ),
+    Incompatibility(
+        facts("hosts aggregate first", "keeps own weights in part", "up: error feedback"),
+        "what waits for the next round is the host's, and its workers cannot take it out of the "
+        "weights that each of them keeps",
+        "use mix=0, or up=Dense(), or one level: between= of TwoLevel()",
     ),
     # ---- Collectives.
     Incompatibility(

@@ -19,7 +19,7 @@ from slipstream.fields import misplaced
 from slipstream.plan import Plan
 from slipstream.planning.costs import Speeds
 from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.routes import AnyPolicy, SharedMemory
+from slipstream.routes import AnyPolicy, SharedMemory, between_hosts
 from slipstream.schedules import AnySchedule, WaitFree
 from slipstream.topologies import TwoLevel
 from slipstream.types import LARGEST_CHUNK_BYTES, Cluster, Spec
@@ -99,10 +99,11 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         """Whether any tensor is sent to a server."""
+        policy = between_hosts(self.routes)
         return any(
             route.topology.needs_servers
             for spec in specs
-            for route in self.routes.candidates(spec, cluster)
+            for route in policy.candidates(spec, cluster)
         )
 
     def config_fingerprint(self) -> list[str]:

@@ -56,6 +56,15 @@ class Cluster:
         leaders = (host[0] for host in self.members)
         return next((node for node, leader in enumerate(leaders) if leader == rank), -1)
 
+    def ranks_at(self, node: Node) -> tuple[Rank, ...]:
+        """The ranks for which a worker of this cluster speaks."""
+        return self.members[node] if self.members else (node,)
+
+    def node_of(self, rank: Rank) -> Node:
+        """The worker of this cluster that speaks for a rank; -1 if there is none."""
+        nodes = (node for node in self.worker_nodes if rank in self.ranks_at(node))
+        return next(nodes, -1)
+
     @property
     def ranks(self) -> int:
         """How many ranks there are, on all hosts."""

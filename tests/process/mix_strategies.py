@@ -18,7 +18,7 @@ from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
-from slipstream.systems import ako, push_pull
+from slipstream.systems import ako, poseidon, push_pull
 from slipstream.topologies import Mesh, PeerSharded, Sharded, TwoLevel
 from slipstream.updates import ClipNorm, Ema, Update, User
 
@@ -28,7 +28,7 @@ SMALL = 4096  # bytes: several chunks even of small models
 CRUMBS = 512  # so many that workers' shares of them are even
 
 
-def compact(topology: Mesh | Sharded) -> Prefer:
+def compact(topology: Mesh | Sharded | TwoLevel) -> Prefer:
     """Layers as factors or rows, everything else dense."""
     ups = (Factors(), Rows(), Dense())
     return Prefer(tuple(Route(topology, up=up) for up in ups))
@@ -45,6 +45,20 @@ def low(route: Route) -> Prefer:
 
 
 MIXES = {
+    "factors, first hosts": Strategy(
+        "factors_hosts", compact(TwoLevel(WHOLE)), Consistency(FirstOf(2)), HOLDER
+    ),
+    "factors of 8 bits, hosts first": Strategy(
+        "factors_int8_hosts",
+        Prefer((Route(TwoLevel(Mesh()), up=Factors("int8")), Route(TwoLevel(Mesh())))),
+    ),
+    "poseidon in 8 bits, hosts first": poseidon(wire="int8", rate="200mbit"),
+    "low rank, hosts first": Strategy("rank_hosts", low(Route(TwoLevel(), RANK, RANK))),
+    "shares of hosts, 8 bits": Strategy(
+        "shares_hosts",
+        Everywhere(Route(TwoLevel(PeerSharded()), Quantized(8, 64), Quantized(8, 64))),
+        chunk_bytes=CRUMBS,
+    ),
     "low rank both ways": Strategy(
         "rank_sharded", low(Route(Sharded(), RANK, RANK)), chunk_bytes=SMALL
     ),

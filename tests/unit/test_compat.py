@@ -263,7 +263,9 @@ BROKEN: dict[str, Strategy] = {
         HOGWILD,
         AT_HOLDER,
     ),
-    "few bits have scales by block": made(Route(TwoLevel(Mesh()), up=Factors("int8"))),
+    "what waits for the next round is the host's": made(
+        Route(TwoLevel(), up=Quantized()), update=Update(LocalSteps(mix=0.5), Nesterov())
+    ),
     "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), User())),
     "which workers have after steps of their own": made(SHARDS, update=Update(outer=Nesterov())),
     "asynchronous admission would mix": made(SHARDS, Consistency(Fold()), LOCAL),
@@ -285,10 +287,9 @@ BROKEN: dict[str, Strategy] = {
     "applies all gradients with the same learning rate": made(
         IN_MEMORY, Consistency(Each(), Free(), ByAge())
     ),
-    "make a round together": made(HOSTS, Consistency(FirstOf(2)), AT_HOLDER),
+    "make a round together": made(HOSTS, Consistency(Fold()), AT_HOLDER),
     "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
-    "share mean gradients, not weights": made(HOSTS, update=AT_HOLDER),
-    "share mean gradients, not update deltas": made(HOSTS, update=STEPS),
+    "only one worker of a host gets these": made(HOSTS, update=STEPS),
     "all tensors have two levels or none": made(Prefer((HOSTS, SHARDS))),
 }
 

@@ -47,10 +47,20 @@ def test_results_have_a_row_of_their_own() -> None:
     assert told.result(3, 1) is False
 
 
-def test_notes_are_a_workers_own() -> None:
+def test_notes_are_a_workers_own_and_of_two_rounds() -> None:
     told = board()
     told.note(2, 7, 99)
-    assert (told.noted(1), told.noted(2)) == ((0, 0), (7, 99))
+    told.note(2, 8, 1 << 63)
+    assert (told.noted(1, 7), told.noted(2, 7), told.noted(2, 8)) == (0, 99, 1 << 63)
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 60), st.booleans())
+@settings(deadline=None)
+def test_a_word_tells_the_step_and_nothing_else_of_it(round_: int, step: int, has: bool) -> None:
+    told = board()
+    told.publish(1, 3, round_, has, step)
+    assert told.step(1, 3) == step % (1 << 15)
+    assert (told.published(1, 3, round_), told.published(1, 3, round_ + 1)) == (has, None)
 
 
 def test_who_sleeps_is_woken_by_what_is_published_and_never_misses_it() -> None:
@@ -86,7 +96,8 @@ def test_what_is_not_on_the_board_is_refused() -> None:
         lambda: told.publish(3, 0, 0, True),
         lambda: told.publish(0, 5, 0, True),
         lambda: told.arrived(0, [5]),
-        lambda: told.noted(3),
+        lambda: told.noted(3, 0),
+        lambda: told.step(3, 0),
         lambda: board_nbytes(0, 1),
         lambda: HostBoard(mmap.mmap(-1, 64), 3, 5),
     ):

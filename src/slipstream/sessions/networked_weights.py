@@ -200,7 +200,9 @@ class WeightsAtServers(Weights):
         self, parts: Parts, service: ShardService, resumed_at: Callable[[], list[int]]
     ) -> None:
         super().__init__(parts)
-        if parts.replicas[0].plan.local_steps is None:
+        plan = parts.replicas[0].plan
+        # The workers of a host make the same number of steps, so batches are dealt to them in turn.
+        if plan.local_steps is None and not plan.cluster.members:
             self.lease = service.lease
         self._resumed_at = resumed_at
 
@@ -222,7 +224,7 @@ class WeightsAtServers(Weights):
             for exchange in replica.link_exchanges:
                 exchange.drain()
         for replica in replicas:
-            replica.shards.retire(self._parts.rank, replica.member)
+            replica.retire()
         with chain.opened():
             complete = membership.finish_training()
             if self._parts.rank == 0 or not complete:

@@ -39,8 +39,7 @@ def allreduce(
         bucket_bytes: The largest part of a gradient that one all-reduce sums.
         hosts: "first": where several workers share a host, and there are several hosts, the workers
             of a host aggregate first, and one of them takes part for all (on GPUs NCCL has levels
-            of its own); "flat", and always with "int8" and "int4": every worker takes part by
-            itself.
+            of its own); "flat": every worker takes part by itself.
 
     Returns:
         The strategy.
@@ -63,8 +62,8 @@ def allreduce(
 
 def reduced(wire: Wire, hosts: Hosts) -> AnyPolicy:
     check_wire(wire, get_args(Wire))
-    topology = with_hosts(hosts, Mesh())
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, PeerSharded(), back="same")
+        return routes_for(wire, with_hosts(hosts, PeerSharded()), back="same")
+    topology = with_hosts(hosts, Mesh())
     summed = Route(topology, up=Dense(wire), down=Dense(wire), over=Collective())
     return ByRole(parameter=Everywhere(summed), buffer=Everywhere(Route(topology, up=Dense())))

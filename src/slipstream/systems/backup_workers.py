@@ -1,6 +1,7 @@
 """Synchronous SGD with backup workers (Chen and others, 2016): the first N of N + b make a round.
 
-- Topology: sharded servers, chunks dealt evenly.
+- Topology: sharded servers, chunks dealt evenly; with ``hosts="first"`` workers of one host
+  aggregate first, and "worker" below reads "host".
 - Consistency: round t is the mean of the first N gradients of round t to arrive, the same N at
   every shard. The other gradients are dropped and counted. A late worker gets the current weights
   and joins the open round. No gradient is ever stale.
@@ -22,7 +23,7 @@ from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
-from slipstream.systems.wires import Wire, routes_for
+from slipstream.systems.wires import Hosts, Wire, routes_for, with_hosts
 from slipstream.topologies import Sharded
 
 
@@ -36,6 +37,7 @@ def backup_workers(
     overlap: bool = True,
     wire: Wire = "own",
     chunk_bytes: int = CHUNK_BYTES,
+    hosts: Hosts = "flat",
 ) -> Strategy:
     """Close each round with the first N gradients.
 
@@ -50,6 +52,10 @@ def backup_workers(
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
+        hosts: "first": where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first, and one stream per host crosses the network. Then hosts are
+            what ``first``, ``backup`` and ``min_first`` count. "flat": every worker takes part by
+            itself.
 
     Returns:
         The strategy.
@@ -71,7 +77,7 @@ def backup_workers(
     )
     return Strategy(
         "backup_workers",
-        routes_for(wire, Sharded()),
+        routes_for(wire, with_hosts(hosts, Sharded())),
         Consistency(admit),
         applied_at("holder", averaged),
         order_of_leaving(overlap, "server"),

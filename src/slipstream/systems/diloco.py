@@ -37,7 +37,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems.allreduce import BUCKET_BYTES
-from slipstream.systems.wires import Wire, check_wire, in_few_bits, routes_for
+from slipstream.systems.wires import Hosts, Wire, check_wire, in_few_bits, routes_for, with_hosts
 from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.updates import LocalSteps, Nesterov, Update
 
@@ -52,6 +52,7 @@ def diloco(
     mix: float | None = None,
     wire: Wire = "own",
     first: int | None = None,
+    hosts: Hosts = "flat",
 ) -> Strategy:
     """Local steps, and an outer optimizer with Nesterov momentum.
 
@@ -71,6 +72,9 @@ def diloco(
         wire: The form of outer gradients on the wire: see ``routes_for``; "own" is exact.
         first: N; a round closes with the first N outer gradients. The outer optimizer then runs at
             the servers.
+        hosts: "first": where several workers share a host, and there are several hosts, the workers
+            of a host average their outer gradients first, and one stream per host crosses the
+            network; ``first`` then counts hosts. "flat": every worker takes part by itself.
 
     Returns:
         The strategy.
@@ -84,7 +88,7 @@ def diloco(
     kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
-        outer_routes(wire, first),
+        outer_routes(wire, first, hosts),
         Consistency(All() if first is None else FirstOf(first)),
         Update(
             LocalSteps(every, fragments, overlap_steps, kept),
@@ -95,7 +99,9 @@ def diloco(
     )
 
 
-def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -> Strategy:
+def local_sgd(
+    *, every: int = 8, wire: Wire = "own", first: int | None = None, hosts: Hosts = "flat"
+) -> Strategy:
     """Local steps, after which all workers go on from the mean of their weights.
 
     The first choice where rounds are few steps apart. With ``wire="int4"``, ``every=2`` sends 14
@@ -105,6 +111,7 @@ def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -
         every: H, the number of local steps between two means.
         wire: The form of outer gradients on the wire: see ``routes_for``; "own" is exact.
         first: N; a mean is taken of the first N workers.
+        hosts: Whether workers of one host average first: see ``diloco``.
 
     Returns:
         The strategy.
@@ -115,11 +122,11 @@ def local_sgd(*, every: int = 8, wire: Wire = "own", first: int | None = None) -
     >>> local_sgd(every=4).update.outer
     Nesterov(lr=1.0, momentum=0.0, at='worker')
     """
-    strategy = diloco(every=every, lr=1.0, momentum=0.0, wire=wire, first=first)
+    strategy = diloco(every=every, lr=1.0, momentum=0.0, wire=wire, first=first, hosts=hosts)
     return msgspec.structs.replace(strategy, name="local_sgd")
 
 
-def outer_routes(wire: Wire, first: int | None) -> AnyPolicy:
+def outer_routes(wire: Wire, first: int | None, hosts: Hosts) -> AnyPolicy:
     """Collectives where values are plain and all workers take part; else links.
 
     With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
@@ -128,13 +135,15 @@ def outer_routes(wire: Wire, first: int | None) -> AnyPolicy:
     check_wire(wire, get_args(Wire))
     if first is not None:
         precision: Precision = "bfloat16" if wire == "bfloat16" else "float32"
-        everything = Route(Sharded(), up=Filter(Above(0.0, decay="constant"), values=precision))
+        servers = with_hosts(hosts, Sharded())
+        everything = Route(servers, up=Filter(Above(0.0, decay="constant"), values=precision))
         rules = [Rule(Large(0), everything)]
         if wire == "int8" or wire == "int4":
-            rules.insert(0, in_few_bits(wire, Sharded(), back="dense"))
-        return ByTensor(tuple(rules), default=Route(Sharded()))
+            rules.insert(0, in_few_bits(wire, servers, back="dense"))
+        return ByTensor(tuple(rules), default=Route(servers))
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, PeerSharded(), back="same")
+        return routes_for(wire, with_hosts(hosts, PeerSharded()), back="same")
     dense = Dense(wire)
-    reduced = Route(Mesh(), up=dense, down=dense, over=Collective())
-    return ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(Mesh())))
+    mesh = with_hosts(hosts, Mesh())
+    reduced = Route(mesh, up=dense, down=dense, over=Collective())
+    return ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(mesh)))

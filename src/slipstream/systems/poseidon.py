@@ -23,7 +23,7 @@ from slipstream.planning.costs import Speeds
 from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route, Rule
 from slipstream.strategy import Strategy
 from slipstream.systems.wires import Hosts, check_wire, in_few_bits, with_hosts
-from slipstream.topologies import Mesh, PeerSharded, Sharded
+from slipstream.topologies import AnyTopology, Mesh, PeerSharded, Sharded
 from slipstream.units import bits_per_second
 
 PoseidonWire = Literal["own", "bfloat16", "int8", "int4"]
@@ -51,8 +51,8 @@ def poseidon(
         server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
         dense: Names of layers that are always sent dense.
         hosts: "first": where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first: their rows are sent once, stacked; "flat", and always with
-            "int8" and "int4": every worker takes part by itself.
+            of a host aggregate first: their rows are sent once, stacked; "flat": every worker takes
+            part by itself.
 
     Returns:
         The strategy.
@@ -66,23 +66,22 @@ def poseidon(
     if choose not in ("time", "bytes"):
         raise ConfigError(f"choose={choose!r}: choose by 'time' or by 'bytes'")
     check_wire(wire, get_args(PoseidonWire))
-    few_bits = wire in ("int8", "int4")  # shares of workers have one level
-    levels: Hosts = "flat" if few_bits and hosts == "first" else hosts
-    mesh, sharded = with_hosts(levels, Mesh()), with_hosts(levels, Sharded())
-    shards = Route(sharded)
+    mesh, sharded = with_hosts(hosts, Mesh()), with_hosts(hosts, Sharded())
+    peers, shards = with_hosts(hosts, PeerSharded()), Route(sharded)
     compact = (Route(mesh, up=Factors(wire)), Route(mesh, up=Rows(wire)))
-    in_shards: tuple[Route | Rule, ...] = (*few_bits_first(wire, Sharded()), shards)
+    in_shards: tuple[Route | Rule, ...] = (*few_bits_first(wire, sharded), shards)
     if choose == "bytes":
         routes = Cheapest((*compact, *in_shards), ByBytes(), tuple(dense))
         return Strategy("poseidon", ByRole(routes, Everywhere(shards)))
-    summed = Route(PeerSharded()) if few_bits else Route(mesh, over=Collective())
+    few_bits = wire in ("int8", "int4")
+    summed = Route(peers) if few_bits else Route(mesh, over=Collective())
     roads: tuple[Route | Rule, ...]
-    roads = (*compact, *few_bits_first(wire, PeerSharded()), summed, *in_shards)
+    roads = (*compact, *few_bits_first(wire, peers), summed, *in_shards)
     routes = Cheapest(roads, ByTime(given_speeds(rate, gemm_gflops, server_gbytes)), tuple(dense))
     return Strategy("poseidon", ByRole(routes, Everywhere(Route(mesh))))
 
 
-def few_bits_first(wire: PoseidonWire, topology: PeerSharded | Sharded) -> tuple[Rule, ...]:
+def few_bits_first(wire: PoseidonWire, topology: AnyTopology) -> tuple[Rule, ...]:
     """The route of tensors that are worth quantising, which goes before that of the others."""
     if wire == "int8" or wire == "int4":
         return (in_few_bits(wire, topology, back="same"),)

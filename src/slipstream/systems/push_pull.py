@@ -50,8 +50,8 @@ def push_pull(
             backward.
         chunk_bytes: The largest part of a tensor that is sent as one message.
         hosts: "first": where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first, and one stream per host crosses the network (where workers
-            update); "flat": every worker takes part by itself.
+            of a host aggregate first, and one stream per host crosses the network; "flat": every
+            worker takes part by itself.
 
     Returns:
         The strategy.
@@ -64,13 +64,12 @@ def push_pull(
     """
     if update not in ("worker", "server"):
         raise UnknownStrategy(f"push_pull(update={update!r}): choose 'worker' or 'server'")
-    topology = with_hosts(hosts, Sharded())
-    if update == "server":
-        topology = Sharded()
     return Strategy(
         "push_pull",
         # New weights are not rounded on the way back: the errors would accumulate over steps.
-        routes_for(wire, topology, back="same" if update == "worker" else "dense"),
+        routes_for(
+            wire, with_hosts(hosts, Sharded()), back="same" if update == "worker" else "dense"
+        ),
         update=applied_at("worker" if update == "worker" else "holder", averaged, clip_norm),
         schedule=order_of_leaving(overlap and clip_norm is None, update),
         chunk_bytes=chunk_bytes,

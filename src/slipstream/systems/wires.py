@@ -10,14 +10,15 @@ from slipstream.codecs.dense import Wire as DenseWire
 from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
-from slipstream.topologies import AnyTopology, Mesh, Sharded, TwoLevel
+from slipstream.topologies import AnyTopology, TwoLevel
+from slipstream.topologies.two_level import Between
 
 Wire = Literal[DenseWire, "int8", "int4"]
 Hosts = Literal["first", "flat"]
 SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
 
 
-def with_hosts(hosts: Hosts, between: Sharded | Mesh) -> TwoLevel | Sharded | Mesh:
+def with_hosts(hosts: Hosts, between: Between) -> TwoLevel | Between:
     """What ``hosts=`` means.
 
     Args:
@@ -27,6 +28,7 @@ def with_hosts(hosts: Hosts, between: Sharded | Mesh) -> TwoLevel | Sharded | Me
     Raises:
         ConfigError: It is neither.
 
+    >>> from slipstream.topologies import Mesh
     >>> with_hosts("first", Mesh())
     TwoLevel(between=Mesh(), inside=OneHolder())
     """

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from slipstream.parts import Facts, facts
 from slipstream.topologies.mesh import Mesh
 from slipstream.topologies.one_holder import OneHolder
+from slipstream.topologies.peer_sharded import PeerSharded
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
 from slipstream.types import Cluster, Node
 
-Between = Sharded | Mesh
+Between = Sharded | Mesh | PeerSharded
 
 
 class TwoLevel(Topology, frozen=True):
@@ -46,6 +47,9 @@ class TwoLevel(Topology, frozen=True):
 
     def facts(self) -> Facts:
         return self.between.facts() | facts("hosts aggregate first")
+
+    def shares(self, cluster: Cluster) -> int:
+        return self.between.shares(cluster)
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
         return self.between.deal(nbytes, cluster)

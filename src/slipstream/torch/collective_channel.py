@@ -94,6 +94,7 @@ class CollectiveChannel:
 
     Args:
         slots: What is summed, and where sums go.
+        divisor: What contributions are divided by; by default the number of workers.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class CollectiveChannel:
         slots: ExchangedGradients,
         collectives: Collectives,
         member: Any,
+        divisor: int | None = None,
     ) -> None:
         self.plan = plan
+        self._divisor = plan.cluster.workers if divisor is None else divisor
         self.step = 0
         self.wait_s = 0.0
         self.sent: Counter[str] = Counter()
@@ -179,10 +182,10 @@ class CollectiveChannel:
         gradient = self._slots.contributions[tensor]
         if gradient is None:
             return False
-        workers, places = self.plan.cluster.workers, self._places[tensor]
+        places = self._places[tensor]
         _, first = places[0]
         if first.whole is not None and first.memory is not None and alike(gradient, first.whole):
-            torch.div(gradient.detach(), workers, out=first.whole)
+            torch.div(gradient.detach(), self._divisor, out=first.whole)
             # A finite value has a finite share, and nothing else has, in the same format.
             magnitude = largest(first.memory, self._travels_as[tensor])
         else:
@@ -190,7 +193,7 @@ class CollectiveChannel:
             # Of the whole value, not of its share: where all shares fit, their sum may not.
             magnitude = magnitude_of(flat)
             for _, place in places:
-                divide(flat[place.start : place.end], workers, place.values)
+                divide(flat[place.start : place.end], self._divisor, place.values)
         name = self.plan.specs[tensor].name
         if self._finite.admits(name, magnitude, self._travels_as[tensor]):
             return True

@@ -131,7 +131,9 @@ class CompactGradients:
     def _held(self, layer: CompactLayer, matrix: Tensor, place: int) -> tuple[Matrix, Loan]:
         """A copy as it travels: whoever made the matrix may write to it before it has left."""
         codec, channel = self._codec(layer), self._channel
-        dtype = codec.wire_dtype(dtype_name(matrix), place)
+        dtype = dtype_name(matrix)
+        if channel.takes_encoded:
+            dtype = codec.wire_dtype(dtype, place)
         loan = channel.buffer(layer.unit, place, matrix_nbytes(matrix.numel(), dtype))
         if dtype in FEW_BITS:
             values = matrix.detach().to("cpu", torch.float32).contiguous().numpy()

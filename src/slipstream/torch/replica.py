@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.assembly import round_channel
 from slipstream.runtime.engine import Applier
-from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
+from slipstream.runtime.exchange.channel import Channel, Slots
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.gossip import GossipChannel
@@ -28,7 +27,6 @@ from slipstream.runtime.hosts.follower import HostFollower
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.leader import HostLeader, HostSlots
 from slipstream.runtime.hosts.meeting import meet
-from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.link_watch import LinkWatch
@@ -36,6 +34,7 @@ from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.runtime.servers.shards import Shards
 from slipstream.torch.averages import Averages
+from slipstream.torch.channels import Channels
 from slipstream.torch.collective_channel import (
     CollectiveChannel,
     collective_device,
@@ -54,11 +53,12 @@ from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.outer_weights import OuterState, OuterWeights, as_torch
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
+from slipstream.torch.rate_share import RateShare
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
 from slipstream.torch.shard_optimizer import settings_of
-from slipstream.torch.slots import ExchangedGradients, GradientPlaces, LiveTensors
+from slipstream.torch.slots import GradientPlaces, LiveTensors
 from slipstream.torch.speeds import measure_speeds
 from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
@@ -106,43 +106,10 @@ class SharedParts:
     def next_endpoint(self) -> Endpoint:
         """The endpoint of the next replica."""
         self.wired += 1
-        return self.membership.member.for_pair(self.wired - 1)
+        return self.membership.member.for_pair(self.wired - 1).owned()
 
     def close(self) -> None:
         self.shards.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """A worker's channels: at most one for each transport.
-
-    Where there are two levels, ``host`` drives the others, or stands for them at a worker that has
-    none.
-    """
-
-    collective: CollectiveChannel | None = None
-    partial: GossipChannel | None = None
-    links: RoundChannel | None = None
-    host: HostLeader | HostFollower | None = None
-    memory: HostMemory | None = None
-
-    @property
-    def layers(self) -> LayerChannel | None:
-        """The one that takes layers in compact form."""
-        return self.links if self.host is None else self.host
-
-    @property
-    def all(self) -> tuple[Channel, ...]:
-        """Those that training drives."""
-        if self.host is not None:
-            return (self.host,)
-        return (*([] if self.collective is None else [self.collective]), *self.of_messages)
-
-    @property
-    def of_messages(self) -> tuple[GossipChannel | RoundChannel, ...]:
-        """The channels that send messages over links, and can continue without a lost worker."""
-        found = (self.partial, self.links)
-        return tuple(channel for channel in found if channel is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +169,11 @@ class Replica:
     @property
     def round(self) -> int:
         """The open round, as far as this worker knows, where rounds can be missed."""
-        return max(exchange.told_round for exchange in self.link_exchanges)
+        return 0 if self.channels.rounds is None else self.channels.rounds.told_round
 
     def open_round(self) -> int:
         """The round that this worker makes next; waits until it is known."""
-        return max(exchange.open_round() for exchange in self.link_exchanges)
+        return 0 if self.channels.rounds is None else self.channels.rounds.open_round()
 
     def bytes(self) -> tuple[Counter[str], Counter[str]]:
         """Payload sent and received, by scheme."""
@@ -217,8 +184,15 @@ class Replica:
             received += exchange.received
         return sent, received
 
+    def retire(self) -> None:
+        """This worker makes no more rounds; where another one speaks for it, that one says so."""
+        worker = self.plan.cluster.worker(self.member.name)
+        if worker >= 0:
+            self.shards.retire(worker, self.member)
+
     def close(self) -> None:
         self.synchronizer.close()
+        self.member.close()
         if self.channels.collective is not None:
             self.channels.collective.collectives.close()
         if self.channels.memory is not None:
@@ -321,34 +295,46 @@ class Wiring:
         ranks = next(ranks for ranks in plan.cluster.members if rank in ranks)
         shapes = [unit.layer for unit in plan.units if unit.layer is not None]
         memory = meet(plan.specs, ranks, membership, f"host memory/{member.pair}", shapes)
-        layers = HostLayers(plan, memory)
-        add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
+        layers, add = HostLayers(plan, memory), None
+        if not plan.update.holder_applies:  # it is gradients that come back
+            add = LayerResults(plan.specs, self._inventory.tensors, self._slots.results).add
         if rank != ranks[0]:
             worker, limit_s = ranks.index(rank), self._limit_s
             follower = HostFollower(worker, memory, self._slots, member, limit_s, layers, add)
             return Channels(host=follower, memory=memory)
         share = plan.cluster.ranks / plan.cluster.workers
-        slots = HostSlots(memory, self._slots, share, add)
+        # Collectives add up what the host has divided by all: it is rounded once, in few bits, too.
+        divisors = dict.fromkeys(self._summed(), float(plan.cluster.ranks))
+        slots = HostSlots(memory, self._slots, share, divisors, add)
         gradients = HostGradients(slots)
         collective = self._collective(gradients)
         links = self._links(slots, gradients) if plan.over_links() else None
+        of_layers = None
         if links is not None:
-            links.weight = slots.weight
+            links.weight, slots.is_whole = slots.weight, links.has_result
+            of_layers = (layers, links)
         between = Channels(collective, links=links)
-        of_layers = None if links is None else (layers, links)
-        host = HostLeader(slots, between.all, member, self._limit_s, of_layers)
+        rounds = links if plan.counts_rounds else None
+        host = HostLeader(slots, between.all, member, self._limit_s, of_layers, rounds)
+        if links is not None:
+            host.settings = lambda: links.settings()
         return replace(between, host=host, memory=memory)
 
     def _collective(self, of_host: HostGradients | None) -> CollectiveChannel | None:
         plan, tensors = self._plan, self._inventory.tensors
-        if not any(isinstance(route.over, Collective) for route in plan.routes):
+        if not self._summed():
             return None
         device = collective_device(self._inventory) if of_host is None else torch.device("cpu")
         group = collectives_for(plan.cluster, device, self._membership, self._key("collectives"))
-        slots: ExchangedGradients = self._slots
-        if of_host is not None:
-            slots = HostExchange(of_host, self._finite)
-        return CollectiveChannel(plan, tensors, slots, group, self._member)
+        if of_host is None:
+            return CollectiveChannel(plan, tensors, self._slots, group, self._member)
+        exchanged = HostExchange(of_host, self._finite)
+        return CollectiveChannel(plan, tensors, exchanged, group, self._member, divisor=1)
+
+    def _summed(self) -> list[int]:
+        """The tensors that collectives sum."""
+        routes = (self._plan.routes[route] for route in self._plan.route_of)
+        return [t for t, route in enumerate(routes) if isinstance(route.over, Collective)]
 
     def _links(self, slots: Slots, results: GradientPlaces) -> RoundChannel:
         modules = {layer.shape.name: layer.module for layer in self._layers}
@@ -375,7 +361,7 @@ class Wiring:
         return accept_joiners(self._model, self._plan, channels.partial, self._chain, member)
 
     def _compact(self, channels: Channels) -> CompactGradients | None:
-        links = channels.layers
+        links = channels.rounds
         if not self._layers or links is None:
             return None
         plan, chooser, choices = self._plan, self._plan.chooser, None
@@ -404,9 +390,10 @@ class Wiring:
         if self._outer is not None:
             return own, partial(OuterUpdates, optimizer=own, outer=self._outer, links=links)
         if plan.update.holder_applies:
-            assert links is not None
+            sender = links or channels.rounds  # a worker whose host another one speaks for has none
+            assert sender is not None
             remote = self._loop or RemoteOptimizer(own)
-            return remote, partial(ServerUpdates, loop=remote, links=links)
+            return remote, partial(ServerUpdates, loop=remote, sender=sender)
         if plan.runs_ahead:
             assert isinstance(links, UpdateStream)
             loop = self._loop or LoopOptimizer(own)
@@ -451,28 +438,6 @@ class Wiring:
         if self._plan.update.holder_applies or channels.links is None:
             return None
         return Residuals(self._plan, channels.links, self._member, self._limit_s)
-
-
-class RateShare:
-    """The learning rate relative to the highest so far, which is at least the initial one.
-
-    For an optimizer without a learning rate, or with one that it finds itself, always 1.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._highest = 0.0
-
-    def __call__(self) -> float:
-        groups = self._optimizer.param_groups
-        now, began = (highest_of(groups, name) for name in ("lr", "initial_lr"))
-        self._highest = max(self._highest, now, began)
-        return now / self._highest if self._highest > 0 else 1.0
-
-
-def highest_of(groups: Sequence[dict[str, Any]], name: str) -> float:
-    numbers = int | float | torch.Tensor
-    return max((float(g[name]) for g in groups if isinstance(g.get(name), numbers)), default=0.0)
 
 
 def recipe_for(

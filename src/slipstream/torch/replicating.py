@@ -24,8 +24,13 @@ from slipstream.torch.preparing import (
 )
 from slipstream.torch.replica import Replica, SharedParts, Wiring
 from slipstream.transports.protocol import CONTROL
-from slipstream.transports.wire import Lost, Message, RouteUpdated
+from slipstream.transports.wire import Fault, Lost, Message, RouteUpdated
 from slipstream.types import Rank
+
+HOST_LEFT_BEHIND = (
+    "or another worker of its host was not heard, and the others went on without this host: start "
+    "the job again from a checkpoint, or give slipstream.init a longer silence_limit_s"
+)
 
 
 def replicate(
@@ -127,6 +132,8 @@ def wire(
         replica.synchronizer.leave_at_step()
     if plans[0].consistency.goes_on and plans[0].delivers_every_result:
         reroute_around_the_lost(replicas, membership)
+    elif plans[0].consistency.goes_on and plans[0].cluster.members:
+        end_with_the_host(membership)
     # No rank trains before all ranks can receive a gradient.
     membership.gathering.gather(shared.key("distributed"), True, bool)
     membership.gathering.limit_s = membership.limits.wait_s
@@ -141,10 +148,20 @@ def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) 
     Where they do, the remaining workers continue, and the lost one has missed too much to come
     back."""
     member, delivers_every_result = membership.member, replicas[0].plan.delivers_every_result
+    cluster = replicas[0].plan.cluster
 
     def on_lost(name: str) -> None:
+        node = cluster.node_of(rank_of(name))
+        if cluster.members and member.name in map("rank {}".format, cluster.ranks_at(node)):
+            # Rank 0 is of the same host, so it makes no more rounds either.
+            member.coordination.announce(Fault(name, None, membership.limits.silence_s))
+            return
         for replica in replicas:
-            replica.shards.retire(rank_of(name), replica.member)
+            replica.shards.retire(node, replica.member)
+        if cluster.members:
+            member.send(name, Lost(rank_of(name)), priority=CONTROL)
+            for rank in cluster.ranks_at(node):
+                member.coordination.give_up(f"rank {rank}")
         if delivers_every_result:
             for rank in range(membership.env.world_size):
                 member.send(f"rank {rank}", Lost(rank_of(name)), priority=CONTROL)
@@ -155,7 +172,7 @@ def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) 
             member.send(name, Lost(rank_of(name)), priority=CONTROL)
 
     member.coordination.on_lost = on_lost
-    if delivers_every_result:
+    if delivers_every_result or cluster.members:
         member.coordination.on_return = on_return
 
 
@@ -165,6 +182,19 @@ def why_left_behind(silence_s: float) -> str:
         "updates and cannot come back; start it again from a checkpoint, or give slipstream.init a "
         "longer silence_limit_s"
     )
+
+
+def end_with_the_host(membership: Membership) -> None:
+    """What a worker does when rank 0 reports that its host is lost: a host makes no round without
+    one of its workers."""
+    member = membership.member
+
+    def on_lost(message: Message[Lost]) -> None:
+        if message.sender != HUB or message.body.rank != membership.env.rank:
+            raise FrameRefused(f"{message.sender} says that rank {message.body.rank} is lost")
+        member.fail(LeftBehind(member.name, HOST_LEFT_BEHIND))
+
+    member.on(Lost, on_lost)
 
 
 def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from slipstream.errors import RuntimeFault
-from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.transports.wire import Settings
+
+
+class SettingsSender(Protocol):
+    """What takes an optimizer's settings to the servers, with each gradient."""
+
+    settings: Callable[[], Settings | None]
 
 
 class ServerUpdates:
@@ -23,16 +28,16 @@ class ServerUpdates:
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        links: The channel that sends the settings.
+        sender: The channel that sends the settings.
     """
 
     single_pass = "update='server'"
 
     def __init__(
-        self, synchronizer: Synchronizer, loop: LoopOptimizer, links: RoundChannel
+        self, synchronizer: Synchronizer, loop: LoopOptimizer, sender: SettingsSender
     ) -> None:
         self._synchronizer, self._optimizer = synchronizer, loop
-        loop.end_step, links.settings = self.end_step, self.settings
+        loop.end_step, sender.settings = self.end_step, self.settings
         self._sent: Settings | None = None
         self._refreshed_for = -1
         places = {id(tensor): i for i, tensor in enumerate(synchronizer.inventory.tensors)}

@@ -9,7 +9,15 @@ from slipstream.compat import check
 from slipstream.errors import ConfigError
 from slipstream.planning.choosing import ByTime, Ways
 from slipstream.planning.costs import LayerShape
-from slipstream.routes import Cheapest, Collective, Large, Route, Rule, dense_only
+from slipstream.routes import (
+    Cheapest,
+    Collective,
+    Large,
+    Route,
+    Rule,
+    between_hosts,
+    dense_only,
+)
 from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
 from slipstream.topologies import Mesh, PeerSharded, Sharded
@@ -84,7 +92,8 @@ def test_dense_roads_in_few_bits(wire: Any) -> None:
         (by_time, enough, (shards, SHARDS)),
         (by_bytes, Cluster(4, 4), (shards, SHARDS)),
     ):
-        chosen = [strategy.routes.candidates(spec, cluster)[-1] for spec in (large, SPECS[0])]
+        policy = between_hosts(strategy.routes)
+        chosen = [policy.candidates(spec, cluster)[-1] for spec in (large, SPECS[0])]
         assert tuple(chosen) == wanted
     assert not by_time.needs_servers([large, *SPECS], Cluster(4))
     assert Strategy.from_json(by_time.to_json()) == by_time

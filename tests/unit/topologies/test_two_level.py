@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import slipstream as s
+from slipstream.consistency import Closed
 from slipstream.errors import ConfigError
+from slipstream.runtime.exchange.collector import ClosedRound
 from slipstream.types import Cluster, Spec
 
 SPECS = [Spec("w", (300, 20), "float32", 0), Spec("b", (20,), "float32", 1)]
@@ -50,3 +58,61 @@ def test_systems_have_two_levels_unless_they_are_told_not_to(system: object) -> 
     assert not system(hosts="flat").two_levels  # type: ignore[operator]
     with pytest.raises(ConfigError, match="hosts='none': choose 'first' or 'flat'"):
         system(hosts="none")  # type: ignore[operator]
+
+
+def test_workers_of_the_plan_speak_for_ranks() -> None:
+    assert [HOSTS.ranks_at(node) for node in (0, 1)] == [(0, 1, 4), (2, 3)]
+    assert [HOSTS.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 0, -1]
+    assert (Cluster(3).ranks_at(2), Cluster(3).node_of(2), Cluster(3).node_of(3)) == ((2,), 2, -1)
+
+
+def test_rounds_of_the_first_hosts_count_hosts() -> None:
+    plan = s.backup_workers(backup=1, hosts="first", chunk_bytes=4096).plan(SPECS, HOSTS)
+    assert plan.consistency.admit == s.FirstOf(1)
+    with pytest.raises(ConfigError, match=r"first=4 with 2 workers: choose from 1 to 2 .* a host"):
+        s.backup_workers(first=4, hosts="first", chunk_bytes=4096).plan(SPECS, HOSTS)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        s.backup_workers(first=2, hosts="first"),
+        s.diloco(every=4, hosts="first"),
+        s.diloco(every=4, hosts="first", first=2),
+        s.diloco(every=4, hosts="first", wire="int4"),
+        s.local_sgd(every=4, hosts="first"),
+        s.push_pull(update="server"),
+        s.allreduce(wire="int8"),
+        s.poseidon(wire="int4"),
+        s.poseidon(wire="int4", choose="bytes"),
+    ],
+)
+def test_all_routes_of_a_system_have_two_levels(strategy: s.Strategy) -> None:
+    s.compat.check(strategy)
+    assert all(isinstance(route.topology, s.TwoLevel) for route in strategy.routes.routes())
+
+
+@pytest.mark.parametrize("system", [s.backup_workers, s.diloco, s.local_sgd])
+def test_where_it_changes_what_is_counted_one_has_to_ask_for_two_levels(system: object) -> None:
+    assert not system().two_levels  # type: ignore[operator]
+
+
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.randoms())
+@settings(deadline=None, max_examples=50)
+def test_a_round_of_some_hosts_is_the_mean_over_their_workers(
+    sizes: list[int], random: Any
+) -> None:
+    """Each host divides the sum of its workers by their mean number over all hosts."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    members = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
+    cluster = Cluster(len(sizes), 1, members=members)
+    plan = s.backup_workers(first=1, hosts="first", chunk_bytes=4096).plan(SPECS, cluster)
+    made = sorted(random.sample(range(len(sizes)), random.randint(1, len(sizes))))
+    closed = Closed(tuple((0, node) for node in made), len(made))
+    divisor = ClosedRound(plan.units[0], 0, closed, ()).divisor(plan, 0)
+    gradients = {rank: random.uniform(-1, 1) for node in made for rank in members[node]}
+    share = cluster.ranks / cluster.workers
+    sums = [sum(gradients[rank] for rank in members[node]) / share for node in made]
+    assert sum(sums) / divisor == pytest.approx(statistics.fmean(gradients.values()), abs=1e-12)
+    if len(made) == len(sizes):
+        assert divisor == len(sizes), "as without hosts"

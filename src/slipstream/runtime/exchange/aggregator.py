@@ -297,7 +297,8 @@ class Aggregator:
         if not given or layer is None:
             return [[None] * len(chunk.segments) for chunk in found.unit.chunks]
         gradients = LayerGradients(self.plan)
-        codec.combine(given, wide(layer), gradients, self._scratch, divisor=found.closed.divisor)
+        divisor = found.divisor(self.plan, 0)
+        codec.combine(given, wide(layer), gradients, self._scratch, divisor=divisor)
         return [
             [gradients.flat[s.tensor].part(s.start, s.stop) for s in chunk.segments]
             for chunk in found.unit.chunks

@@ -72,6 +72,7 @@ class LayerChannel(Protocol):
     rank: int  # with the step, decides how few bits are rounded
     step: int  # of the training loop
     takes_early: bool  # whether a layer's first matrix may leave in the forward pass
+    takes_encoded: bool  # whether matrices are given as they travel, or as they were captured
 
     def travel_compact(self, units: Collection[int]) -> None:
         """These layers travel in compact form, from this round on until told otherwise."""

@@ -6,7 +6,7 @@ the same code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.codecs import Codec, LayerCodec, SharedCodec
@@ -57,16 +57,20 @@ class ClosedRound:
         """A parameter's mean runs over all workers of the round (one without a gradient counts as
         zero), where it counts over all rounds that they cover; a buffer's over those workers on
         which it changed."""
-        if self.unit.layer is not None:
-            return self.closed.divisor
-        segment = self.unit.places[place]
-        if plan.specs[segment.tensor].role == "parameter":
-            late = plan.weighs_late
-            return sum(made.weight(place) for made in self.made) if late else self.closed.divisor
-        # With two levels a contribution is a host's sum, divided by this.
-        share = plan.cluster.ranks / plan.cluster.workers
-        counted = (made.weight(place) for made in self.made if made.places[place] is not None)
-        return sum(counted) / share
+        cluster = plan.cluster
+        layer = self.unit.layer is not None
+        if layer or plan.specs[self.unit.places[place].tensor].role == "parameter":
+            if not (cluster.members or plan.weighs_late):
+                return self.closed.divisor
+            made = zip(self.ranks, self.made, strict=True)
+            counted = sum(len(cluster.ranks_at(rank)) * each.weight(place) for rank, each in made)
+        else:
+            counted = sum(
+                each.weight(place) for each in self.made if each.places[place] is not None
+            )
+        # With two levels a contribution is a host's sum, divided by the workers of a host: by
+        # their mean number over hosts.
+        return counted * cluster.workers / cluster.ranks
 
 
 @dataclass(slots=True)
@@ -296,13 +300,22 @@ def agree_on_step(plan: Plan, arrived: Mapping[Rank, Contribution]) -> None:
     steps = {rank: contribution.step for rank, contribution in arrived.items()}
     settings = [contribution.settings for contribution in arrived.values()]
     if any(other != settings[0] for other in settings):
-        raise RuntimeFault(
-            "workers have different optimizer settings (a learning rate that follows a worker's "
-            "own loss?): every worker must set the same"
-        )
+        raise different_settings()
     if len(set(steps.values())) > 1:
-        told = ", ".join(f"{plan.cluster.name(r)} at step {s}" for r, s in sorted(steps.items()))
-        raise RuntimeFault(
-            f"workers ran different numbers of backward passes: {told}; every worker must call "
-            "backward() equally often a step (use job.accumulate() for passes that only add up)"
+        raise different_steps(
+            f"{plan.cluster.name(r)} at step {s}" for r, s in sorted(steps.items())
         )
+
+
+def different_settings() -> RuntimeFault:
+    return RuntimeFault(
+        "workers have different optimizer settings (a learning rate that follows a worker's own "
+        "loss?): every worker must set the same"
+    )
+
+
+def different_steps(told: Iterable[str]) -> RuntimeFault:
+    return RuntimeFault(
+        f"workers ran different numbers of backward passes: {', '.join(told)}; every worker must "
+        "call backward() equally often a step (use job.accumulate() for passes that only add up)"
+    )

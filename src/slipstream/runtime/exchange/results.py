@@ -97,7 +97,7 @@ class ResultWriter:
         codec, layer, given = state.route.up, state.unit.layer, closed.given(0)
         if given and layer is not None and self._math is not None:
             assert isinstance(codec, LayerCodec)
-            divisor = closed.closed.divisor
+            divisor = closed.divisor(self._plan, 0)
             codec.combine(given, layer, self._math, self._scratch, divisor=divisor)
 
     def _sink(self, segment: Segment) -> Values:

@@ -33,7 +33,7 @@ LEAVING_PAUSE_S = 0.0005
 class RoundChannel:
     """All units of a plan that are sent over links; implements ``Channel`` and ``LayerChannel``."""
 
-    takes_early = True
+    takes_early = takes_encoded = True
 
     def __init__(
         self,
@@ -269,6 +269,10 @@ class RoundChannel:
         if tensors is None:
             return list(self._states.values())
         return [state for tensor in tensors for state in self._awaited_by[tensor]]
+
+    def has_result(self, tensor: int) -> bool:
+        """Whether every result of a tensor that the next round needs is written."""
+        return all(map(self._may_start, self._awaited_by[tensor]))
 
     def _may_start(self, state: UnitState) -> bool:
         return self.plan.consistency.may_start(state.progress)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from slipstream._native import mean_into
 from slipstream.codecs import LayerCodec
-from slipstream.codecs.matrices import BYTES, DTYPES, Bytes, Matrix, stack
+from slipstream.codecs.matrices import (
+    BYTES,
+    DTYPES,
+    Bytes,
+    Matrix,
+    Scratch,
+    matrix_nbytes,
+    quantize,
+    stack,
+)
+from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
+from slipstream.runtime.exchange.channel import LayerChannel
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.types import Layer, Unit
 
-Buffer = Callable[[int, int, int], Loan]  # the unit, which of its matrices, and bytes
 HEADER = struct.Struct("<QBQB")  # rows and a number for the dtype, of two matrices
 
 
@@ -24,7 +34,7 @@ class HostLayers:
     """What the workers of a host have captured of a plan's layers."""
 
     def __init__(self, plan: Plan, memory: HostMemory) -> None:
-        self._memory = memory
+        self._memory, self._scratch = memory, Scratch()
         self.units: Mapping[int, Unit] = {
             unit.index: unit for unit in plan.units if unit.layer is not None
         }
@@ -81,14 +91,14 @@ class HostLayers:
         unit: int,
         round_: int,
         own: Sequence[Matrix] | None,
-        buffer: Buffer,
+        links: LayerChannel,
         share: float,
     ) -> list[tuple[Matrix, Loan]] | None:
-        """All rows of the host, in rank order; None if it has none.
+        """All rows of the host, in rank order, as they travel; None if it has none.
 
         Args:
             own: Worker 0's matrices.
-            buffer: Lends memory for one of them.
+            links: The channel that will send them; it lends the memory.
             share: See ``HostMemory.aggregate``; the second matrix is divided by it.
         """
         layer, board = self.layer(unit), self._memory.board
@@ -98,27 +108,40 @@ class HostLayers:
                 given.append(self.read(worker, unit))
         if not given:
             return None
-        found = []
-        for place, wanted in enumerate(self.codec(unit).matrices(layer)):
-            parts = [matrices[place] for matrices in given]
-            dtype = parts[0].dtype
-            lent = Lent(unit, buffer)
-            told = [(part.rows, part.dtype, [part.data]) for part in parts]
-            whole = stack(told, wanted.width, dtype, lent, place)  # type: ignore[arg-type]
-            if place and whole.data.nbytes:
-                mean_into(whole.data, [whole.data], dtype, share)
-            found.append((Matrix(sum(p.rows for p in parts), whole.data, dtype), lent.loan))
-        return found
+        firsts, seconds = ([matrices[place] for matrices in given] for place in (0, 1))
+        return [
+            self._encoded(unit, 0, firsts, links, 1.0),
+            self._encoded(unit, 1, seconds, links, share),
+        ]
+
+    def _encoded(
+        self, unit: int, place: int, parts: Sequence[Matrix], links: LayerChannel, divisor: float
+    ) -> tuple[Matrix, Loan]:
+        """Stack, divide and encode one matrix: it is rounded once, however it travels."""
+        codec, width = self.codec(unit), self.codec(unit).matrices(self.layer(unit))[place].width
+        rows, dtype = sum(part.rows for part in parts), parts[0].dtype
+        wire = codec.wire_dtype(dtype, place)
+        loan = links.buffer(unit, place, matrix_nbytes(rows * width, wire))
+        out = np.asarray(loan.data)
+        held = "float32" if wire in FEW_BITS else dtype  # what kernels quantise
+        memory: Scratch = Lent(out) if wire == held else self._scratch
+        told = [(part.rows, part.dtype, [part.data]) for part in parts]
+        whole = stack(told, width, held, memory, place)
+        if wire in FEW_BITS:
+            if divisor != 1.0 and rows:
+                mean_into(whole.data, [whole.data], held, divisor)
+            chance = codec.chance(links.rank, links.step, unit, place)
+            quantize(out, whole.data, wire, chance)
+        elif rows and (wire != held or divisor != 1.0):
+            mean_into(out, [whole.data], held, divisor, out_dtype=wire)
+        return Matrix(rows, out, wire), loan
 
 
-class Lent:
-    """Memory for a stack that a channel lends; stands for ``Scratch``."""
+class Lent(Scratch):
+    """Memory that a channel has lent for a stack."""
 
-    loan: Loan
-
-    def __init__(self, unit: int, buffer: Buffer) -> None:
-        self._unit, self._buffer = unit, buffer
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
 
     def take(self, place: int, nbytes: int) -> Bytes:
-        self.loan = self._buffer(self._unit, place, nbytes)
-        return np.asarray(self.loan.data)
+        return self._data

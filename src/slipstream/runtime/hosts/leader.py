@@ -5,25 +5,36 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
 
 from slipstream.codecs.matrices import Matrix
-from slipstream.errors import RuntimeFault
 from slipstream.runtime.driver import Driver
 from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
+from slipstream.runtime.exchange.collector import different_settings, different_steps
 from slipstream.runtime.exchange.rounds import completed_twice
-from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
+from slipstream.runtime.exchange.send_buffers import Loan
+from slipstream.runtime.hosts.channel import AddGradient, HostChannel, settings_number
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.types import Values
 
-AddGradient = Callable[[int, Values], None]
+STEPS = 1 << 15  # that words of the board tell apart
 
 
-def refuse_layer(tensor: int, values: Values) -> None:
-    """For plans without layers that travel in compact form."""
-    raise RuntimeFault(f"tensor {tensor} is of no layer that travels in compact form")
+class MissedRounds(Protocol):
+    """Rounds between hosts, of which a host may miss some."""
+
+    @property
+    def told_round(self) -> int:
+        """The open round, as far as this host knows."""
+        ...
+
+    def open_round(self) -> int:
+        """The round that this host makes next; waits until it is known."""
+        ...
 
 
 class HostSlots:
@@ -32,13 +43,27 @@ class HostSlots:
     Args:
         own: This worker's own tensors.
         share: See ``HostMemory.aggregate``.
-        add: Adds the gradient of a layer that travelled in compact form to this worker's.
+        divisors: By tensor: what divides its sum instead of ``share``.
+        add: Adds the gradient of a layer that travelled in compact form to this worker's; None:
+            what comes back is written.
+
+    Attributes:
+        is_whole: Whether all of a tensor's result is there. Channels whose results are weights say
+            so of each of its chunks.
+        before_result: Called with a round before the first of its results is handed on.
     """
 
     def __init__(
-        self, memory: HostMemory, own: Slots, share: float, add: AddGradient = refuse_layer
+        self,
+        memory: HostMemory,
+        own: Slots,
+        share: float,
+        divisors: Mapping[int, float] = MappingProxyType({}),
+        add: AddGradient | None = None,
     ) -> None:
-        self.memory, self.share = memory, share
+        self.memory, self.share, self._divisors = memory, share, divisors
+        self.is_whole: Callable[[int], bool] = lambda tensor: True
+        self.before_result: Callable[[int], None] = lambda round_: None
         self._own, self._add = own, add
         self._added: set[int] = set()  # tensors of layers that travel in compact form in this round
         self._filled: set[int] = set()  # tensors of which the host's place holds something
@@ -49,7 +74,8 @@ class HostSlots:
         """All workers of the host have contributed."""
         self._open(tensor, round_)
         own = self._own.source(tensor)
-        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, self.share)
+        divisor = self._divisors.get(tensor, self.share)
+        self._weights[tensor] = self.memory.aggregate(tensor, round_, own, divisor)
         if self._weights[tensor]:
             self._filled.add(tensor)
 
@@ -57,7 +83,8 @@ class HostSlots:
         """These travel in compact form in this round: their result is added to gradients."""
         for tensor in tensors:
             self._open(tensor, round_)
-            self._added.add(tensor)
+            if self._add is not None:
+                self._added.add(tensor)
 
     def _open(self, tensor: int, round_: int) -> None:
         self._filled.discard(tensor)
@@ -88,20 +115,21 @@ class HostSlots:
 
     def finish(self, tensor: int) -> None:
         """The result is there, if there is any: hand it on. Nothing if that is done already."""
-        round_ = self._unfinished.pop(tensor, None)
-        if round_ is None:
+        if tensor not in self._unfinished or not self.is_whole(tensor):
             return
+        round_ = self._unfinished.pop(tensor)
+        self.before_result(round_)
         present = tensor in self._filled
         # The others first: they copy while this worker does.
         self.memory.board.publish_result(tensor, round_, present)
-        if present and tensor in self._added:
+        if present and self._add is not None and tensor in self._added:
             self._add(tensor, self.memory.place(0, tensor))
         elif present:
             self._own.sink(tensor).data[:] = self.memory.place(0, tensor).data
             self._own.finish(tensor)
 
 
-class HostLeader:
+class HostLeader(HostChannel):
     """All tensors of a plan, at the worker that speaks for its host; implements ``Channel``.
 
     A tensor leaves when it is ready on all workers of the host. That is looked at whenever one
@@ -111,9 +139,8 @@ class HostLeader:
         slots: The host's tensors; ``between`` exchanges them.
         between: The channels to other hosts.
         layers: Those that may travel in compact form, and the channel on which they do.
+        rounds: Where hosts may miss rounds: what tells which one is open.
     """
-
-    takes_early = False
 
     def __init__(
         self,
@@ -122,20 +149,16 @@ class HostLeader:
         member: Endpoint,
         limit_s: float,
         layers: tuple[HostLayers, LayerChannel] | None = None,
+        rounds: MissedRounds | None = None,
     ) -> None:
-        self.rank = 0  # of the workers of this host
-        self._layers = None if layers is None else layers[0]
+        super().__init__(0, slots.memory, member, limit_s, None if layers is None else layers[0])
         self._links = None if layers is None else layers[1]
-        self._travelling: Collection[int] | None = None  # layers in compact form; None: all
         self._captured: dict[int, Sequence[tuple[Matrix, Loan]] | None] = {}  # in this round
-        self._buffers = SendBuffers()
-        self._skipped: Collection[int] = ()
-        self._slots, self._memory = slots, slots.memory
+        self._slots, self._rounds = slots, rounds
         self._between = Driver(between)
-        self._member, self._limit_s = member, limit_s
         self._tensors = range(len(slots.memory.specs))
-        self._round = 0
-        self._fired: set[int] = set()
+        slots.before_result = self._tell_round
+        self._told_of = -1  # the last round of which the others know what comes after it
         self._waiting: list[int] = []  # ready here, and not on all workers of the host
         self._waited_s = 0.0
 
@@ -164,8 +187,7 @@ class HostLeader:
     # ---- contributing
 
     def ready(self, tensor: int) -> None:
-        if tensor in self._fired:
-            raise completed_twice(self._memory.specs[tensor].name)
+        self._refuse_second(tensor)
         self._begin([tensor])
         self._pass_on()
 
@@ -180,6 +202,7 @@ class HostLeader:
         arrived = self._memory.board.arrived(self._round, self._waiting)
         for tensor in arrived:
             self._waiting.remove(tensor)
+            self._agree_on_step(tensor)
             if self._layers is not None and self._layers.unit_of.get(tensor) in self._captured:
                 self._pass_on_layer(tensor, self._layers)
                 continue
@@ -188,25 +211,16 @@ class HostLeader:
         return bool(arrived)
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        self._skipped = tensors
+        super().skip_round(tensors)
         for channel in self._between.channels:
             channel.skip_round(tensors)
 
     # ---- layers in compact form; implements ``LayerChannel``
 
     def travel_compact(self, units: Collection[int]) -> None:
-        self._travelling = units
+        super().travel_compact(units)
         assert self._links is not None
         self._links.travel_compact(units)
-
-    def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
-        return self._buffers.take((unit, place), nbytes)
-
-    def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
-        raise RuntimeFault("the rows of a host leave together")
-
-    def early_round(self, unit: int) -> int | None:
-        return None
 
     def ready_layer(
         self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
@@ -227,30 +241,21 @@ class HostLeader:
         self._slots.open_layer(layers.units[unit].tensors, self._round)
         own = self._captured[unit]
         matrices = None if own is None else [matrix for matrix, _ in own]
-        share, buffer = self._slots.share, self._links.buffer
-        stacked = layers.stacked(unit, self._round, matrices, buffer, share)
+        stacked = layers.stacked(unit, self._round, matrices, self._links, self._slots.share)
         for _, loan in own or ():
             loan.release()
         self._links.ready_layer(unit, stacked)
-
-    def _flush_layers(self) -> None:
-        """Layers that no pass has used contribute nothing."""
-        for unit in self._layers.units if self._layers is not None else ():
-            travels = self._travelling is None or unit in self._travelling
-            if travels and unit not in self._captured:
-                self.ready_layer(unit, None)
 
     # ---- rounds
 
     def flush(self) -> None:
         # After a checkpoint, rounds restart at 0; all workers of a job must count alike.
         self._member.round = max(self._member.round, self._round + 1, self.step + 1)
-        self._flush_layers()
-        for tensor in self._tensors:
-            if tensor not in self._fired and tensor not in self._skipped:
-                self._begin([tensor])
+        self._flush_layers(self._captured)
+        for tensor in self._unfired():
+            self._begin([tensor])
         self._await_host()
-        self._agree_on_step()
+        self._agree_on_settings()
         self._between.flush()
         self._fired.clear()
         self._captured.clear()
@@ -269,16 +274,43 @@ class HostLeader:
             )
         self._waited_s += time.monotonic() - begun
 
-    def _agree_on_step(self) -> None:
+    @property
+    def _others(self) -> range:
+        return range(1, len(self._memory.ranks))
+
+    def _agree_on_step(self, tensor: int) -> None:
         ranks, board = self._memory.ranks, self._memory.board
-        steps = [self.step, *(board.noted(worker)[0] for worker in range(1, len(ranks)))]
-        if len(set(steps)) > 1:
-            told = (f"rank {r} at step {s}" for r, s in zip(ranks, steps, strict=True))
-            raise RuntimeFault(
-                f"workers ran different numbers of backward passes: {', '.join(told)}; every "
-                "worker must call backward() equally often a step (use job.accumulate() for passes "
-                "that only add up)"
-            )
+        ahead = [(board.step(worker, tensor) - self.step) % STEPS for worker in self._others]
+        if any(ahead):
+            steps = [a if a < STEPS // 2 else a - STEPS for a in (0, *ahead)]
+            told = (f"rank {r} at step {self.step + s}" for r, s in zip(ranks, steps, strict=True))
+            raise different_steps(told)
+
+    def _agree_on_settings(self) -> None:
+        own, board = settings_number(self.settings()), self._memory.board
+        if any(board.noted(worker, self._round) != own for worker in self._others):
+            raise different_settings()
+
+    # ---- where hosts may miss rounds
+
+    @property
+    def told_round(self) -> int:
+        """The open round of hosts, as far as this one knows."""
+        return 0 if self._rounds is None else self._rounds.told_round
+
+    def open_round(self) -> int:
+        """The round that this host makes next; waits until it is known."""
+        found = 0 if self._rounds is None else self._rounds.open_round()
+        if self._round:
+            self._tell_round(self._round - 1)
+        return found
+
+    def _tell_round(self, last: int) -> None:
+        """Tell the host's other workers which round comes after this host's last one."""
+        if self._rounds is not None and last > self._told_of:
+            self._told_of = last
+            self._memory.board.note(0, last, self._rounds.told_round)
+            self._memory.board.publish(0, 0, last, True)
 
     # ---- results
 

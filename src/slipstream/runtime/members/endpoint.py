@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slipstream.errors import RuntimeFault, WaitLimit
 from slipstream.runtime.members.coordination import Coordination
@@ -57,6 +57,17 @@ class Endpoint:
         self.changed, self.updating = waiter.changed, waiter.updating
         self.fail, self.check, self.pause = waiter.fail, waiter.check, waiter.pause
         self._round = 0
+        self._handlers: dict[type[object], Callable[[Message[Any]], None]] = {}
+
+    def owned(self) -> Endpoint:
+        """Another endpoint of the same pair, for parts that close before the job ends."""
+        return Endpoint(self.pair, self.pump, self.roster, self.waiter, self.coordination)
+
+    def close(self) -> None:
+        """Forget the handlers that were set through this endpoint."""
+        for kind, handler in self._handlers.items():
+            self.pump.stop_handling(kind, handler, pair=self.pair)
+        self._handlers.clear()
 
     @property
     def now(self) -> float:
@@ -87,6 +98,7 @@ class Endpoint:
     def on(self, kind: type[B], handler: Callable[[Message[B]], None]) -> None:
         """Set the handler of this pair's messages of one type; it runs on the pump's thread."""
         self.pump.on(kind, handler, pair=self.pair)
+        self._handlers[kind] = handler
 
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0

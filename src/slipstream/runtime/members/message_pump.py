@@ -21,6 +21,10 @@ B = TypeVar("B")
 logger = logging.getLogger(__name__)
 
 
+def drop(message: Message[Any]) -> None:
+    """Handles messages whose receiver has closed."""
+
+
 class MessageTrace(Protocol):
     """Called with every message that a member sends, and with every one that it handles."""
 
@@ -68,6 +72,17 @@ class MessagePump:
     def on(self, kind: type[B], handler: Callable[[Message[B]], None], *, pair: int = 0) -> None:
         """Set the handler of one pair's messages of one type; it runs on the pump's thread."""
         self._handlers[kind, pair] = handler
+
+    def stop_handling(
+        self, kind: type[B], handler: Callable[[Message[B]], None], *, pair: int = 0
+    ) -> None:
+        """Drop messages that this handler would get, and forget it: it may hold much memory.
+
+        Messages that are under way when its owner closes are no mistake of their senders. Nothing
+        happens if another handler has replaced it.
+        """
+        if self._handlers.get((kind, pair)) == handler:
+            self._handlers[kind, pair] = drop
 
     def on_any_pair(self, kind: type[B], handler: Callable[[Message[B]], None]) -> None:
         """Set the handler of messages of one type for pairs without a handler."""

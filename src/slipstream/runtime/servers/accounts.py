@@ -15,7 +15,7 @@ from slipstream.runtime.exchange.aggregator import Aggregator
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """One server's report."""
+    """One server's report; where hosts are the workers, a host's lowest rank stands for it."""
 
     staleness: dict[str, dict[int, int]]  # by tensor: number of gradients by age
     makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it contains
@@ -31,18 +31,23 @@ class ServerFigures(msgspec.Struct, frozen=True):
 
 def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures:
     staleness = {name: dict(ages) for name, ages in holder.staleness().items()}
-    makers = [(round_, list(ranks)) for round_, ranks in holder.makers]
+    cluster = holder.plan.cluster
+
+    def rank_at(worker: int) -> int:
+        return cluster.ranks_at(worker)[0]
+
+    makers = [(round_, list(map(rank_at, workers))) for round_, workers in holder.makers]
     if agreement is None:
         return ServerFigures(staleness, makers)
     arrivals = agreement.arrivals
     return ServerFigures(
         staleness,
         makers,
-        dict(agreement.made),
-        dict(agreement.dropped),
-        list(agreement.late),
+        {rank_at(worker): rounds for worker, rounds in agreement.made.items()},
+        {rank_at(worker): rounds for worker, rounds in agreement.dropped.items()},
+        [(round_, rank_at(worker)) for round_, worker in agreement.late],
         list(agreement.first),
-        {rank: [round(s, 6) for s in steps] for rank, steps in arrivals.durations.items()},
+        {rank_at(w): [round(s, 6) for s in steps] for w, steps in arrivals.durations.items()},
         {k: histogram.as_pairs() for k, histogram in sorted(arrivals.kth.items())},
     )
 

@@ -10,12 +10,7 @@ import numpy as np
 from slipstream.errors import FrameRefused
 from slipstream.runtime.exchange.aggregator import Aggregator, Updater
 from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.runtime.servers.senders import (
-    from_hub,
-    require_coordinator,
-    require_rank,
-    worker_of,
-)
+from slipstream.runtime.servers.senders import asking_rank, from_hub, require_coordinator
 from slipstream.transports.wire import Dump, Fetch, Load, Message, State, checksum
 from slipstream.types import Node
 
@@ -33,7 +28,7 @@ class Residuals:
         return [memory for memory in self._aggregator.memories(chunk) if memory is not None]
 
     def _on_fetch(self, message: Message[Fetch]) -> None:
-        worker_of(message, self._aggregator.plan.cluster)
+        asking_rank(message, self._aggregator.plan.cluster)
         residuals = self._of(message.body.chunk)
         entries = [(segment, "residual", "float32") for segment in range(len(residuals))]
         frames = [residual.tobytes() for residual in residuals]
@@ -78,16 +73,17 @@ class OptimizerState:
 
     def _on_fetch(self, message: Message[Fetch]) -> None:
         body, frames = self._updater.fetch(message)
-        worker_of(message, self._aggregator.plan.cluster)
+        asking_rank(message, self._aggregator.plan.cluster)
         self._member.send(message.sender, body, frames)
 
     def _on_dump(self, message: Message[Dump]) -> None:
         """Send every chunk's state to a worker, as of the same decision at all servers."""
         plan, rank = self._aggregator.plan, message.body.rank
         require_coordinator(message)
-        require_rank(rank, plan.cluster)
+        if rank >= plan.cluster.ranks:
+            raise FrameRefused(f"there is no rank {rank}")
         for chunk in plan.chunks_of(self._node):
             body, frames = self._updater.state(chunk.index)
             rounds = self._aggregator.round(plan.unit_of(chunk))
             numbered = msgspec.structs.replace(body, round=rounds)
-            self._member.send(plan.cluster.name(rank), numbered, frames)
+            self._member.send(f"rank {rank}", numbered, frames)

@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError, FrameRefused
 from slipstream.plan import Plan
 from slipstream.planning.backups import Adapting
 from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.runtime.servers.senders import server_of, worker_of
+from slipstream.runtime.servers.senders import asking_rank, server_of, worker_of
 from slipstream.transports.wire import (
     Arrived,
     Commit,
@@ -78,7 +78,7 @@ class RoundCoordinator:
 
     def _on_snapshot(self, message: Message[Snapshot]) -> None:
         self._require_agreement()
-        self._send_to_servers(Dump(worker_of(message, self._plan.cluster)))
+        self._send_to_servers(Dump(asking_rank(message, self._plan.cluster)))
 
     def _on_lease(self, message: Message[Lease]) -> None:
         rank = worker_of(message, self._plan.cluster)

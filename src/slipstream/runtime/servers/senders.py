@@ -9,7 +9,7 @@ from slipstream.errors import FrameRefused
 from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.member import HUB
 from slipstream.transports.wire import Message
-from slipstream.types import Cluster, Rank
+from slipstream.types import Cluster, Node, Rank
 
 COORDINATOR = "server 0"  # decides which contributions make a round, and leases batches
 B = TypeVar("B")
@@ -20,14 +20,26 @@ def server_of(name: str) -> int:
     return rank_of(name, "server")
 
 
-def worker_of(message: Message[Any], cluster: Cluster) -> Rank:
-    """The rank of the worker that sent a message.
+def worker_of(message: Message[Any], cluster: Cluster) -> Node:
+    """The worker of the cluster that sent a message.
 
     Raises:
-        FrameRefused: the sender is not a worker of the cluster, so there is no link back to it.
+        FrameRefused: the sender is none. Where hosts are the workers, only one rank of a host is.
     """
-    rank = cluster.worker(message.sender)
-    if rank < 0:
+    worker = cluster.worker(message.sender)
+    if worker < 0:
+        raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
+    return worker
+
+
+def asking_rank(message: Message[Any], cluster: Cluster) -> Rank:
+    """The rank that sent a message, whoever speaks for it in rounds.
+
+    Raises:
+        FrameRefused: the sender is not of this job, so there is no link back to it.
+    """
+    rank = rank_of(message.sender)
+    if not 0 <= rank < cluster.ranks:
         raise FrameRefused(f"{type(message.body).__name__} from {message.sender}")
     return rank
 

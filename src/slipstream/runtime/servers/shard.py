@@ -15,9 +15,9 @@ from slipstream.runtime.servers.fanout import Fanout
 from slipstream.runtime.servers.round_coordinator import RoundCoordinator
 from slipstream.runtime.servers.senders import (
     COORDINATOR,
+    asking_rank,
     require_coordinator,
     require_rank,
-    worker_of,
 )
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import (
@@ -92,7 +92,7 @@ class Shard:
             self.coordinator.on_worker_left(rank, lost=lost)
 
     def _on_inquire(self, message: Message[Inquire]) -> None:
-        worker_of(message, self._plan.cluster)
+        asking_rank(message, self._plan.cluster)
         agreement = None if self.coordinator is None else self.coordinator.agreement
         figures = msgspec.structs.replace(
             figures_of(self.aggregator, agreement),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.errors import RuntimeFault, WaitLimit
 from slipstream.planning.host_segment import HostSegment
@@ -55,6 +56,7 @@ class Network:
         self.sent: Counter[str] = Counter(dense=8)
         self.received: Counter[str] = Counter()
         self.left: list[int] = []
+        self.rounds: list[list[int]] = []  # the tensors of each, if not all
         self._slots, self._also = slots, also
 
     def ready(self, tensor: int) -> None:
@@ -63,7 +65,10 @@ class Network:
     def skip_round(self, tensors: object) -> None: ...
 
     def flush(self) -> None:
-        assert sorted(self.left) == [0, 1, 2], "a round is whole before it is flushed"
+        wanted = self.rounds.pop(0) if self.rounds else [0, 1, 2]
+        assert sorted(self.left) == wanted, "a round is whole before it is flushed"
+        if self.rounds:
+            self.left.clear()
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         for tensor in tensors if tensors is not None else range(3):
@@ -135,6 +140,26 @@ def test_every_worker_gets_what_became_of_the_hosts_sum_round_after_round() -> N
                 np.testing.assert_array_equal(own.got[tensor], wanted)
     assert host.member.round == 5
     host.close()
+
+
+def test_a_sum_that_others_are_added_to_is_divided_by_all_and_rounded_once() -> None:
+    spec = Spec("w", (64,), "bfloat16", 0)
+    shared = SharedMemory.create(HostSegment.of([spec], 2).nbytes)
+    memory, own = HostMemory([spec], (0, 1), shared), Tensors()
+    given = [torch.randn(64, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2)]
+    raw = [values.view(torch.uint8).numpy() for values in given]
+    own.source = lambda tensor: Values(raw[0], "bfloat16")  # type: ignore[method-assign]
+    memory.place(1, 0).data[:] = raw[1]
+    memory.board.publish(1, 0, 0, True)
+    slots = HostSlots(memory, own, 5 / 3, {0: 5.0})
+    slots.aggregate(0, 0)
+    found = slots.source(0)
+    assert found is not None
+    wanted = ((given[0].float() + given[1].float()) / 5.0).bfloat16()
+    assert torch.equal(torch.from_numpy(found.data.copy()).view(torch.bfloat16), wanted)
+    twice = ((given[0].float() + given[1].float()) / (5 / 3)).bfloat16() / 3
+    assert not torch.equal(twice, wanted)
+    memory.close()
 
 
 def test_after_a_checkpoint_all_workers_of_a_host_count_steps() -> None:
@@ -225,6 +250,90 @@ def test_a_fault_of_the_job_ends_a_wait() -> None:
     host.member.check = check
     with pytest.raises(RuntimeFault, match="rank 9 failed"):
         host.leader.flush()
+    host.close()
+
+
+def test_workers_of_a_host_must_have_the_same_settings() -> None:
+    host = Host()
+    for worker, channel in enumerate((host.leader, *host.followers)):
+        channel.settings = lambda rate=0.1 * (worker == 2): [{"lr": rate}]  # type: ignore[misc]
+    for follower in host.followers:
+        follower.flush()
+    with pytest.raises(RuntimeFault, match="different optimizer settings"):
+        host.leader.flush()
+    host.close()
+
+
+def test_a_worker_may_be_a_round_further_with_other_tensors() -> None:
+    """As in outer rounds of fragments: its step is then that of each contribution."""
+    host = Host()
+    for own in host.tensors:
+        own.given = [numbers(1, t) for t in range(3)]
+    channels = (host.leader, *host.followers)
+    for follower in host.followers:
+        for step, skipped in ((4, {1, 2}), (6, {0})):
+            follower.step = step
+            follower.skip_round(skipped)
+            follower.flush()
+    host.network.rounds = [[0], [1, 2]]
+    for step, skipped in ((4, {1, 2}), (6, {0})):
+        host.leader.step = step
+        host.leader.skip_round(skipped)
+        host.leader.flush()
+    for channel in channels:
+        channel.wait()
+    for own in host.tensors:
+        for tensor in range(3):
+            assert np.isfinite(own.got[tensor]).all()
+    host.close()
+
+
+class Rounds:
+    """Hosts may miss rounds: after this one's n-th, round 3n is open; implements
+    ``MissedRounds``."""
+
+    told_round = 0
+
+    def open_round(self) -> int:
+        return self.told_round
+
+
+def test_all_workers_of_a_host_are_told_the_same_open_round() -> None:
+    host = Host()
+    rounds = host.leader._rounds = Rounds()
+    channels = (host.leader, *host.followers)
+    assert [channel.open_round() for channel in channels] == [0, 0, 0]
+    for number in (1, 2):
+        for follower in host.followers:
+            follower.flush()
+            assert follower.told_round == 3 * (number - 1), "the result is not there yet"
+        host.leader.flush()
+        host.network.left.clear()
+        rounds.told_round = 3 * number
+        if number == 1:
+            assert host.leader.open_round() == 3
+        else:
+            host.leader.wait([1])  # a result tells it, too
+        assert [channel.open_round() for channel in channels] == [3 * number] * 3
+        for channel in channels:
+            channel.wait()
+    host.close()
+
+
+def test_a_result_is_handed_on_when_all_of_it_is_there() -> None:
+    host = Host()
+    whole: set[int] = set()
+    slots = host.leader._slots
+    slots.is_whole = whole.__contains__
+    for own in host.tensors:
+        own.given = [numbers(1, t) for t in range(3)]
+    for channel in (*host.followers, host.leader):
+        channel.flush()
+    slots.finish(0)  # as for the first of its chunks
+    assert host.memory.board.result(0, 0) is None
+    whole.add(0)
+    slots.finish(0)
+    assert host.memory.board.result(0, 0)
     host.close()
 
 

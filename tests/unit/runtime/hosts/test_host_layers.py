@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from slipstream.codecs.matrices import Matrix
+from slipstream._native import mean_into
+from slipstream.codecs.matrices import Matrix, landed
 from slipstream.errors import RuntimeFault
+from slipstream.plan import Plan
 from slipstream.planning.host_segment import HostSegment
-from slipstream.runtime.exchange.send_buffers import SendBuffers
+from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
 from slipstream.runtime.hosts.follower import HostFollower
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
@@ -29,13 +32,17 @@ PLAN = poseidon(choose="bytes").plan(SPECS, Cluster(2, 1, members=(RANKS, (3,)))
 FC, TABLE = (u.index for u in PLAN.units if u.layer is not None)
 
 
+def layers_of(plan: Plan) -> HostLayers:
+    shapes = [unit.layer for unit in plan.units if unit.layer is not None]
+    shared = SharedMemory.create(HostSegment.of(plan.specs, 3, shapes).nbytes)
+    return HostLayers(plan, HostMemory(plan.specs, RANKS, shared, shapes))
+
+
 @pytest.fixture
 def layers() -> Any:
-    shapes = [unit.layer for unit in PLAN.units if unit.layer is not None]
-    shared = SharedMemory.create(HostSegment.of(PLAN.specs, 3, shapes).nbytes)
-    memory = HostMemory(PLAN.specs, RANKS, shared, shapes)
-    yield HostLayers(PLAN, memory)
-    memory.close()
+    made = layers_of(PLAN)
+    yield made
+    made._memory.close()
 
 
 def matrix(rows: int, width: int, seed: int, dtype: str = "float32") -> Matrix:
@@ -49,9 +56,14 @@ def follower(layers: Any, worker: int, add: Any = None) -> HostFollower:
     return HostFollower(worker, layers._memory, slots, member, 0.2, layers, add or print)
 
 
-def lend() -> Any:
+def links() -> Any:
+    """As much of a ``LayerChannel`` as rows need."""
     buffers = SendBuffers()
-    return lambda unit, place, nbytes: buffers.take((unit, place), nbytes)
+
+    def buffer(unit: int, place: int, nbytes: int) -> Loan:
+        return buffers.take((unit, place), nbytes)
+
+    return SimpleNamespace(rank=1, step=3, buffer=buffer)
 
 
 def numbers(found: Matrix, width: int) -> np.ndarray[Any, Any]:
@@ -71,8 +83,10 @@ def test_rows_are_stacked_in_rank_order_and_the_second_matrix_is_divided(
         for rows in (2, 1, 4)
     ]
     for worker in (1, 2):
-        follower(layers, worker).ready_layer(unit, [(m, lend()(0, 0, 1)) for m in given[worker]])
-    stacked = layers.stacked(unit, 0, given[0], lend(), 2.0)
+        follower(layers, worker).ready_layer(
+            unit, [(m, links().buffer(0, 0, 1)) for m in given[worker]]
+        )
+    stacked = layers.stacked(unit, 0, given[0], links(), 2.0)
     for place, (found, loan) in enumerate(stacked):
         wanted = np.concatenate([numbers(each[place], widths[place]) for each in given])
         np.testing.assert_array_equal(
@@ -82,12 +96,40 @@ def test_rows_are_stacked_in_rank_order_and_the_second_matrix_is_divided(
         assert loan.needed
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_rows_are_rounded_once_together(wire: Any) -> None:
+    """Workers give them exact; a third of what is in bfloat16 would be rounded a second time."""
+    plan = poseidon(choose="bytes", wire=wire).plan(SPECS, Cluster(2, 1, members=(RANKS, (3,))))
+    layers, random = layers_of(plan), np.random.default_rng(1)
+    given = [random.normal(size=(2, width)).astype(np.float32) for width in (5, 6)]
+    rows = [Matrix(2, values.reshape(-1).view(np.uint8), "float32") for values in given]
+    for worker in (1, 2):
+        follower(layers, worker).ready_layer(FC, [(m, links().buffer(0, 0, 1)) for m in rows])
+    stacked = layers.stacked(FC, 0, rows, links(), 3.0)
+    assert stacked is not None
+    for place, ((found, _), values) in enumerate(zip(stacked, given, strict=True)):
+        assert (found.rows, found.dtype) == (6, wire)
+        wanted = np.concatenate([values] * 3) / np.float32(3.0 if place else 1.0)
+        decoded = decode(found, wanted.size).reshape(wanted.shape)
+        if wire == "bfloat16":
+            np.testing.assert_array_equal(decoded, torch.from_numpy(wanted).bfloat16().float())
+        assert np.abs(decoded - wanted).max() <= np.abs(wanted).max() / 100
+    layers._memory.close()
+
+
+def decode(found: Matrix, numel: int) -> np.ndarray[Any, Any]:
+    values = Values.empty(numel, "float32")
+    landing = landed(numel, found.dtype, [found.data])
+    mean_into(values.data, [landing.data], landing.dtype, 1.0, out_dtype="float32")
+    return values.data.view(np.float32)
+
+
 def test_workers_that_did_not_use_a_layer_have_no_rows_in_it(layers: Any) -> None:
     for worker in (1, 2):
         follower(layers, worker).ready_layer(FC, None)
-    assert layers.stacked(FC, 0, None, lend(), 2.0) is None
+    assert layers.stacked(FC, 0, None, links(), 2.0) is None
     own = [matrix(3, 5, 1), matrix(3, 6, 2)]
-    (first, _), _ = layers.stacked(FC, 0, own, lend(), 1.0)
+    (first, _), _ = layers.stacked(FC, 0, own, links(), 1.0)
     np.testing.assert_array_equal(numbers(first, 5), numbers(own[0], 5))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 from slipstream.errors import PeerLost, WaitLimit
+from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.members.message_pump import TICK_S
 from slipstream.testing.clock import VirtualClock
@@ -51,6 +54,45 @@ def noting(seen: Seen) -> Any:
         seen.append((message.pair, message.body.chunk))
 
     return note
+
+
+class Holder:
+    """Something large that takes messages."""
+
+    def __init__(self, member: Endpoint) -> None:
+        self.taken = 0
+        member.on(Fetch, self.take)
+
+    def take(self, message: Message[Fetch]) -> None:
+        self.taken += 1
+
+
+def test_an_owner_that_closes_is_forgotten_and_late_messages_are_dropped(two: Two) -> None:
+    endpoint, kept = two.hub.for_pair(0).owned(), Holder(two.hub.for_pair(1))
+    holder = Holder(endpoint)
+    known = weakref.ref(holder)
+    for pair in (0, 1):
+        two.other.for_pair(pair).send(HUB, Fetch(1))
+    two.talk()
+    assert (holder.taken, kept.taken) == (1, 1)
+    endpoint.close()
+    del holder
+    gc.collect()
+    assert known() is None
+    for pair in (0, 1):
+        two.other.for_pair(pair).send(HUB, Fetch(2))
+    two.talk()
+    assert kept.taken == 2
+    assert two.hub.refused == 0
+
+
+def test_an_owner_that_closes_leaves_its_successors_handlers(two: Two) -> None:
+    first, second = two.hub.owned(), two.hub.owned()
+    old, new = Holder(first), Holder(second)
+    first.close()
+    two.other.send(HUB, Fetch(1))
+    two.talk()
+    assert (old.taken, new.taken) == (0, 1)
 
 
 def test_pair_0_is_the_member_itself(two: Two) -> None:

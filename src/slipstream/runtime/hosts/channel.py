@@ -1,0 +1,101 @@
+"""What the channels of a host's workers share, whether a worker speaks for the host or not."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from slipstream.codecs.matrices import Matrix
+from slipstream.errors import RuntimeFault
+from slipstream.runtime.exchange.rounds import completed_twice
+from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
+from slipstream.runtime.hosts.layers import HostLayers
+from slipstream.runtime.hosts.memory import HostMemory
+from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.transports.wire import Settings
+from slipstream.types import Values
+
+AddGradient = Callable[[int, Values], None]
+
+
+class HostChannel:
+    """A worker's rounds within its host.
+
+    All workers of a host make the same rounds, which count from 0; hosts may count rounds among
+    themselves in another way. The sum of a round takes the place of the last result, so a worker
+    contributes to a tensor when it has taken that.
+
+    Args:
+        worker: The worker's number on the host; 0 speaks for it.
+        layers: Those that may travel in compact form.
+
+    Attributes:
+        settings: The optimizer's settings that travel with a round; None if none do.
+    """
+
+    takes_early = False  # the rows of a host leave together
+    takes_encoded = False  # and are encoded together
+
+    def __init__(
+        self,
+        worker: int,
+        memory: HostMemory,
+        member: Endpoint,
+        limit_s: float,
+        layers: HostLayers | None,
+    ) -> None:
+        self.rank, self._memory = worker, memory
+        self._member, self._limit_s = member, limit_s
+        self._layers = layers
+        self.settings: Callable[[], Settings | None] = lambda: None
+        self._travelling: Collection[int] | None = None  # layers in compact form; None: all
+        self._buffers = SendBuffers()
+        self._skipped: Collection[int] = ()
+        self._round = 0
+        self._fired: set[int] = set()
+
+    def _refuse_second(self, tensor: int) -> None:
+        if tensor in self._fired:
+            raise completed_twice(self._memory.specs[tensor].name)
+
+    def _unfired(self) -> list[int]:
+        """Tensors that are not ready, and take part in this round."""
+        others = {*self._fired, *self._skipped}
+        return [tensor for tensor in range(len(self._memory.specs)) if tensor not in others]
+
+    def skip_round(self, tensors: Collection[int]) -> None:
+        self._skipped = tensors
+
+    # ---- layers in compact form; implements ``LayerChannel``
+
+    def travel_compact(self, units: Collection[int]) -> None:
+        self._travelling = units
+
+    def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
+        return self._buffers.take((unit, place), nbytes)
+
+    def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
+        raise RuntimeFault("the rows of a host leave together")
+
+    def early_round(self, unit: int) -> int | None:
+        return None
+
+    def ready_layer(
+        self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
+    ) -> None:
+        """A layer's contribution to this round is final; None: the worker did not use it."""
+        raise NotImplementedError
+
+    def _flush_layers(self, captured: Collection[int]) -> None:
+        """Layers that no pass has used contribute nothing."""
+        for unit in self._layers.units if self._layers is not None else ():
+            travels = self._travelling is None or unit in self._travelling
+            if travels and unit not in captured:
+                self.ready_layer(unit, None)
+
+
+def settings_number(settings: Settings | None) -> int:
+    """Equal for equal settings."""
+    return 0 if settings is None else zlib.crc32(msgspec.msgpack.encode(settings))
