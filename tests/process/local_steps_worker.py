@@ -149,11 +149,14 @@ def take_turns(folder: Path, rank: int, blocks: int) -> None:
         time.sleep(0.005)
 
 
-def answer_of(job: Any) -> tuple[int, int]:
+def answer_of(job: Any) -> tuple[int, int] | tuple[None, None]:
     """Of this worker's last contribution: the round that answered it, and whether that dropped it.
 
-    With several units, those of the largest tensor, which is not cut here.
+    With several units, those of the largest tensor, which is not cut here. None where another
+    worker speaks for the host.
     """
+    if not job._training.replica.link_exchanges:
+        return None, None
     (channel,) = job._training.replica.link_exchanges
     state = max(channel._states.values(), key=lambda state: sum(p.numel for p in state.unit.places))
     return state.committed - 1, int(state.covered[0] > 1)

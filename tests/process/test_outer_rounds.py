@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,26 +186,34 @@ def test_streamed_outer_rounds_in_few_bits_are_of_few_bytes_both_ways(run: Run) 
     assert sent_and_received / values < 0.2 * 4, "of 4 bytes each"
 
 
-def expected_of_first(told: Told) -> tuple[torch.Tensor, list[int]]:
-    """How far the outer weights move, worked out from what rounds answered to each worker.
+def expected_of_first(
+    told: Told, first: int, hosts: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[int]]:
+    """How far the outer weights move, worked out from what rounds answered to each host.
 
     A round moves them by the mean over all blocks of local steps that it contains: the last ones of
     its workers, and those of theirs that earlier rounds had dropped.
+
+    Args:
+        first: How many hosts make a round.
+        hosts: The ranks of each; the first of them speaks for the others.
 
     Returns:
         The way, and the number of blocks that each round contains.
     """
     rounds: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    for each in told:
-        blocks, counted = [vector(total) for *_, total in each["blocks"]], 0
-        for number, (round_, dropped, _) in enumerate(each["blocks"], start=1):
+    for ranks in hosts:
+        made = zip(*(told[rank]["blocks"] for rank in ranks), strict=True)
+        blocks = [torch.stack([vector(total) for *_, total in each]).sum(0) for each in made]
+        counted = 0
+        for number, (round_, dropped, _) in enumerate(told[ranks[0]]["blocks"], start=1):
             if not dropped:
                 way = blocks[number - 1] - (blocks[counted - 1] if counted else 0)
-                rounds.setdefault(round_, []).append((number - counted, way))
+                rounds.setdefault(round_, []).append((len(ranks) * (number - counted), way))
                 counted = number
     sizes = [sum(covered for covered, _ in rounds[round_]) for round_ in sorted(rounds)]
     ways = [torch.stack([way for _, way in rounds[round_]]).sum(0) for round_ in sorted(rounds)]
-    assert all(len(parts) == 2 for parts in rounds.values()), "the first two make a round"
+    assert all(len(parts) == first for parts in rounds.values()), "the first ones make a round"
     return torch.stack([w / n for w, n in zip(ways, sizes, strict=True)]).sum(0), sizes
 
 
@@ -215,7 +223,7 @@ def test_what_a_late_worker_did_counts_later_and_each_local_step_alike(wire: str
     strategy = f"diloco(every=2, lr=1.0, momentum=0.0, first=2, wire={wire!r})"
     told = run(strategy, "float32", late=2)
     moved = vector(told[0]["weights"]) - vector(told[0]["begun"])
-    wanted, sizes = expected_of_first(told)
+    wanted, sizes = expected_of_first(told, 2, [[0], [1], [2]])
     assert max(sizes) > 2, "no late contribution has counted"
     assert len({each["digest"] for each in told}) == 1
     # What rounding has kept back at the end is a step of 8 bits.

@@ -9,6 +9,10 @@ from slipstream.types import ITEM_BYTES, Chunk, Segment, Spec
 
 CHUNK_BYTES = 2 * 1024 * 1024
 SMALLEST_CHUNK_BYTES = 4 * 1024
+# A small model is cut, too: its first chunks leave while its backward pass still runs, and all
+# holders are at work until its end. Below this size messages cost more than that gains.
+CHUNKS_PER_SHARE = 4
+WORTH_CUTTING_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +53,15 @@ def lay_out(
     *,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Layout:
-    """Chunks of at most ``chunk_bytes``, smaller where holders then get equal loads."""
+    """Chunks of at most ``chunk_bytes``, smaller where holders then get equal loads, or where a
+    small model would else leave as a whole."""
     members: dict[Group, list[int]] = {}
     for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
         members.setdefault(groups[tensor], []).append(tensor)
     chunks: list[Chunk] = []
     for group, tensors in members.items():
         total = sum(specs[t].numel for t in tensors)
-        runs = fill(specs, tensors, even_numel(total, group.dtype, group.shares, chunk_bytes))
+        runs = fill(specs, tensors, even_numel(total, group, chunk_bytes))
         chunks += [
             Chunk(len(chunks) + i, group.route, group.dtype, segments)
             for i, segments in enumerate(runs)
@@ -64,12 +69,15 @@ def lay_out(
     return Layout(tuple(chunks))
 
 
-def even_numel(total: int, dtype: str, shares: int, chunk_bytes: int) -> int:
-    """Elements per chunk: the largest size within ``chunk_bytes`` that gives equal shares."""
-    size = ITEM_BYTES[dtype]
+def even_numel(total: int, group: Group, chunk_bytes: int) -> int:
+    """Elements per chunk: the largest size within ``chunk_bytes`` that gives equal shares, of
+    several chunks each if they are worth it. A layer leaves at once, when it is complete."""
+    size, shares = ITEM_BYTES[group.dtype], max(1, group.shares)
     largest = max(1, chunk_bytes // size)
-    rounds = max(1, -(-total // (max(1, shares) * largest)))
-    even = -(-total // (max(1, shares) * rounds))
+    several = 1 if group.layer else CHUNKS_PER_SHARE
+    worth_it = min(several, total * size // (shares * WORTH_CUTTING_BYTES))
+    rounds = max(1, worth_it, -(-total // (shares * largest)))
+    even = -(-total // (shares * rounds))
     return max(even, min(SMALLEST_CHUNK_BYTES // size, largest))
 
 

@@ -101,10 +101,11 @@ class Synchronizer:
             if captured or not self.plan.schedule.leaves_during_backward:
                 return
             self.slots.fetch(tensor)
-            self._hand_over(self._copying)
+            if self._copying:
+                self._hand_over(self._copying)
             # A copy from an accelerator has until the next layer's gradient is done.
             if self._devices[tensor] == "cpu":
-                self._hand_over([tensor])
+                self.driver.ready(tensor)
             else:
                 self._copying = [tensor]
 
