@@ -1,0 +1,109 @@
+"""Connections with deadlines, which uvicorn does not have.
+
+A connection that sends nothing, half a request or a byte now and then would stay open for ever. A
+header has to be complete within 10 s. A body has to come at 16 KiB/s after its first 10 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from slipstream.service.errors import ApiError
+
+HEADER_S: Final = 10.0
+BODY_GRACE_S: Final = 10.0
+BODY_NBYTES_S: Final = 16 * 1024
+
+
+def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
+    """Whether a body comes too slowly.
+
+    >>> is_too_slow(0, 9.0), is_too_slow(1024, 11.0), is_too_slow(1 << 20, 60.0)
+    (False, True, False)
+    """
+    return elapsed_s > BODY_GRACE_S and received_nbytes < BODY_NBYTES_S * (elapsed_s - BODY_GRACE_S)
+
+
+class DeadlineProtocol(H11Protocol):
+    """Answers 408 to a request that does not come in time, and closes."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _began = 0.0
+    _received = 0
+    _waited = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._timer is None and self.conn.their_state is h11.IDLE:
+            self._expect_header()  # the next request on this connection
+        was_idle = self.conn.their_state is h11.IDLE
+        super().data_received(data)
+        if self.transport.is_closing():
+            self._cancel()
+        elif self.conn.their_state is h11.SEND_BODY:
+            if was_idle:
+                self._expect_body()
+        elif self.conn.their_state is not h11.IDLE:
+            self._cancel()  # the request is complete
+
+    def _expect_header(self) -> None:
+        self._cancel()
+        self._timer = self.loop.call_later(HEADER_S, self._expire)
+
+    def _expect_body(self) -> None:
+        self._cancel()
+        self._began, self._received = self.loop.time(), 0
+        self._timer = self.loop.call_later(1.0, self._check_body)
+
+    def _check_body(self) -> None:
+        self._timer = None
+        if self.transport.is_closing() or self.conn.their_state is not h11.SEND_BODY:
+            return
+        if self.flow.read_paused:  # we are the slow ones
+            self._began += 1.0
+        if is_too_slow(self._received, self.loop.time() - self._began):
+            self._expire()
+        else:
+            self._timer = self.loop.call_later(1.0, self._check_body)
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = ApiError(
+                408, "Request timeout", "The request did not come in time; send it again."
+            )
+            self._send(error.code, error.body())
+        self.transport.close()
+
+    def _send(self, code: int, body: bytes) -> None:
+        headers: list[Any] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        events = [
+            h11.Response(status_code=code, headers=headers, reason=b"Request Timeout"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
