@@ -143,6 +143,13 @@ class Gate:
     async def _admit(self, request: Request) -> None:
         scope, service = request.scope, self._service
         scope["slipstream.service"] = service
+        if {"content-length", "transfer-encoding"} <= set(request.headers.keys()):
+            raise ApiError(  # two readers of it would see two different bodies
+                400,
+                "Malformed body",
+                "The request has Content-Length and Transfer-Encoding.",
+                {"Connection": "close"},
+            )
         prefix = PREFIX.match(scope["path"])
         start = prefix.end() if prefix else 0
         scope["slipstream.base"] = _base(service, request) + scope["path"][:start]

@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from slipstream.service.errors import ApiError
 
 HEADER_S: Final = 10.0
+HEADER_NBYTES: Final = 32 * 1024
+HEADER_STEP_NBYTES: Final = 8 * 1024
 BODY_GRACE_S: Final = 10.0
 BODY_NBYTES_S: Final = 16 * 1024
 
@@ -49,7 +51,12 @@ class DeadlineProtocol(H11Protocol):
         if self._timer is None and self.conn.their_state is h11.IDLE:
             self._expect_header()  # the next request on this connection
         was_idle = self.conn.their_state is h11.IDLE
-        super().data_received(data)
+        while was_idle and len(data) > HEADER_STEP_NBYTES and self.conn.their_state is h11.IDLE:
+            # h11 looks at the size of a header only while it is incomplete.
+            super().data_received(data[:HEADER_STEP_NBYTES])
+            data = data[HEADER_STEP_NBYTES:]
+        if self.conn.their_state is not h11.ERROR:
+            super().data_received(data)
         if self.transport.is_closing():
             self._cancel()
         elif self.conn.their_state is h11.SEND_BODY:

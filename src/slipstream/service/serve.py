@@ -23,14 +23,13 @@ from slipstream.service.app import LOOPBACK, Gate
 from slipstream.service.context import Service
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database, now_ms, sqlite_path
-from slipstream.service.deadlines import DeadlineProtocol
+from slipstream.service.deadlines import HEADER_NBYTES, DeadlineProtocol
 from slipstream.service.serve_options import ServeOptions
 
 LOG = logging.getLogger("slipstream.service")
 REQUESTS_STOP_S = 10
 TRAINER_STOP_S = 25.0
 LONGEST_PAUSE_S = 60.0
-WELL_S = 30.0
 
 
 def open_database(options: ServeOptions, directory: DataDirectory) -> Database:
@@ -195,6 +194,7 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     config = uvicorn.Config(
         Gate(service),
         http=DeadlineProtocol,
+        h11_max_incomplete_event_size=HEADER_NBYTES,
         ws="none",
         lifespan="off",
         access_log=False,
