@@ -7,12 +7,13 @@ header has to be complete within 10 s. A body has to come at 16 KiB/s after its 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slipstream.service.errors import ApiError
+from slipstream.service.errors import ApiError, unavailable
 
 HEADER_S: Final = 10.0
 HEADER_NBYTES: Final = 32 * 1024
@@ -33,14 +34,17 @@ def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
 class DeadlineProtocol(H11Protocol):
     """Answers 408 to a request that does not come in time, and closes."""
 
+    limit = 512
     _timer: asyncio.TimerHandle | None = None
     _began = 0.0
     _received = 0
-    _waited = 0.0
+    _silent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_header()
+        if len(self.connections) > self.limit:
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
@@ -65,7 +69,24 @@ class DeadlineProtocol(H11Protocol):
         elif self.conn.their_state is not h11.IDLE:
             self._cancel()  # the request is complete
 
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest without a request; else this one."""
+        silent = [
+            one
+            for one in self.connections
+            if isinstance(one, DeadlineProtocol)
+            and one is not self
+            and one.conn.their_state is h11.IDLE
+            and not one.transport.is_closing()
+        ]
+        if silent:
+            min(silent, key=lambda one: one._silent_since).transport.close()
+            return
+        self._send(unavailable("Too many connections; try again in a moment."))
+        self.transport.close()
+
     def _expect_header(self) -> None:
+        self._silent_since = self.loop.time()
         self._cancel()
         self._timer = self.loop.call_later(HEADER_S, self._expire)
 
@@ -95,22 +116,33 @@ class DeadlineProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = ApiError(
-                408, "Request timeout", "The request did not come in time; send it again."
+            self._send(
+                ApiError(408, "Request timeout", "The request did not come in time; send it again.")
             )
-            self._send(error.code, error.body())
         self.transport.close()
 
-    def _send(self, code: int, body: bytes) -> None:
+    def _send(self, error: ApiError) -> None:
+        body = error.body()
         headers: list[Any] = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
+            *error.headers.items(),
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
         ]
+        reason = HTTPStatus(error.code).phrase.encode()
         events = [
-            h11.Response(status_code=code, headers=headers, reason=b"Request Timeout"),
+            h11.Response(status_code=error.code, headers=headers, reason=reason),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ]
         for event in events:
             self.transport.write(self.conn.send(event) or b"")
+
+
+def with_limit(connections: int) -> type[DeadlineProtocol]:
+    """The protocol, for at most so many connections at once.
+
+    >>> with_limit(8).limit
+    8
+    """
+    return type("LimitedProtocol", (DeadlineProtocol,), {"limit": connections})

@@ -23,7 +23,7 @@ from slipstream.service.app import LOOPBACK, Gate
 from slipstream.service.context import Service
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database, now_ms, sqlite_path
-from slipstream.service.deadlines import HEADER_NBYTES, DeadlineProtocol
+from slipstream.service.deadlines import HEADER_NBYTES, with_limit
 from slipstream.service.serve_options import ServeOptions
 
 LOG = logging.getLogger("slipstream.service")
@@ -193,7 +193,7 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     options = service.options
     config = uvicorn.Config(
         Gate(service),
-        http=DeadlineProtocol,
+        http=with_limit(options.connections),
         h11_max_incomplete_event_size=HEADER_NBYTES,
         ws="none",
         lifespan="off",
@@ -201,7 +201,6 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=options.connections,
         timeout_keep_alive=65,
         timeout_graceful_shutdown=REQUESTS_STOP_S,
     )
