@@ -26,7 +26,6 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import RuntimeFault
-from slipstream.job import Job
 from slipstream.runtime.files.whole_files import write_whole
 from slipstream.service.answers import mean_softmax
 from slipstream.service.batches import Examples, hold_out, shuffled
@@ -136,7 +135,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        job: Job,
+        job: slipstream.Job,
         net: nn.Module,
         optimizer: torch.optim.Optimizer,
         examples: Examples,
