@@ -29,16 +29,17 @@ CSV = "".join(
 )
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(STAND_IN)}
+def environment(real: bool = False) -> dict[str, str]:
+    return dict(os.environ) if real else {**os.environ, "PYTHONPATH": str(STAND_IN)}
 
 
 class ServiceProcess:
     """Starts on entering, ends on leaving."""
 
-    def __init__(self, data: Path, *options: str) -> None:
+    def __init__(self, data: Path, *options: str, real: bool = False) -> None:
         self.data = data
         self.options = options
+        self.real = real
         self.url = ""
         self.log = data.parent / f"{data.name}.log"
 
@@ -59,7 +60,7 @@ class ServiceProcess:
         options = ["--port", "0", "--epochs", "2", "--learners", "1", *self.options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, *options], stdout=log, stderr=log, env=environment()
+                [*command, *options], stdout=log, stderr=log, env=environment(self.real)
             )
         found = self.wait_for(lambda: re.search(r"ready at (http://\S+)", self.log.read_text()))
         self.url = found[1]
@@ -104,6 +105,9 @@ class ServiceProcess:
             return status if status in wanted else None
 
         return self.wait_for(reached)
+
+    def process_maps(self) -> str:
+        return Path(f"/proc/{self.process.pid}/maps").read_text()
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

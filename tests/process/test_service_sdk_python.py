@@ -109,6 +109,13 @@ def test_errors_reach_the_user(service: ServiceProcess) -> None:
     assert "received = 1" in body["description"]
 
 
+def test_the_real_net(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", real=True) as service:
+        made = client(service, NoAuthAuthenticator())
+        life_cycle(made, service, CSV)
+        assert "torch" not in service.process_maps()
+
+
 def test_keys(tmp_path: Path) -> None:
     data = tmp_path / "data"
 

@@ -28,6 +28,7 @@ from slipstream.service.data_directory import DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, now_ms, sqlite_path
 from slipstream.service.refusals import Damaged
 from slipstream.service.serve_options import KEPT_VERSIONS, MIB, ServeOptions
+from slipstream.service.settings import JobSetting
 
 LOG = logging.getLogger("slipstream.service.trainer")
 TICK_S: Final = 0.25
@@ -39,15 +40,6 @@ PROGRESS_NBYTES: Final = MIB
 REFUSED: Final = re.compile(r"refused: (.{1,500})")
 
 
-class JobFile(msgspec.Struct, frozen=True):
-    """``job.json``: what the operator decided about a job."""
-
-    epochs: int
-    batch: int | None
-    seed: int
-    max_model_bytes: int
-
-
 class Running:
     """A job's processes and its place in ``progress.jsonl``."""
 
@@ -57,7 +49,7 @@ class Running:
         self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
         self.best = held.resumed_from
         self._kill_at = float("inf")
-        job = JobFile(options.epochs, None, 0, options.max_model)
+        job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
         progress = directory / "progress.jsonl"
         self._offset = progress.stat().st_size if progress.exists() else 0

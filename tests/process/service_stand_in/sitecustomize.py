@@ -1,4 +1,4 @@
-"""Finds stand-ins for parts of the service that are not installed; the real ones come first."""
+"""On the path of tests that need jobs of a known pace, or jobs that fail: replaces two modules."""
 
 import importlib.abc
 import importlib.util
@@ -17,4 +17,4 @@ class StandIns(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, FOLDER / f"{name}.py")
 
 
-sys.meta_path.append(StandIns())
+sys.meta_path.insert(0, StandIns())
