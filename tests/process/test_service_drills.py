@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import psutil
 import pytest
 import requests
 from service_process import CSV, ServiceProcess, environment
+
+from slipstream.service.database import Database
 
 pytestmark = pytest.mark.process
 LONG = ("--epochs", "40")  # 400 updates of 20 ms
@@ -143,6 +147,28 @@ def test_events(tmp_path: Path) -> None:
         assert names[-1] == "end"
         assert names.count("epoch") == 5
         assert json.loads(last)["state"] == "done"
+
+
+@pytest.mark.skipif("SERVICE_POSTGRES" not in os.environ, reason="SERVICE_POSTGRES names no server")
+def test_postgresql(tmp_path: Path) -> None:
+    address = os.environ["SERVICE_POSTGRES"]
+    schema = f"test_{secrets.token_hex(4)}"
+    with Database(address) as admin, admin.transaction() as transaction:
+        transaction.run(f"CREATE SCHEMA {schema}")
+    options = ("--database", f"{address}?options=-csearch_path%3D{schema}")
+    with ServiceProcess(tmp_path / "data", *options) as service:
+        classifier = service.created()
+        service.wait_status(classifier, "Available")
+        assert service.get(f"/v1/classifiers/{classifier}/classify?text=hot").status_code == 200
+        assert service.get("/metrics").status_code == 200
+        service.kill()
+        service.start()
+        deleted = requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
+        assert deleted.json() == {}
+        assert service.get("/v1/classifiers").json() == {"classifiers": []}
+        assert service.stop() == 0
+    with Database(address) as admin, admin.transaction() as transaction:
+        transaction.run(f"DROP SCHEMA {schema} CASCADE")
 
 
 def test_a_second_service_on_the_directory(tmp_path: Path) -> None:

@@ -209,11 +209,15 @@ def _sqlite(address: str) -> tuple[tuple[type[Exception], ...], Callable[[], Con
 def _postgres(address: str) -> tuple[tuple[type[Exception], ...], Callable[[], Connection]]:
     try:
         import psycopg
+        from psycopg.types.numeric import Int8Dumper
     except ImportError:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'slipstream[postgres]'") from None
 
     def connect() -> Connection:
-        return psycopg.connect(address, autocommit=True, connect_timeout=5)
+        connection = psycopg.connect(address, autocommit=True, connect_timeout=5)
+        # By default a small number is a smallint, and sums of two overflow.
+        connection.adapters.register_dumper(int, Int8Dumper)
+        return connection
 
     return (psycopg.OperationalError,), connect
 

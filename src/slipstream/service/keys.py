@@ -161,7 +161,8 @@ def hash_from_header(authorization: str, secret: bytes, now_s: float) -> str | N
             user_and_key = base64.b64decode(value, validate=True).decode("utf-8")
         except (binascii.Error, ValueError):
             return None
-        return key_hash(user_and_key.partition(":")[2])
+        key = user_and_key.partition(":")[2]
+        return key_hash(key) if key else None
     if scheme.lower() != "bearer" or not value:
         return None
     if value.count(".") == 2:
