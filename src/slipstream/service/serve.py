@@ -182,7 +182,11 @@ def serve(options: ServeOptions) -> None:
 def _listen(options: ServeOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=1024)
+        address = (options.host, options.port)
+        listener = socket.create_server(address, family=family, backlog=1024)
+        # asyncio does not set it on these sockets; a small answer would wait 40 ms for an ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {options.host}:{options.port}: {error.strerror}; give another --port"
