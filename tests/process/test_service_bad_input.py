@@ -7,6 +7,7 @@ import json
 import socket
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -300,3 +301,16 @@ def test_quota(service: ServiceProcess) -> None:
     refused(answer, 400, "Entitlement error")
     for classifier in made:
         requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
+
+
+def test_too_many_requests_and_jobs(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--rate", "5", "--queue", "1") as service:
+        answers = [service.create() for _ in range(3)]
+        # One may run and one may wait by then.
+        full = next(answer for answer in answers if answer.status_code != 200)
+        refused(full, 429, "Queue full")
+        assert int(full.headers["Retry-After"]) > 0
+        while (answer := service.get("/v1/classifiers")).status_code == 200:
+            pass
+        refused(answer, 429, "Too many requests")
+        assert 0 < int(answer.headers["Retry-After"]) <= 60

@@ -237,6 +237,9 @@ def _error_answer(error: Exception, number: str) -> Response:
     elif isinstance(error, DatabaseUnavailable):
         LOG.warning("%s %s", number, error)
         error = unavailable("The database does not answer now.")
+    elif isinstance(error, OSError):
+        LOG.warning("%s %s", number, error.strerror)
+        error = unavailable("The service cannot use its disk now.", 30)
     elif not isinstance(error, ApiError):
         LOG.error("%s failed", number, exc_info=error)
         error = ApiError(
