@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from slipstream.cli import bench, lab, plan, plan_backups, plan_tree, probe, run, train
+from slipstream.cli import (
+    bench,
+    lab,
+    plan,
+    plan_backups,
+    plan_tree,
+    predict,
+    probe,
+    run,
+    serve,
+    train,
+)
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.printable import printable_lines
 
@@ -26,7 +37,10 @@ app.command()(bench.bench)
 app.command()(plan.plan)
 app.command()(plan_backups.plan_backups)
 app.command()(plan_tree.plan_tree)
+app.command()(predict.predict)
 app.command()(probe.probe)
+app.command()(serve.serve)
+app.add_typer(serve.keys)
 app.add_typer(train.app)
 app.add_typer(lab.app)
 

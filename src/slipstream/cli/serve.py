@@ -1,0 +1,127 @@
+"""``slipstream serve`` and ``slipstream keys``."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from slipstream.errors import ConfigError
+from slipstream.service.data_directory import DataDirectory
+from slipstream.service.database import Database, sqlite_path
+from slipstream.service.keys import add_key, list_keys, revoke_key
+from slipstream.service.serve_options import MIB, ServeOptions
+
+DEFAULTS = ServeOptions(data="slipstream-data")
+Data = Annotated[str, typer.Option(help="The data directory.")]
+DatabaseAddress = Annotated[
+    str, typer.Option(help="postgresql://…; by default SQLite in the data directory.")
+]
+keys = typer.Typer(name="keys", help="API keys of the service.", no_args_is_help=True)
+
+
+def serve(
+    data: Data = DEFAULTS.data,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(help="0: any free one.")] = DEFAULTS.port,
+    database: DatabaseAddress = "",
+    learners: Annotated[int, typer.Option(min=1, help="Processes a job.")] = DEFAULTS.learners,
+    jobs: Annotated[int, typer.Option(min=1, help="Jobs at once.")] = DEFAULTS.jobs,
+    queue: Annotated[int, typer.Option(min=1, help="Jobs that may wait.")] = DEFAULTS.queue,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs a job.")] = DEFAULTS.epochs,
+    rate: Annotated[int, typer.Option(min=1, help="Requests a minute, tenant.")] = DEFAULTS.rate,
+    max_rows: Annotated[int, typer.Option(min=5)] = DEFAULTS.max_rows,
+    max_classes: Annotated[int, typer.Option(min=2)] = DEFAULTS.max_classes,
+    max_body: Annotated[int, typer.Option(min=1, help="MiB an upload.")] = DEFAULTS.max_body // MIB,
+    max_model: Annotated[int, typer.Option(min=1, help="MiB a model.")] = DEFAULTS.max_model // MIB,
+    connections: Annotated[int, typer.Option(min=8)] = DEFAULTS.connections,
+    public_url: Annotated[str, typer.Option(help="What 'url' fields begin with.")] = "",
+    allow_host: Annotated[list[str] | None, typer.Option(help="Without keys: a host name.")] = None,
+    behind_proxy: Annotated[bool, typer.Option(help="Believe X-Forwarded-*.")] = False,
+    no_auth: Annotated[bool, typer.Option(help="Serve without keys.")] = False,
+    metrics_key: Annotated[str, typer.Option(help="Bearer key of /metrics.")] = "",
+    check: Annotated[bool, typer.Option(help="Check the data, then end.")] = False,
+) -> None:
+    """Serve training and classification of texts (Watson NLC's API)."""
+    try:
+        from slipstream.service import serve as service
+    except ImportError as error:
+        raise ConfigError(
+            f"the service needs {error.name}: pip install 'slipstream[serve]'"
+        ) from error
+    options = ServeOptions(
+        data=data,
+        host=host,
+        port=port,
+        database=database,
+        learners=learners,
+        jobs=jobs,
+        queue=queue,
+        epochs=epochs,
+        rate=rate,
+        max_rows=max_rows,
+        max_classes=max_classes,
+        max_body=max_body * MIB,
+        max_model=max_model * MIB,
+        connections=connections,
+        public_url=public_url,
+        allow_host=tuple(allow_host or ()),
+        behind_proxy=behind_proxy,
+        no_auth=no_auth,
+        metrics_key=metrics_key,
+    )
+    if not check:
+        service.serve(options)
+        return
+    for problem in (problems := service.check(options)):
+        typer.echo(problem, err=True)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _open(data: str, address: str) -> Database:
+    database = Database(address or sqlite_path(DataDirectory(data).path))
+    database.migrate()
+    return database
+
+
+@keys.command("add")
+def add(
+    name: Annotated[str, typer.Argument(help="The tenant; it may have several keys.")],
+    quota: Annotated[int, typer.Option(min=1, help="Classifiers.")] = DEFAULTS.quota,
+    data: Data = DEFAULTS.data,
+    database: DatabaseAddress = "",
+) -> None:
+    """Make a key and print it, this once."""
+    with _open(data, database) as opened, opened.transaction() as transaction:
+        key = add_key(transaction, name, quota)
+    typer.echo(key)
+
+
+@keys.command("list")
+def list_(data: Data = DEFAULTS.data, database: DatabaseAddress = "") -> None:
+    """List all keys."""
+    with _open(data, database) as opened, opened.reading() as reading:
+        for row in list_keys(reading):
+            state = "revoked" if row["revoked"] else "valid"
+            used = _day(row["used"]) if row["used"] else "never"
+            typer.echo(
+                f"{row['prefix']}…  {row['name']}  quota {row['quota']}  {state}  "
+                f"made {_day(row['created'])}  used {used}"
+            )
+
+
+@keys.command("revoke")
+def revoke(
+    prefix: Annotated[str, typer.Argument(help="How the key begins.")],
+    data: Data = DEFAULTS.data,
+    database: DatabaseAddress = "",
+) -> None:
+    """Revoke a key, at once."""
+    with _open(data, database) as opened, opened.transaction() as transaction:
+        name = revoke_key(transaction, prefix)
+    typer.echo(f"revoked a key of {name}")
+
+
+def _day(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d")

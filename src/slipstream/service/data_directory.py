@@ -1,0 +1,118 @@
+"""The data directory: who may use it, where files lie, what is removed.
+
+The database decides. Names on disk are ids of ours; nothing a user wrote becomes a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+from slipstream.runtime.files.whole_files import read_own, replace_file
+
+SECRET_NBYTES = 32
+
+
+class DataDirectory:
+    """The files of a service.
+
+    Args:
+        path: Created if necessary, for this user alone.
+
+    Raises:
+        ConfigError: It cannot be created or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._lock: int | None = None
+        try:
+            for folder in (self.path, self.incoming, self.classifiers):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
+                "user may write to (--data)"
+            ) from error
+
+    @property
+    def incoming(self) -> Path:
+        """Uploads under way."""
+        return self.path / "incoming"
+
+    @property
+    def classifiers(self) -> Path:
+        """A directory a classifier."""
+        return self.path / "classifiers"
+
+    def classifier(self, classifier: str) -> Path:
+        """All versions of a classifier."""
+        return self.classifiers / classifier
+
+    def version(self, classifier: str, number: int) -> Path:
+        """The files of one version."""
+        return self.classifiers / classifier / str(number)
+
+    def lock(self) -> None:
+        """Make this process the only service of the directory, until it ends.
+
+        Raises:
+            ConfigError: Another service has it.
+        """
+        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
+            os.close(file)
+            raise ConfigError(
+                f"another service (process {owner}) uses the data directory {self.path}; stop it, "
+                "or give another one (--data)"
+            ) from None
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        self._lock = file
+
+    def unlock(self) -> None:
+        """Let another service have the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def secret(self) -> bytes:
+        """The key that signs tokens; made on first use."""
+        path = self.path / "secret"
+        if not path.exists():
+            replace_file(path, [secrets.token_bytes(SECRET_NBYTES)])
+            path.chmod(0o600)
+        return read_own(path, 1024)
+
+    def clear_incoming(self) -> None:
+        """Remove uploads that a killed service left."""
+        for path in self.incoming.iterdir():
+            remove(path)
+
+    def remove_unknown(self, known: Collection[str]) -> None:
+        """Remove directories of classifiers that the database does not have."""
+        for path in self.classifiers.iterdir():
+            if path.name not in known:
+                remove(path)
+
+    def free_nbytes(self) -> int:
+        """What is free on its disk."""
+        return shutil.disk_usage(self.path).free
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all that is in it; gone already is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

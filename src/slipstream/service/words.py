@@ -1,0 +1,36 @@
+"""Cuts a text into words.
+
+NFKC and lower case; letters and digits that follow each other are a word, also with one apostrophe
+inside; every other sign that is no space is a word. Han and kana, which are written without
+spaces, are a word each.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+TOKENIZER = "nfkc-lower-1"  # its name in model files; a change of words needs a new one
+MOST_CHARACTERS = 8_192  # of a normalized text: NFKC can make 18 characters of one
+
+_SINGLE = "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_LETTERS = rf"[^\W{_SINGLE}]+"
+_WORD = re.compile(rf"[{_SINGLE}]|{_LETTERS}(?:'{_LETTERS})?|[^\w\s]")
+
+
+def words_of(text: str, most: int) -> list[str]:
+    """The first words of a text.
+
+    Args:
+        text: Any text.
+        most: How many words at most.
+
+    Returns:
+        The words, normalized; none if it has only spaces.
+
+    >>> words_of("Don't PANIC, ＡＢＣ 東京!", 256)
+    ["don't", 'panic', ',', 'abc', '東', '京', '!']
+    """
+    normal = unicodedata.normalize("NFKC", text).lower().replace("\u2019", "'")
+    found = _WORD.finditer(normal[:MOST_CHARACTERS])
+    return [match[0] for match, _ in zip(found, range(most), strict=False)]

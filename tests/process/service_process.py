@@ -1,0 +1,119 @@
+"""A real ``slipstream serve`` for tests, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import requests
+
+STAND_IN = Path(__file__).parent / "service_stand_in"
+LIMIT_S = 60.0
+CSV = "".join(
+    f"{text},{name}\n"
+    for text, name in [
+        ("is it hot outside", "temperature"),
+        ("will it rain today", "conditions"),
+        ("how hot is it", "temperature"),
+        ("is it windy", "conditions"),
+        ("what is the temperature", "temperature"),
+        ("is snow expected", "conditions"),
+    ]
+)
+
+
+def environment(real: bool = False) -> dict[str, str]:
+    return dict(os.environ) if real else {**os.environ, "PYTHONPATH": str(STAND_IN)}
+
+
+class ServiceProcess:
+    """Starts on entering, ends on leaving."""
+
+    def __init__(self, data: Path, *options: str, real: bool = False) -> None:
+        self.data = data
+        self.options = options
+        self.real = real
+        self.url = ""
+        self.log = data.parent / f"{data.name}.log"
+
+    def __enter__(self) -> ServiceProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(self.data)]
+        options = ["--port", "0", "--epochs", "2", "--learners", "1", *self.options]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=log, stderr=log, env=environment(self.real)
+            )
+        found = self.wait_for(lambda: re.search(r"ready at (http://\S+)", self.log.read_text()))
+        self.url = found[1]
+
+    def wait_for(self, condition):
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            if found := condition():
+                return found
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(f"waited {LIMIT_S} s\n{self.log.read_text()[-3000:]}")
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def trainer(self) -> psutil.Process:
+        def find() -> psutil.Process | None:
+            found = [p for p in self.children() if "slipstream.service.trainer" in p.cmdline()]
+            return found[0] if found else None
+
+        return self.wait_for(find)
+
+    def create(self, csv: str = CSV, **headers: str) -> requests.Response:
+        parts = {"training_metadata": (None, '{"name": "w"}'), "training_data": (None, csv)}
+        return requests.post(f"{self.url}/v1/classifiers", files=parts, headers=headers, timeout=60)
+
+    def created(self, csv: str = CSV) -> str:
+        answer = self.create(csv)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["classifier_id"]
+
+    def get(self, path: str, **more: object) -> requests.Response:
+        return requests.get(self.url + path, timeout=30, **more)
+
+    def state(self, classifier: str) -> dict:
+        return self.get(f"/api/classifiers/{classifier}").json()
+
+    def wait_status(self, classifier: str, *wanted: str) -> str:
+        def reached() -> str | None:
+            status = self.get(f"/v1/classifiers/{classifier}").json()["status"]
+            return status if status in wanted else None
+
+        return self.wait_for(reached)
+
+    def process_maps(self) -> str:
+        return Path(f"/proc/{self.process.pid}/maps").read_text()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(LIMIT_S)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()

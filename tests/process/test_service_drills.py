@@ -1,0 +1,193 @@
+"""Kills, stops, cancels and deletes while a job trains: nothing is lost, nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from service_process import CSV, ServiceProcess, environment
+
+from slipstream.service.database import Database
+
+pytestmark = pytest.mark.process
+LONG = ("--epochs", "40")  # 400 updates of 20 ms
+
+
+def training(service: ServiceProcess, percent: int = 30) -> str:
+    classifier = service.created()
+    service.wait_for(lambda: service.state(classifier)["percent"] >= percent)
+    return classifier
+
+
+def gone(service: ServiceProcess, processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def test_kill_of_everything_resumes(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        classifier = training(service)
+        children = service.children()
+        before = service.state(classifier)["percent"]
+        (service.data / "incoming" / "half").write_bytes(b"x")
+        service.kill()
+        gone(service, children)
+        service.start()
+        assert not list((service.data / "incoming").iterdir())
+        assert service.state(classifier)["percent"] >= before
+        service.wait_status(classifier, "Available")
+        answer = service.get(f"/v1/classifiers/{classifier}/classify?text=hot").json()
+        assert answer["top_class"] == "temperature"
+
+
+def test_kill_of_the_trainer(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        classifier = training(service)
+        service.trainer().kill()
+        assert service.get("/livez").status_code == 200
+        service.wait_status(classifier, "Available")
+        assert service.state(classifier)["attempt"] == 2
+
+
+def test_stop_lets_the_job_wait(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        classifier = training(service)
+        children = service.children()
+        assert service.stop() == 0
+        gone(service, children)
+        service.start()
+        service.wait_status(classifier, "Available")
+
+
+def test_delete_while_it_trains(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        classifier = training(service)
+        [trainer] = [service.trainer()]
+        jobs = trainer.children(recursive=True)
+        assert jobs
+        deleted = requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
+        assert deleted.json() == {}
+        gone(service, jobs)
+        service.wait_for(lambda: not (service.data / "classifiers" / classifier).exists())
+        found = subprocess.run(
+            ["grep", "-r", "is it hot outside", str(service.data)], capture_output=True
+        )
+        assert found.returncode == 1
+
+
+def test_cancel_and_retry(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        classifier = training(service, 5)
+        url = f"{service.url}/api/classifiers/{classifier}"
+        assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
+        service.wait_status(classifier, "Failed")
+        assert service.state(classifier)["state"] == "cancelled"
+        assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
+        assert requests.post(f"{url}/retry", timeout=30).status_code == 200
+        service.wait_status(classifier, "Available")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("refuse me", "Training failed: the model would be too large."),
+        ("die", "Training failed: "),
+    ],
+)
+def test_jobs_that_fail(tmp_path: Path, text: str, reason: str) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.created(f"{text},a\n{CSV}")
+        good = service.created()
+        service.wait_status(classifier, "Failed")
+        shown = service.get(f"/v1/classifiers/{classifier}").json()["status_description"]
+        assert shown.startswith(reason)
+        service.wait_status(good, "Available")  # a poisoned job does not stop the queue
+
+
+def test_versions(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.created()
+        service.wait_status(classifier, "Available")
+        url = f"{service.url}/api/classifiers/{classifier}"
+        assert service.get(f"/api/classifiers/{classifier}/data").text == CSV
+        other = CSV.replace("temperature", "warmth")
+        parts = {"training_metadata": (None, "{}"), "training_data": (None, other)}
+        assert requests.put(f"{url}/data", files=parts, timeout=30).json() == {"version": 2}
+
+        def top() -> str:
+            shown = service.get(f"/v1/classifiers/{classifier}/classify?text=hot")
+            assert shown.status_code == 200  # version 1 answers meanwhile
+            return shown.json()["top_class"]
+
+        service.wait_for(lambda: top() == "warmth")
+        assert requests.post(f"{url}/versions/1/activate", timeout=30).json() == {"version": 1}
+        assert top() == "temperature"
+        found = service.get(f"/api/classifiers/{classifier}/versions").json()["versions"]
+        assert [(one["number"], one["active"]) for one in found] == [(2, False), (1, True)]
+
+
+def test_events(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--epochs", "5") as service:
+        classifier = service.created()
+        stream = service.get(f"/api/classifiers/{classifier}/events", stream=True)
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        names, last = [], ""
+        for line in stream.iter_lines(decode_unicode=True):
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            if line.startswith("data: "):
+                last = line.removeprefix("data: ")
+        assert names[-1] == "end"
+        assert names.count("epoch") == 5
+        assert json.loads(last)["state"] == "done"
+
+
+@pytest.mark.skipif("SERVICE_POSTGRES" not in os.environ, reason="SERVICE_POSTGRES names no server")
+def test_postgresql(tmp_path: Path) -> None:
+    address = os.environ["SERVICE_POSTGRES"]
+    schema = f"test_{secrets.token_hex(4)}"
+    with Database(address) as admin, admin.transaction() as transaction:
+        transaction.run(f"CREATE SCHEMA {schema}")
+    options = ("--database", f"{address}?options=-csearch_path%3D{schema}")
+    with ServiceProcess(tmp_path / "data", *options) as service:
+        classifier = service.created()
+        service.wait_status(classifier, "Available")
+        assert service.get(f"/v1/classifiers/{classifier}/classify?text=hot").status_code == 200
+        assert service.get("/metrics").status_code == 200
+        service.kill()
+        service.start()
+        deleted = requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
+        assert deleted.json() == {}
+        assert service.get("/v1/classifiers").json() == {"classifiers": []}
+        assert service.stop() == 0
+    with Database(address) as admin, admin.transaction() as transaction:
+        transaction.run(f"DROP SCHEMA {schema} CASCADE")
+
+
+def test_a_second_service_on_the_directory(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(service.data)]
+        second = subprocess.run(
+            [*command, "--port", "0"], env=environment(), capture_output=True, text=True
+        )
+        assert second.returncode == 2
+        assert str(service.process.pid) in second.stderr
+
+
+def test_open_addresses_need_a_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(tmp_path / "data")]
+    refused = subprocess.run(
+        [*command, "--host", "0.0.0.0", "--port", "0"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 2
+    assert "keys add" in refused.stderr

@@ -1,0 +1,118 @@
+"""A training job of the service: it learns, survives, and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from launches import SLIPSTREAM, Launch, until
+
+from slipstream.service.answers import Model
+from slipstream.service.report import Report
+from slipstream.service.rows import Limits, read
+from slipstream.service.settings import JobSetting
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's"),
+]
+
+TOPICS = {
+    "weather": ["rain", "snow", "sun", "wind", "storm"],
+    "food": ["bread", "soup", "cheese", "apple", "rice"],
+    "travel": ["train", "plane", "ticket", "hotel", "bus"],
+}
+FORMS = ["is there {}", "I want {} now", "tell me about {}", "no {} please", "why {}", "{} again"]
+STARTED: list[Launch] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().close()
+
+
+def prepare(folder: Path, forms: int, job: JobSetting) -> None:
+    lines = [
+        f"{form.format(word)},{topic}"
+        for topic, words in TOPICS.items()
+        for word in words
+        for form in FORMS[:forms]
+    ]
+    folder.mkdir(parents=True)
+    rows = read(["\n".join(lines).encode()], Limits())
+    (folder / "rows.msgpack").write_bytes(msgspec.msgpack.encode(rows))
+    (folder / "job.json").write_bytes(msgspec.json.encode(job))
+
+
+def start(folder: Path, name: str) -> Launch:
+    strategy = f'gadei(checkpoints="{folder / "checkpoints"}", every_s=0.2)'
+    command = [SLIPSTREAM, "run", "--workers", "2", "--strategy", strategy]
+    launch = Launch(
+        [*command, "-m", "slipstream.service.learn", str(folder)], folder.with_name(name)
+    )
+    STARTED.append(launch)
+    return launch
+
+
+def progress(folder: Path) -> list[dict[str, float]]:
+    try:
+        lines = (folder / "progress.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def test_a_job_whose_processes_are_all_killed_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "version"
+    prepare(folder, 6, JobSetting(epochs=100))
+    first = start(folder, "first")
+    until(
+        lambda: bool(progress(folder)) and any((folder / "checkpoints").glob("*.safetensors")),
+        "progress and a checkpoint",
+    )
+    launcher = psutil.Process(first.process.pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.kill()
+    first.wait()
+    with (folder / "progress.jsonl").open("a") as lines:
+        lines.write('{"updates":')  # a line that the kill cut off
+    before = progress(folder)[-1]["updates"]
+    second = start(folder, "second")
+    assert second.wait() == 0, (second.folder / "err").read_text()
+    assert "goes on from a checkpoint" in (second.folder / "err").read_text()
+    after = progress(folder)
+    assert 0 < before < after[-1]["updates"] == after[-1]["total"]
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    assert (report.rows, report.classes, report.held_out) == (90, 3, 9)
+    model = Model.load(folder / "model.safetensors")
+    for topic, words in TOPICS.items():
+        for word in words:
+            assert model.classify([f"tell me about {word}"])[0][0][0] == topic
+
+
+def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "version"
+    prepare(folder, 2, JobSetting(epochs=1))
+    launch = start(folder, "job")
+    assert launch.wait() == 0, (launch.folder / "err").read_text()
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    assert (report.rows, report.held_out, report.accuracy) == (30, 0, None)
+    model = Model.load(folder / "model.safetensors")
+    assert model.classify(["is there snow"])[0][0][0] == "weather"
+
+
+def test_a_model_that_would_be_too_large_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "version"
+    prepare(folder, 2, JobSetting(max_model_bytes=100_000))
+    launch = start(folder, "job")
+    assert launch.wait() == 3
+    lines = (launch.folder / "err").read_text().splitlines()
+    assert [line for line in lines if line.startswith("refused: the model would have")]
+    assert not (folder / "model.safetensors").exists()

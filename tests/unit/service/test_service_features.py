@@ -1,0 +1,108 @@
+"""Words and features of texts, against plain definitions of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.service.batches import hold_out
+from slipstream.service.features import (
+    FIRST_WORD,
+    UNKNOWN,
+    Encoder,
+    hash_characters,
+    hash_terms,
+    hash_words,
+)
+from slipstream.service.settings import TextSetting
+from slipstream.service.words import words_of
+
+WORDS = st.lists(st.text("abéß東😀", min_size=1, max_size=6), max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Don't panic!", ["don't", "panic", "!"]),
+        ("Don\u2019t", ["don't"]),
+        ("\uff26\uff35ll \ufb01ne", ["full", "fine"]),
+        ("東京タワーに3回", [*"東京タワーに", "3", "回"]),
+        ("안녕 세상", ["안녕", "세상"]),
+        ("مرحبا، عالم", ["مرحبا", "،", "عالم"]),
+        ("a\u0301b", ["áb"]),
+        ("", []),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert words_of(text, 256) == words
+
+
+def test_only_the_first_words_count() -> None:
+    assert words_of("a b c d", 2) == ["a", "b"]
+
+
+@given(WORDS)
+def test_equal_words_and_only_these_have_equal_hashes(words: list[str]) -> None:
+    hashes = hash_words(words).tolist()
+    assert len(set(hashes)) == len(set(words))
+    assert dict(zip(words, hashes, strict=True)) == {
+        word: int(hash_words([word])[0]) for word in words
+    }
+    terms = [(word,) for word in words] + list(pairwise(words))
+    assert len(set(hash_terms(words).tolist())) == len(set(terms))
+
+
+@given(WORDS)
+def test_character_n_grams_stay_within_words(words: list[str]) -> None:
+    grams = Counter(
+        f" {word} "[start : start + n]
+        for word in words
+        for n in range(2, 6)
+        for start in range(len(word) + 3 - n)
+    )
+    found = Counter(hash_characters(words, 2, 5).tolist())
+    assert sorted(found.values()) == sorted(grams.values())
+
+
+def test_values_are_tf_idf() -> None:
+    texts = ["to be or not to be", "to do", "be"]
+    setting = TextSetting(characters=(5, 5))
+    encoder = Encoder.of(texts, 2, setting)
+    encoded = encoder.encode(texts[0])
+    idf = {
+        term: 1 + math.log(4 / (1 + rows))
+        for term, rows in {"to": 2, "be": 2, "or": 1, "not": 1, "to be": 1, "be or": 1}.items()
+    }
+    idf |= {"or not": idf["or"], "not to": idf["or"]}
+    raw = {t: (1 + math.log(2 if t in ("to", "be", "to be") else 1)) * v for t, v in idf.items()}
+    norm = math.sqrt(sum(value**2 for value in raw.values()))
+    expected = sorted(2 * value / norm for value in raw.values())
+    np.testing.assert_allclose(sorted(encoded.values), expected, rtol=1e-6)
+
+
+def test_rare_features_go_first_and_numbers_fit() -> None:
+    texts = [f"common word{number}" for number in range(50)]
+    setting = TextSetting(most_weights=40, most_words=10)
+    encoder = Encoder.of(texts, 4, setting)
+    assert len(encoder.features) == 9  # and padding: ten rows of four
+    assert len(encoder.words) == 10
+    encoded = encoder.encode("common nonsense")
+    assert (encoded.words == UNKNOWN).tolist() == [False, True]
+    assert encoded.words.max() < len(encoder.words) + FIRST_WORD
+    assert 0 < encoded.features.min() <= encoded.features.max() <= len(encoder.features)
+
+
+@given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), max_size=150))
+def test_no_class_loses_its_last_row(classes: list[list[int]]) -> None:
+    held = hold_out(classes, TextSetting(), 0)
+    left = [own for number, own in enumerate(classes) if number not in set(held)]
+    assert {c for own in left for c in own} == {c for own in classes for c in own}
+    assert held == hold_out(classes, TextSetting(), 0)
+    assert len(held) <= len(classes) * 0.1 + 1
+    assert not held or len(classes) >= 50

@@ -1,0 +1,153 @@
+"""The queue on every database: one holder a job, fair turns, poisoned jobs fail."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.service import keys, queue
+from slipstream.service.database import Database
+from slipstream.service.serve_options import LEASE_MS
+
+POSTGRES = os.environ.get("SERVICE_POSTGRES", "")
+NEEDS_POSTGRES = pytest.mark.skipif(not POSTGRES, reason="SERVICE_POSTGRES names no server")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=NEEDS_POSTGRES)])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    if request.param == "sqlite":
+        address, schema = str(tmp_path / "service.db"), ""
+    else:
+        schema = f"test_{secrets.token_hex(4)}"
+        with Database(POSTGRES) as admin, admin.transaction() as transaction:
+            transaction.run(f"CREATE SCHEMA {schema}")
+        address = f"{POSTGRES}{'&' if '?' in POSTGRES else '?'}options=-csearch_path%3D{schema}"
+    with Database(address) as database:
+        database.migrate()
+        database.migrate()  # a second time changes nothing
+        yield database
+    if schema:
+        with Database(POSTGRES) as admin, admin.transaction() as transaction:
+            transaction.run(f"DROP SCHEMA {schema} CASCADE")
+
+
+def job(database: Database, tenant: str, queued: int) -> str:
+    name = f"c{queued}"
+    with database.transaction() as transaction:
+        keys.add_tenant(transaction, tenant, tenant, 8)
+        transaction.run(
+            "INSERT INTO classifiers (id, tenant, language, created, serial)"
+            " VALUES (:id, :tenant, 'en', 0, :serial)",
+            {"id": name, "tenant": tenant, "serial": queued},
+        )
+        queue.enqueue(transaction, name, 1, tenant, queued)
+    return name
+
+
+def claim(database: Database, now: int, me: str = "me") -> queue.Claim | None:
+    with database.transaction() as transaction:
+        return queue.claim(transaction, me, now)
+
+
+def state(database: Database, classifier: str) -> str:
+    with database.reading() as reading:
+        row = reading.one("SELECT state FROM jobs WHERE classifier = :c", {"c": classifier})
+    assert row is not None
+    return str(row["state"])
+
+
+def line(updates: int) -> queue.Progress:
+    return queue.Progress(updates, 100, 1, 2, 50.0, at=updates, loss=0.5)
+
+
+def test_tenants_take_turns(database: Database) -> None:
+    order = [job(database, tenant, at) for tenant, at in [("a", 1), ("a", 2), ("a", 3), ("b", 4)]]
+    taken = [claim(database, now) for now in (10, 11, 12, 13)]
+    assert [one.classifier for one in taken if one] == [order[0], order[3], order[1], order[2]]
+    assert claim(database, 14) is None
+
+
+def test_only_the_holder_writes(database: Database) -> None:
+    classifier = job(database, "a", 1)
+    first = claim(database, 10, "one")
+    second = claim(database, 10 + LEASE_MS + 1, "two")
+    assert first is not None
+    assert second is not None
+    assert second.attempt == 2
+    with database.transaction() as transaction:
+        assert not queue.beat(transaction, first, 99)
+        assert not queue.finish(transaction, first, "done", None, 99)
+        queue.record(transaction, first, [line(90)])
+        queue.release(transaction, first, blameless=True)
+        assert queue.beat(transaction, second, 99)
+        assert transaction.one("SELECT best_update, state FROM jobs") == {
+            "best_update": 0,
+            "state": "running",
+        }
+        assert queue.finish(transaction, second, "done", None, 100)
+    assert state(database, classifier) == "done"
+
+
+def test_progress_does_not_fall(database: Database) -> None:
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    with database.transaction() as transaction:
+        queue.record(transaction, held, [line(40), line(50)])
+        queue.record(transaction, held, [line(20)])
+        row = transaction.one("SELECT updates, best_update FROM jobs")
+        assert row == {"updates": 20, "best_update": 50}
+        assert transaction.run("SELECT epoch, loss FROM epochs") == [{"epoch": 1, "loss": 0.5}]
+
+
+def test_attempts_without_progress_are_counted(database: Database) -> None:
+    job(database, "a", 1)
+    seen = []
+    for now in range(10, 14):
+        held = claim(database, now)
+        assert held is not None
+        seen.append(held.fruitless)
+        with database.transaction() as transaction:
+            if now == 12:
+                queue.record(transaction, held, [line(5)])
+            queue.release(transaction, held, blameless=False)
+    assert seen == [0, 1, 2, 0]
+
+
+def test_a_stop_is_not_blamed_on_the_job(database: Database) -> None:
+    job(database, "a", 1)
+    for now in range(10, 20):
+        held = claim(database, now)
+        assert held is not None
+        assert held.fruitless == 0
+        with database.transaction() as transaction:
+            queue.release_all(transaction, now, blameless=True)
+
+
+def test_cancel(database: Database) -> None:
+    waits, runs = job(database, "a", 2), job(database, "b", 1)
+    held = claim(database, 10)
+    assert held is not None
+    with database.transaction() as transaction:
+        queue.cancel(transaction, waits, 11)
+        queue.cancel(transaction, runs, 11)
+        assert not queue.beat(transaction, held, 12)
+        assert queue.finish(transaction, held, "failed", "cancelled", 13)
+    assert (state(database, waits), state(database, runs)) == ("cancelled", "cancelled")
+    assert claim(database, 10**9) is None
+
+
+def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
+    def fail() -> None:
+        with database.transaction() as transaction:
+            keys.add_key(transaction, "team", 8)
+            raise KeyError("team")
+
+    with pytest.raises(KeyError):
+        fail()
+    with database.reading() as reading:
+        assert not keys.any_key(reading)

@@ -1,0 +1,64 @@
+"""The held-out report, against what its definitions give."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from slipstream.service.answers import mean_softmax
+from slipstream.service.report import (
+    Facts,
+    Report,
+    calibration_error,
+    choose_temperatures,
+    measured,
+    wilson,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def sample(count: int, scale: float) -> tuple[np.ndarray, list[list[int]]]:
+    """Scores whose softmax at this temperature is the truth, and classes drawn from it."""
+    scores = RNG.normal(0, 2, (count, 4))
+    shares = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    held = [[int(RNG.choice(4, p=row))] for row in shares]
+    return scores * scale, held
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
+def test_temperatures_undo_a_scale(scale: float) -> None:
+    scores, held = sample(4_000, scale)
+    deep, wide = choose_temperatures(scores, scores, held)
+    shares = mean_softmax(scores, scores, deep, wide)
+    right = np.array([row.argmax() == own[0] for row, own in zip(shares, held, strict=True)])
+    assert calibration_error(shares.max(1), right) < 0.03
+    assert 0.5 * scale < (deep * wide) ** 0.5 < 2 * scale
+
+
+def test_a_whole_report() -> None:
+    deep, held = sample(200, 1.0)
+    labels = ["a", "b", "c", "d"]
+    classes = [[number % 4] for number in range(2_000)]
+    report = measured(Facts(labels, classes, ["beware"]), deep, deep, held, (1.0, 0.25))
+    assert (report.rows, report.classes, report.held_out) == (2_000, 4, 200)
+    assert report.warnings == ["beware"]
+    assert report.baseline == 0.25
+    right = sum(count for true, answer, count in report.confusion if true == answer)
+    assert report.accuracy == right / 200
+    assert report.interval == wilson(right, 200)
+    assert sum(count for _, _, count in report.confusion) == 200
+    assert sum(found.rows for found in report.per_class) == 200
+    answered = [row.answered for row in report.thresholds]
+    assert len(answered) == 9
+    assert answered == sorted(answered, reverse=True)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_one_of_several_classes_is_right() -> None:
+    scores = np.array([[0.0, 3.0]] * 3)
+    facts = Facts(["a", "b"], [[0, 1]] * 5, [])
+    report = measured(facts, scores, scores, [[0, 1], [1], [0]], (1.0, 1.0))
+    assert report.accuracy == pytest.approx(2 / 3)
+    assert report.confusion == [("b", "b", 2), ("a", "b", 1)]
