@@ -150,7 +150,9 @@ def _read(file: BinaryIO, size: int) -> tuple[ModelHead, dict[str, Array]]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise Damaged("the model file's header is damaged, or it is no model file") from error
     _check(head, entries, size - 8 - length)
-    data = np.fromfile(file, np.uint8)  # its size is the file's, which is checked
+    data = np.fromfile(file, np.uint8, size - 8 - length)
+    if len(data) != size - 8 - length:
+        raise Damaged("the model file became shorter while it was read")
     tensors = {name: _view(data, entry) for name, entry in entries.items()}
     if digest != _digest(text, tensors):
         raise Damaged("the model file is damaged: its checksum is not that of its content")

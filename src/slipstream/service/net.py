@@ -39,6 +39,11 @@ class WideAndDeep(nn.Module):
     def __init__(self, words: int, features: int, classes: int, setting: TextSetting) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words + FIRST_WORD, setting.dimensions, padding_idx=0)
+        # Torch's initial values, of norm 11, hardly move at this rate: the layers above then learn
+        # random vectors by heart (held-out TREC, deep part, 8 epochs: 0.734 instead of 0.802).
+        with torch.no_grad():
+            self.embedding.weight.uniform_(-setting.embedding_range, setting.embedding_range)
+            self.embedding.weight[0] = 0
         # A convolution as a product of each window: twice as fast as nn.Conv1d on batches of 2.
         self.windows = nn.ModuleList(
             nn.Linear(window * setting.dimensions, setting.maps) for window in setting.windows

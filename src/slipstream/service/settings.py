@@ -20,6 +20,7 @@ class TextSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text_words: int = 256  # the first of a text
     most_words: int = 100_000  # the most frequent of all
     dimensions: int = 128
+    embedding_range: float = 0.25  # of initial values, either side of 0 (Kim, 2014)
     windows: tuple[int, ...] = (2, 3, 4)
     maps: int = 100
     dropout: float = 0.5
