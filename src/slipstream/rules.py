@@ -121,7 +121,8 @@ RULES = (
         facts("hosts aggregate first", "keeps own weights in part", "up: error feedback"),
         "what waits for the next round is the host's, and its workers cannot take it out of the "
         "weights that each of them keeps",
-        "use mix=0, or up=Dense(), or one level: between= of TwoLevel()",
+        "use mix=0 (where steps overlap it is 0.5 by default), or up=Dense() (wire='own'), or one "
+        "level: hosts='flat', or the topology that is between= of TwoLevel()",
     ),
     # ---- Collectives.
     Incompatibility(
@@ -271,9 +272,9 @@ RULES = (
     ),
     Incompatibility(
         facts("outer gradients are sent"),
-        "outer gradients of one round start from the same outer weights, and asynchronous "
-        "admission would mix those of several",
-        "use Consistency(All())",
+        "outer gradients of one round start from the same outer weights, and Each() and Fold() "
+        "would mix those of several",
+        "use Consistency(All()) or Consistency(FirstOf(n))",
         any_of=facts("each gradient is an update", "stale-synchronous rounds"),
     ),
     Incompatibility(

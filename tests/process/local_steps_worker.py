@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def build(dtype: torch.dtype, kind: str = "plain", seed: int = 3) -> nn.Module:
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), hidden, nn.Linear(HIDDEN, OUTPUTS)).to(dtype)
     if kind == "complex":
         model[1] = Turned(dtype)
+    if kind == "turned":  # in memory, as torch.channels_last does to convolutions
+        model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
     for parameter in model[0].parameters() if kind == "frozen" else ():
         parameter.requires_grad = False
     return model
@@ -98,7 +101,8 @@ def misuse(job: slipstream.Job, model: nn.Module, optimizer: torch.optim.Optimiz
     with job.outer_weights():
         lent = digest(model)
         job.wait()
-        for call in (job.flush, optimizer.step):
+        path = "lent.safetensors"
+        for call in (job.flush, optimizer.step, partial(job.save, path), partial(job.load, path)):
             try:
                 call()
             except slipstream.RuntimeFault as error:

@@ -62,9 +62,11 @@ def test_lent_weights_are_not_trained_and_not_exchanged(strategy: str, run: Run)
     plain = run(strategy)
     told = run(strategy, misuse_after=6)  # while fragments are under way
     for each in told:
-        flushed, stepped = each["said"]
+        flushed, stepped, saved, loaded = each["said"]
         assert "job.flush() within job.outer_weights(): call it after the block" in flushed
         assert "optimizer.step() within job.outer_weights()" in stepped
+        assert "job.save() within job.outer_weights()" in saved
+        assert "job.load() within job.outer_weights()" in loaded
     assert {each["digest"] for each in told} == {plain[0]["digest"]}, "nothing has changed"
 
 

@@ -243,6 +243,12 @@ def test_a_checkpoint_continues_as_the_run_did(strategy: str, run: Run, tmp_path
     assert {each["digest"] for each in resumed} == {whole[0]["digest"]}
 
 
+def test_weights_that_are_not_contiguous_are_saved(run: Run, tmp_path: Path) -> None:
+    whole = run("diloco(every=4)", model="turned", save_after=6)
+    resumed = run("diloco(every=4)", model="turned", load=str(tmp_path / "saved.safetensors"))
+    assert {each["digest"] for each in resumed} == {whole[0]["digest"]}
+
+
 def test_a_checkpoint_within_a_round_keeps_the_count_of_steps(run: Run, tmp_path: Path) -> None:
     run("diloco(every=5)", "float32", save_after=7)
     told = run("diloco(every=3, first=3)", "float32", load=str(tmp_path / "saved.safetensors"))

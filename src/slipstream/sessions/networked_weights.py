@@ -121,8 +121,7 @@ class LocalWeights(Weights):
         self._synchronize("ended")
 
     def _synchronize(self, what: str) -> None:
-        for replica in self._parts.replicas:
-            applier_of(replica).refuse_lent()
+        self._refuse_lent("job.flush()")
         # Before any tensor is sent: fragments of different sizes would be summed with each other.
         made = [replica.synchronizer.step for replica in self._parts.replicas]
         said = self._parts.calls.gather(what, made)
@@ -135,7 +134,12 @@ class LocalWeights(Weights):
         for replica in self._parts.replicas:
             applier_of(replica).synchronize()
 
+    def _refuse_lent(self, call: str) -> None:
+        for replica in self._parts.replicas:
+            applier_of(replica).refuse_lent(call)
+
     def settle(self) -> None:
+        self._refuse_lent("job.load()")
         self._parts.wait()
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
@@ -143,14 +147,22 @@ class LocalWeights(Weights):
 
         Training goes on as if nothing was saved. Parts are written first: who finds the checkpoint
         finds them.
+
+        Raises:
+            RuntimeFault: Within ``job.outer_weights()``.
         """
-        token = self._gather("parts named", secrets.token_hex(8), "job.save")[0]
+        self._refuse_lent("job.save()")
+        token = self._gather("job.save", secrets.token_hex(8), "job.save")[0]
         facts, problem = {**facts, "parts": token}, ""
         try:
             write_part(self._part(path), self._parts.pairs, self._parts.replicas, facts)
         except CheckpointError as error:
             problem = str(error)
-        self._warn_of(self._gather("parts written", problem, "job.save"), path, "cannot be written")
+        self._warn_of(
+            self._gather("job.save, its own part written", problem, "job.save"),
+            path,
+            "cannot be written",
+        )
         self._parts.save(path, facts)
 
     def loaded(self, path: Path, facts: Mapping[str, Any]) -> None:
@@ -164,7 +176,7 @@ class LocalWeights(Weights):
                 part = read_part(self._part(path), pairs, replicas, token)
             except CheckpointError as error:
                 problem = str(error)
-        said = self._gather("parts read", problem, "job.load")
+        said = self._gather("job.load, its own part read", problem, "job.load")
         self._warn_of(said, path, "cannot be used")
         take_part(self._parts.pairs, self._parts.replicas, None if any(said) else part)
 

@@ -136,10 +136,10 @@ class OuterUpdates:
         while self._under_way and not self._synchronizer.driver.frozen:
             self._merge(self._under_way[0])
 
-    def refuse_lent(self) -> None:
-        """Raise RuntimeFault if the model has lent weights, which must not be exchanged."""
+    def refuse_lent(self, call: str) -> None:
+        """Raise RuntimeFault if the model has lent weights, which are not the worker's own."""
         if self._synchronizer.driver.frozen:
-            raise RuntimeFault("job.flush() within job.outer_weights(): call it after the block")
+            raise RuntimeFault(f"{call} within job.outer_weights(): call it after the block")
 
     @torch.no_grad()
     def synchronize(self) -> None:

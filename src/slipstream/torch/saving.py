@@ -135,7 +135,8 @@ def write(path: Path, sections: Sequence[Section], facts: Mapping[str, Any]) -> 
         # References within a section use names within it.
         packed.append(pack(section.optimizer, "optimizer", section.tensors))
         head = section_name(number, len(sections))
-        tensors |= {head + name: tensor for name, tensor in section.tensors.items()}
+        # Held weights may be on an accelerator, or laid out as convolutions prefer.
+        tensors |= {head + name: t.cpu().contiguous() for name, t in section.tensors.items()}
         buffers |= {head + name for name in section.buffers}
     known = {name: fact for name, fact in facts.items() if name != "steps"}
     if len(sections) == 1:

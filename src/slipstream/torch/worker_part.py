@@ -10,7 +10,7 @@ another one are not taken for its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def write_part(
     for number, replica in enumerate(replicas):
         section = Section.of(pairs, number, own_state(replica).fetch())
         standing = applier_of(replica).standing()
-        standings.append(pack(asdict(standing), LOCAL.rstrip("/"), section.tensors))
+        known = {field.name: getattr(standing, field.name) for field in fields(standing)}
+        standings.append(pack(known, LOCAL.rstrip("/"), section.tensors))
         sections.append(section)
     write(path, sections, {**facts, "random": [], "local": standings})
 
@@ -105,8 +106,9 @@ def standing_in(packed: Any, tensors: Mapping[str, torch.Tensor], replica: Repli
     plan, trained = replica.plan, replica.synchronizer.inventory.tensors
     if standing.inner != repr(plan.local_steps):
         raise ValueError(f"it was written with {standing.inner:.200}, not {plan.local_steps}")
-    if not set(standing.under_way) <= set(range(len(plan.fragments))):
-        raise ValueError(f"fragments {standing.under_way[:8]} of {len(plan.fragments)}")
+    under_way, known = standing.under_way, range(len(plan.fragments))
+    if sorted(under_way) != [fragment for fragment in known if fragment in under_way]:
+        raise ValueError(f"fragments {under_way[:8]} of {len(known)}")
     like = {spec.name: tensor for spec, tensor in zip(plan.specs, trained, strict=True)}
     for given in (standing.results, standing.kept, standing.residuals):
         for name, tensor in given.items():

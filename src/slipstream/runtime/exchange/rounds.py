@@ -336,7 +336,7 @@ class RoundChannel:
         """Wait until this worker's contribution has left, since the result overwrites its memory.
 
         A server that answers has received all of it; a mesh peer may still be waiting for its copy.
-        New weights are written elsewhere.
+        New weights are written elsewhere, or into a host's memory, of which that server has all.
         """
         if self.plan.update.holder_applies:
             state.leaving.clear()

@@ -270,7 +270,7 @@ class HostLeader(HostChannel):
                 of_results=False,
                 what=f"this host's gradients of round {self._round}",
                 limit_s=self._limit_s,
-                missing=lambda: self._memory.behind(self._round),
+                missing=lambda: self._memory.behind(self._round, self._waiting),
             )
         self._waited_s += time.monotonic() - begun
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,8 @@ class HostMemory:
             mean_into(out.data, [values.data for values in given], spec.dtype, share)
         return len(given)
 
-    def behind(self, round_: int) -> list[str]:
-        """The workers, but the first, that have not contributed all of a round."""
-        tensors = range(len(self.specs))
+    def behind(self, round_: int, tensors: Collection[int]) -> list[str]:
+        """The workers, but the first, that have not contributed these tensors to a round."""
         return [
             f"rank {rank}"
             for worker, rank in enumerate(self.ranks)

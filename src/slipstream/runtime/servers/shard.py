@@ -89,7 +89,9 @@ class Shard:
         self._fanout.on_worker_left(rank, self.aggregator, lost=lost)
         self._apply(lambda: self.aggregator.retire(rank))
         if self.coordinator is not None:
-            self.coordinator.on_worker_left(rank, lost=lost)
+            # A host that has lost a worker does not come back, whatever its others still send.
+            may_return = lost and not self._plan.cluster.members
+            self.coordinator.on_worker_left(rank, lost=may_return)
 
     def _on_inquire(self, message: Message[Inquire]) -> None:
         asking_rank(message, self._plan.cluster)
