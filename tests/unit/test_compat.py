@@ -268,7 +268,7 @@ BROKEN: dict[str, Strategy] = {
     ),
     "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), User())),
     "which workers have after steps of their own": made(SHARDS, update=Update(outer=Nesterov())),
-    "asynchronous admission would mix": made(SHARDS, Consistency(Fold()), LOCAL),
+    "would mix those of several": made(SHARDS, Consistency(Fold()), LOCAL),
     "is a matter of LocalSteps": made(SHARDS, Consistency(gate=Lag(1)), LOCAL),
     "decided for the whole model": made(
         SHARDS,

@@ -122,8 +122,8 @@ def composed(**changes: Any) -> Strategy:
         ({"update": Update(LocalSteps(), User())}, "use outer=Nesterov(), or inner=Off()"),
         ({"update": Update(outer=Nesterov())}, "use inner=LocalSteps(), or outer=User()"),
         ({"schedule": WaitFree()}, "known only after the optimizer's step; use AfterBackward()"),
-        ({"consistency": Consistency(Each())}, "asynchronous admission would mix"),
-        ({"consistency": Consistency(Fold())}, "asynchronous admission would mix"),
+        ({"consistency": Consistency(Each())}, "would mix those of several"),
+        ({"consistency": Consistency(Fold())}, "would mix those of several"),
         ({"consistency": Consistency(gate=Lag(2))}, "use Lag(0), and overlap_steps="),
         (
             {
