@@ -243,7 +243,10 @@ async function request(path, options = {}) {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
-  if (response.status === 401) askForKey();
+  if (response.status === 401) {
+    askForKey();
+    if (!key) throw new Failed(401, "This service needs an API key; its operator has one for you.");
+  }
   const words = [body.error ?? `Error ${response.status}`, body.description].filter(Boolean).join(". ");
   throw new Failed(response.status, words);
 }
