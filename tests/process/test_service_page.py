@@ -112,6 +112,7 @@ CASES = [
     b"one;a\ntwo;b\n",
     FIVE + b"one\ta\n",
     FIVE + b"alone\n",
+    FIVE.replace(b"\n", b"\r\n") + b"\ralone\r\n",
     FIVE + b"text,,\n",
     FIVE + b",a\n",
     FIVE + b"  \\t ,a\n",
