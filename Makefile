@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test verify bench clean
+.PHONY: help setup train serve test verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -37,6 +37,9 @@ $(STAMP): $(SOURCES)
 
 train: setup  ## a first run: four workers train a digit classifier
 	@$(BIN)/slipstream train digits --workers 4
+
+serve: setup  ## train text classifiers as a service: http://127.0.0.1:8080 (docs/service.md)
+	@$(BIN)/slipstream serve
 
 test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m ruff check .

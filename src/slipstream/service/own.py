@@ -346,5 +346,11 @@ async def page(request: Request) -> Response:
     file = resources.files("slipstream.service") / "page" / name
     if name not in PAGE_TYPES or not file.is_file():
         raise not_found(f"There is nothing at {request.method} {request.url.path[:200]!r}.")
-    headers = {"Content-Security-Policy": CSP, "X-Content-Type-Options": "nosniff"}
+    headers = {
+        "Content-Security-Policy": CSP,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",  # no other page may lay a button of its own over ours
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
     return Response(file.read_bytes(), media_type=PAGE_TYPES[name], headers=headers)

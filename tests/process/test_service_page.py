@@ -1,0 +1,176 @@
+"""The page: what is served, that it needs nothing from elsewhere, and its check of a CSV."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import resources
+
+import pytest
+from service_process import ServiceProcess
+
+from slipstream.service.refusals import Refused
+from slipstream.service.rows import Limits, read
+
+CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+PAGE = resources.files("slipstream.service") / "page"
+FILES = {"": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"
+FIVE = FOUR + b"five,a\n"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service") / "data") as service:
+        yield service
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_served(service: ServiceProcess, name: str) -> None:
+    answer = service.get(f"/{name}")
+    assert answer.status_code == 200
+    assert answer.content == (PAGE / (name or "index.html")).read_bytes()
+    assert answer.headers["Content-Type"] == f"{FILES[name]}; charset=utf-8"
+    assert answer.headers["Content-Security-Policy"] == CSP
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["X-Frame-Options"] == "DENY"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("path", ["/schema.sql", "/page.py", "/page/page.js", "/%2e%2e%2fown.py"])
+def test_nothing_else_is_served(service: ServiceProcess, path: str) -> None:
+    assert service.get(path).status_code == 404
+
+
+class Markup(HTMLParser):
+    """Elements with their attributes, and text directly inside scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] in ("script", "style") and data.strip():
+            self.inline.append(data)
+
+
+def test_index_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+    markup = Markup()
+    markup.feed((PAGE / "index.html").read_text("utf-8"))
+    assert len(markup.elements) > 50
+    assert markup.inline == []
+    for tag, attributes in markup.elements:
+        assert tag != "style"
+        assert not {name for name in attributes if name.startswith("on") or name == "style"}
+        for name in ("src", "href", "action"):
+            target = attributes.get(name) or "#"
+            assert target in ("#", "data:,", "docs", "page.js", "page.css"), (tag, target)
+        if "for" in attributes:
+            assert attributes["for"] in {other.get("id") for _, other in markup.elements}
+
+
+def test_script_and_style_make_no_markup_and_name_no_other_site() -> None:
+    script, style = ((PAGE / name).read_text("utf-8") for name in ("page.js", "page.css"))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", script)
+    assert set(re.findall(r"https?://[^\"'`\s]+", script)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"@import|url\(|//", style)
+    used = set(re.findall(r"\bat\(\"([\w-]+)\"\)", script))
+    ids = set(re.findall(r"\bid=\"([\w-]+)\"", (PAGE / "index.html").read_text("utf-8")))
+    assert used - ids == set()
+
+
+# ---- the page's check of a CSV is the service's own
+
+CASES = [
+    FIVE,
+    b"\xef\xbb\xbf" + FIVE,
+    FIVE.replace(b"\n", b"\r\n"),
+    FIVE.replace(b"\n", b"\r"),
+    FIVE.rstrip(b"\n"),
+    FIVE.replace(b"\n", b"\n\n \n"),
+    FOUR,
+    b"",
+    b"\n \r\n",
+    FIVE.decode().encode("utf-16"),
+    FIVE + b"caf\xe9,a\n",
+    FIVE + b"a\0b,a\n",
+    FIVE + b'"two\nlines\tand ""quotes""",a,"b"\n',
+    FIVE + b'text,"a\nb"\n',
+    FIVE + b'"never\nends,a\n' * 3,
+    FIVE + b'\n"a"b,c\n',
+    FIVE + b' "a" ,"b" \n',
+    b"one;a\ntwo;b\n",
+    FIVE + b"one\ta\n",
+    FIVE + b"alone\n",
+    FIVE.replace(b"\n", b"\r\n") + b"\ralone\r\n",
+    FIVE + b"text,,\n",
+    FIVE + b",a\n",
+    FIVE + b"  \\t ,a\n",
+    FIVE.replace(b",b", b",a"),
+    FIVE + b"x" * 1025 + b",a\n",
+    FIVE + "\N{GRINNING FACE}".encode() * 1024 + b",a\n",
+    FIVE + "\N{GRINNING FACE}".encode() * 1025 + b",a\n",
+    FIVE + b"text," + b"c" * 257 + b"\n",
+    FIVE + "e\N{COMBINING ACUTE ACCENT},x\ng,e\N{COMBINING ACUTE ACCENT}\nh,\xe9\n".encode(),
+    FIVE + "\N{NO-BREAK SPACE}\N{EM SPACE},a\n".encode(),
+    FIVE + "\ufeff,a\nq,\ufeff\n".encode(),
+    FIVE + "\x85,a\n".encode(),
+    FIVE + b"text,a\x1cb,\x1c\n",
+    FIVE + "text,a\N{LINE SEPARATOR}b\n".encode(),
+    b"PK\x03\x04" + bytes(100),
+    FIVE + b'"' + b"x" * (5 << 20),
+    FIVE + b"x" * (5 << 20),
+]
+CHECK = """
+const { Refused, TrainingData } = await import(process.argv[1]);
+const chunks = [];
+for await (const chunk of process.stdin) chunks.push(chunk);
+const cases = JSON.parse(Buffer.concat(chunks));
+console.log(JSON.stringify(cases.map(([data, size]) => {
+  const bytes = Buffer.from(data, "base64");
+  const found = new TrainingData();
+  try {
+    for (let at = 0; at < bytes.length; at += size) found.feed(bytes.subarray(at, at + size));
+    found.end();
+    return [found.rows, [...found.classes]];
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    return [error.error, error.description];
+  }
+})));
+"""
+
+
+def verdict(data: bytes) -> list[object]:
+    try:
+        rows = read([data], Limits())
+    except Refused as refused:
+        return [refused.error, refused.description]
+    return [len(rows.texts), rows.labels]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_refuses_what_the_service_refuses(tmp_path) -> None:
+    """In the same words, however the bytes are cut."""
+    module = tmp_path / "page.mjs"
+    module.write_bytes((PAGE / "page.js").read_bytes())
+    sizes = (1 << 16, 7, 1)
+    runs = [(data, size) for data in CASES for size in sizes if len(data) < 10_000 * size]
+    sent = json.dumps([(base64.b64encode(data).decode(), size) for data, size in runs])
+    command = ["node", "--input-type=module", "-e", CHECK, str(module)]
+    done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for (data, size), (first, second) in zip(runs, json.loads(done.stdout), strict=True):
+        found = [first, sorted(second) if isinstance(second, list) else second]
+        assert found == verdict(data), (data[-80:], size)
