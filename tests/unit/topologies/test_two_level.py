@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import slipstream as s
 from slipstream.consistency import Closed
 from slipstream.errors import ConfigError
-from slipstream.runtime.exchange.collector import ClosedRound
+from slipstream.runtime.exchange.collector import ClosedRound, Contribution
 from slipstream.types import Cluster, Spec
 
 SPECS = [Spec("w", (300, 20), "float32", 0), Spec("b", (20,), "float32", 1)]
@@ -97,22 +97,34 @@ def test_where_it_changes_what_is_counted_one_has_to_ask_for_two_levels(system: 
     assert not system().two_levels  # type: ignore[operator]
 
 
-@given(st.lists(st.integers(1, 5), min_size=2, max_size=6), st.randoms())
+@pytest.mark.parametrize("late", [False, True])
+@given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=6), random=st.randoms())
 @settings(deadline=None, max_examples=50)
 def test_a_round_of_some_hosts_is_the_mean_over_their_workers(
-    sizes: list[int], random: Any
+    late: bool, sizes: list[int], random: Any
 ) -> None:
-    """Each host divides the sum of its workers by their mean number over all hosts."""
+    """Each host divides the sum of its workers by their mean number over all hosts; with local
+    steps a late host's sum covers several blocks of them."""
     ends = list(itertools.accumulate(sizes, initial=0))
     members = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
     cluster = Cluster(len(sizes), 1, members=members)
-    plan = s.backup_workers(first=1, hosts="first", chunk_bytes=4096).plan(SPECS, cluster)
+    system = s.local_sgd if late else s.backup_workers
+    plan = system(first=1, hosts="first").plan(SPECS, cluster)
     made = sorted(random.sample(range(len(sizes)), random.randint(1, len(sizes))))
+    covered = {node: random.randint(1, 3) if late else 1 for node in made}
     closed = Closed(tuple((0, node) for node in made), len(made))
-    divisor = ClosedRound(plan.units[0], 0, closed, ()).divisor(plan, 0)
-    gradients = {rank: random.uniform(-1, 1) for node in made for rank in members[node]}
+    contributions = tuple(
+        Contribution(0, 0, ((b"",),), None, 1.0, weights=[covered[node]]) for node in made
+    )
+    divisor = ClosedRound(plan.units[0], 0, closed, contributions).divisor(plan, 0)
+    blocks = {
+        rank: [random.uniform(-1, 1) for _ in range(covered[node])]
+        for node in made
+        for rank in members[node]
+    }
     share = cluster.ranks / cluster.workers
-    sums = [sum(gradients[rank] for rank in members[node]) / share for node in made]
-    assert sum(sums) / divisor == pytest.approx(statistics.fmean(gradients.values()), abs=1e-12)
-    if len(made) == len(sizes):
+    sums = [sum(sum(blocks[rank]) for rank in members[node]) / share for node in made]
+    expected = statistics.fmean(block for own in blocks.values() for block in own)
+    assert sum(sums) / divisor == pytest.approx(expected, abs=1e-12)
+    if len(made) == len(sizes) and not late:
         assert divisor == len(sizes), "as without hosts"
