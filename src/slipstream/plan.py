@@ -311,9 +311,9 @@ def check_dropped(strategy: Strategy, spec: Spec, route: Route) -> None:
     if local and strategy.consistency.agreed and "up: error feedback" not in route.up.facts():
         raise IncompatibleRoute(
             f"{spec.name!r} ({spec.dtype}) cannot travel {route.scheme}: a round of the first N "
-            "drops the local steps of late workers unless a residual keeps them; use "
-            "up=Filter(Above(0.0, decay='constant')) or Quantized(), which take float32, or rounds "
-            "of all workers"
+            "drops the local steps of late workers unless a residual keeps them; route it to "
+            "Filter(Above(0.0, decay='constant')) or Quantized(), which take float32, or use "
+            "rounds of all workers"
         )
 
 
