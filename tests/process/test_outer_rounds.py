@@ -30,16 +30,22 @@ Told = list[dict[str, Any]]
 Run = Callable[..., Told]
 
 
-@pytest.fixture
-def run(fork_server: ForkServer, tmp_path: Path) -> Run:
+def runner(fork_server: ForkServer, folder: Path, ranks: Any) -> Run:
+    """Starts the worker on these ranks; returns what each has told."""
+
     def start(strategy: str, dtype: str = "float64", **options: Any) -> Told:
-        arguments = strategy, str(tmp_path), dtype, json.dumps(options)
-        run = fork_server.run(WORKER, *arguments, ranks=RANKS)
+        arguments = strategy, str(folder), dtype, json.dumps(options)
+        run = fork_server.run(WORKER, *arguments, ranks=ranks)
         assert set(run.codes.values()) == {0}, run.told()
         assert run.remains.left() == []
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
     return start
+
+
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Run:
+    return runner(fork_server, tmp_path, RANKS)
 
 
 def alone(

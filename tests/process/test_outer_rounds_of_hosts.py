@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from fork_server import ForkServer
 from test_mixes import vector
-from test_outer_rounds import RANKS, WORKER, alone, composed, expected_of_first
+from test_outer_rounds import RANKS, Run, alone, composed, expected_of_first, runner
 from test_two_levels import environments
 
 from slipstream.codecs import Quantized
@@ -23,20 +20,11 @@ from slipstream.updates import LocalSteps, Nesterov, Update
 pytestmark = pytest.mark.process
 
 HOSTS = (0, 0, 1)  # by rank
-Told = list[dict[str, Any]]
-Run = Callable[..., Told]
 
 
 @pytest.fixture
 def run(fork_server: ForkServer, tmp_path: Path) -> Run:
-    def start(strategy: str, dtype: str = "float64", **options: Any) -> Told:
-        arguments = strategy, str(tmp_path), dtype, json.dumps(options)
-        run = fork_server.run(WORKER, *arguments, ranks=environments(HOSTS))
-        assert set(run.codes.values()) == {0}, run.told()
-        assert run.remains.left() == []
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-
-    return start
+    return runner(fork_server, tmp_path, environments(HOSTS))
 
 
 @pytest.mark.parametrize(

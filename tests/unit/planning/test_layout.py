@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from samples import HUGE_SHAPES, SHAPES, spec_lists, vector
 
 from slipstream.planning import layout as planning
-from slipstream.planning.layout import CHUNK_BYTES, SMALLEST_CHUNK_BYTES, Group, Layout
+from slipstream.planning.layout import (
+    CHUNK_BYTES,
+    CHUNKS_PER_SHARE,
+    SMALLEST_CHUNK_BYTES,
+    Group,
+    Layout,
+)
 from slipstream.types import ITEM_BYTES, Chunk, Spec
 
 CHUNK_SIZES = st.sampled_from([8, 12, 13, 100, 4096, 4097, 10_000, 1 << 16, CHUNK_BYTES])
@@ -132,6 +138,17 @@ def chunks_of(total: int, *, shares: int, dtype: str, chunk_bytes: int) -> tuple
     group = Group(0, dtype, "parameter")
     spec = vector("w", total, dtype=dtype)
     return lay_out([spec], [group], shares=shares, chunk_bytes=chunk_bytes).chunks
+
+
+@pytest.mark.parametrize("shares", [1, 4])
+def test_a_small_model_leaves_in_several_chunks_per_share(shares: int) -> None:
+    whole = chunks_of(800_000, shares=shares, dtype="float32", chunk_bytes=8 << 20)
+    assert len(whole) == CHUNKS_PER_SHARE * shares
+    few = chunks_of(70_000 * shares, shares=shares, dtype="float32", chunk_bytes=8 << 20)
+    assert len(few) == 2 * shares, "no chunk below what is worth a message"
+    layer = [Group(0, "float32", "parameter", layer="fc")]
+    alone = lay_out([vector("w", 800_000)], layer, shares=1, chunk_bytes=8 << 20)
+    assert len(alone.chunks) == 1, "a layer leaves at once"
 
 
 def test_small_models_are_not_cut_into_crumbs() -> None:

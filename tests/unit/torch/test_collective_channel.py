@@ -221,3 +221,17 @@ def test_a_refused_gradient_counts_zero_and_is_nobodys_if_all_are() -> None:
         assert parameters[0].grad is not None
         assert set(parameters[0].grad.flatten().tolist()) == {3.0}
         assert parameters[1].grad is None
+
+
+def test_a_refused_gradient_counts_zero_where_nothing_is_cast() -> None:
+    process_group = ProcessGroup(2, finite="refuse")
+    for tensor in (0, 1):  # the first is cut into several buckets, the second is whole
+        fill(process_group.parameters[0][tensor], torch.nan)
+        fill(process_group.parameters[1][tensor], 6.0)
+    with pytest.warns(UserWarning, match="is not finite at step 0"):
+        process_group.exchange()
+    for parameters in process_group.parameters:
+        for tensor in (0, 1):
+            gradient = parameters[tensor].grad
+            assert gradient is not None
+            assert set(gradient.flatten().tolist()) == {3.0}
