@@ -5,88 +5,22 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slipstream._native import largest
-from slipstream.codecs import Dense
-from slipstream.errors import IncompatibleRoute, RuntimeFault
+from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
-from slipstream.routes import Collective
 from slipstream.runtime.members.joining import Membership
+from slipstream.torch.buckets import Bucket, Place, Reduction, digits, make_buckets, reductions
 from slipstream.torch.finite_gradients import magnitude_of
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.link_store import LinkStore
 from slipstream.torch.slots import ExchangedGradients, wire_dtypes
 from slipstream.torch.staging import as_real, is_lazy, shaped_as
 from slipstream.transports.collective import Collectives
-from slipstream.types import Chunk, Cluster, Segment
-
-STEP_DIGITS = 16  # of the step; workers that differ differ by less than this can tell
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """One segment's memory in its bucket.
-
-    Attributes:
-        start: Of the segment within its tensor.
-        memory: The same bytes for the native kernels; None where the bucket is on an accelerator.
-        whole: The same memory in the tensor's own shape, if the segment is a whole tensor.
-    """
-
-    tensor: int
-    start: int
-    values: torch.Tensor
-    memory: Any
-    whole: torch.Tensor | None
-
-    @property
-    def end(self) -> int:
-        return self.start + self.values.numel()
-
-
-@dataclass(slots=True, eq=False)
-class Bucket:
-    """One chunk's flat memory. Its last elements mark the segments that this worker has, and the
-    step.
-
-    These marks are part of the bucket: their sums show whether any worker had a gradient, and
-    whether all are at the same step, without a separate collective. The step is sent as its last
-    binary digits: even the shortest format can sum each of them.
-    """
-
-    chunk: Chunk
-    flat: torch.Tensor
-    places: list[Place]
-    present: set[int]  # tensors with a gradient of this worker
-    unready: int
-    work: Any = None
-    step: int = 0  # in which it was launched
-
-    @property
-    def tensors(self) -> list[int]:
-        return [place.tensor for place in self.places]
-
-    @property
-    def marks(self) -> torch.Tensor:
-        return self.flat[self.chunk.numel :]
-
-    def mark(self, step: int) -> None:
-        """Write the marks, before the bucket is summed."""
-        self.step = step
-        present = [float(place.tensor in self.present) for place in self.places]
-        self.marks.copy_(torch.tensor(present + digits(step)))
-
-    def sums(self) -> tuple[list[bool], list[float]]:
-        """By segment, whether any worker had it; and the sums of the step's digits."""
-        found: list[float] = self.marks.tolist()
-        return [count > 0 for count in found[:-STEP_DIGITS]], found[-STEP_DIGITS:]
-
-    def reset(self) -> None:
-        self.unready = len(self.places)
+from slipstream.types import Cluster
 
 
 class CollectiveChannel:
@@ -117,40 +51,17 @@ class CollectiveChannel:
         self._member = member
         self._slots, self._finite = slots, slots.finite
         self._travels_as = wire_dtypes(plan)
-        self._buckets = [
-            self._bucket(chunk)
-            for chunk in plan.chunks
-            if isinstance(plan.routes[chunk.route].over, Collective)
-        ]
+        self._buckets = make_buckets(plan, parameters, collectives.device)
         self._places: dict[int, list[tuple[Bucket, Place]]] = {}
         for bucket in self._buckets:
             for place in bucket.places:
                 self._places.setdefault(place.tensor, []).append((bucket, place))
         self._fired: set[int] = set()
-        self._skipped: Collection[int] = ()
+        self._rounds: dict[frozenset[int], list[Reduction]] = {}  # by the tensors that they skip
+        self._skipped: frozenset[int] = frozenset()
+        self._round = self._reductions()
         self._next = 0
-        self._launched: list[Bucket] = []
-
-    def _bucket(self, chunk: Chunk) -> Bucket:
-        codec = self.plan.routes[chunk.route].up
-        if not isinstance(codec, Dense):
-            raise IncompatibleRoute(f"collectives carry dense values only, not {codec.name}")
-        dtype = getattr(torch, codec.wire_dtype(chunk.dtype))
-        size = chunk.numel + len(chunk.segments) + STEP_DIGITS
-        flat = torch.zeros(size, dtype=dtype, device=self.collectives.device)
-        places, offset = [], 0
-        for segment in chunk.segments:
-            values = flat[offset : offset + segment.numel]
-            places.append(self._place(segment, values))
-            offset += segment.numel
-        return Bucket(chunk, flat, places, set(), len(places))
-
-    def _place(self, segment: Segment, values: torch.Tensor) -> Place:
-        parameter = self._parameters[segment.tensor]
-        is_whole = values.numel() == parameter.numel() and not parameter.is_complex()
-        whole = values.view(parameter.shape) if is_whole else None
-        memory = values.view(torch.uint8).numpy() if values.device.type == "cpu" else None
-        return Place(segment.tensor, segment.start, values, memory, whole)
+        self._launched: list[Reduction] = []
 
     def ready(self, tensor: int) -> None:
         """The tensor's contribution to this round is final.
@@ -202,30 +113,32 @@ class CollectiveChannel:
 
     def _launch_complete(self) -> None:
         # Every rank must start its collectives in the same order.
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
-            if not self._is_skipped(bucket):
-                if bucket.unready:
-                    return
-                bucket.mark(self.step)
-                bucket.work = self.collectives.all_reduce(bucket.flat)
-                self._launched.append(bucket)
-                self._count(bucket)
+        while self._next < len(self._round) and self._round[self._next].is_ready:
+            reduction = self._round[self._next]
+            reduction.mark(self.step)
+            reduction.work = self.collectives.all_reduce(reduction.flat)
+            self._launched.append(reduction)
+            self._count(reduction)
             self._next += 1
 
-    def _is_skipped(self, bucket: Bucket) -> bool:
-        return bool(self._skipped) and all(t in self._skipped for t in bucket.tensors)
-
-    def _count(self, bucket: Bucket) -> None:
-        """A ring moves 2(n-1)/n of the bucket in all, half of it outgoing."""
+    def _count(self, reduction: Reduction) -> None:
+        """A ring moves 2(n-1)/n of the values in all, half of it outgoing."""
         n = self.plan.cluster.workers
-        nbytes = bucket.flat.numel() * bucket.flat.element_size()
-        scheme = self.plan.routes[bucket.chunk.route].scheme
-        self.sent[scheme] += 2 * (n - 1) * nbytes // n
-        self.received[scheme] += 2 * (n - 1) * nbytes // n
+        nbytes = 2 * (n - 1) * reduction.nbytes // n
+        scheme = self.plan.routes[reduction.buckets[0].chunk.route].scheme
+        self.sent[scheme] += nbytes
+        self.received[scheme] += nbytes
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        self._skipped = tensors
+        self._skipped = frozenset(tensors)
+        self._round = self._reductions()
+
+    def _reductions(self) -> list[Reduction]:
+        """What is summed in a round, in one order; the same for rounds that skip the same."""
+        if self._skipped not in self._rounds:
+            taken = [b for b in self._buckets if not self._skipped.issuperset(b.tensors)]
+            self._rounds[self._skipped] = reductions(taken, self.plan.strategy.chunk_bytes)
+        return self._rounds[self._skipped]
 
     def flush(self) -> None:
         for tensor in self._places:
@@ -241,20 +154,20 @@ class CollectiveChannel:
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         wanted = None if tensors is None else set(tensors)
-        due = [b for b in self._launched if wanted is None or not wanted.isdisjoint(b.tensors)]
+        due = [r for r in self._launched if wanted is None or not wanted.isdisjoint(r.tensors)]
         if not due:
             return
         begun = time.monotonic()
-        for bucket in due:
-            self.collectives.wait(bucket.work)
+        for reduction in due:
+            self.collectives.wait(reduction.work)
         self.wait_s += time.monotonic() - begun
-        self._launched = [bucket for bucket in self._launched if bucket not in due]
+        self._launched = [reduction for reduction in self._launched if reduction not in due]
         carried: set[int] = set()  # by any worker, of those to be assembled
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for bucket in due:
-            is_present, step = bucket.sums()
-            self._agree_on_step(bucket, step)
-            for place, present in zip(bucket.places, is_present, strict=True):
+        for reduction in due:
+            is_present, step = reduction.sums()
+            self._agree_on_step(reduction, step)
+            for place, present in zip(reduction.places, is_present, strict=True):
                 if not present:
                     continue  # nobody used it: its gradient stays as it is
                 result = self._slots.results[place.tensor]
@@ -268,13 +181,14 @@ class CollectiveChannel:
         for tensor in self._places if carried else ():
             if tensor in carried:
                 self._assemble(tensor)
+        launched = {bucket for reduction in self._launched for bucket in reduction.buckets}
         for bucket in self._buckets:
-            if bucket not in self._launched:
+            if bucket not in launched:
                 bucket.reset()
 
-    def _agree_on_step(self, bucket: Bucket, found: list[float]) -> None:
+    def _agree_on_step(self, reduction: Reduction, found: list[float]) -> None:
         workers = self.plan.cluster.workers
-        if found != [workers * digit for digit in digits(bucket.step)]:
+        if found != [workers * digit for digit in digits(reduction.step)]:
             raise RuntimeFault(
                 f"workers ran different numbers of backward passes up to step {self.step}: every "
                 "worker must call backward() equally often a step (use job.accumulate() for "
@@ -294,11 +208,6 @@ class CollectiveChannel:
             flat[place.start : place.end].copy_(place.values)
         if not in_place:
             result.copy_(shaped_as(result, flat))
-
-
-def digits(step: int) -> list[float]:
-    """The last binary digits of a step."""
-    return [float(step >> digit & 1) for digit in range(STEP_DIGITS)]
 
 
 def alike(gradient: torch.Tensor, view: torch.Tensor) -> bool:

@@ -60,6 +60,10 @@ class CompactGradients:
         """Whether this layer's gradient is captured in this step, instead of computed dense."""
         return self.choices is None or self.choices.takes(layer.unit)
 
+    def may_take(self, layer: CompactLayer) -> bool:
+        """Whether a forward that begins now has to keep what the compact form needs."""
+        return self.choices is None or not self.choices.is_dense(layer.unit)
+
     def entered(self, layer: CompactLayer, x: Tensor) -> int | None:
         """A layer's forward has begun: send its inputs now, if its gradient will need them.
 

@@ -134,6 +134,7 @@ class CompactLayer:
 class Ports:
     """Callbacks to which layers hand over what they capture."""
 
+    may_take: Callable[[CompactLayer], bool]  # False: its gradient is surely dense in this step
     entered: Callable[[CompactLayer, Tensor], int | None]  # with X; returns its round, if sent
     takes: Callable[[CompactLayer], bool]  # whether it is needed in this step
     captured: Callable[[CompactLayer], None]  # one use
@@ -275,7 +276,8 @@ class Forward:
             return self._plain(self.layer.module)(input)  # functional_call replaces the parameters
         self._count(input)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-        if not (torch.is_grad_enabled() and trained):
+        captures = torch.is_grad_enabled() and trained and self.ports.may_take(self.layer)
+        if not captures:
             return self._plain(self.layer.module)(input)
         self._refuse_hooks(weight, bias)
         use = Use(self.layer, self.ports)

@@ -84,7 +84,8 @@ class Synchronizer:
                     layer.detach() if self.tap.paused else compact.finished(layer)
 
         self._compact = self.driver.layers = compact
-        self._end_capture = capture(compact.layers, Ports(entered, takes, captured, finished))
+        ports = Ports(compact.may_take, entered, takes, captured, finished)
+        self._end_capture = capture(compact.layers, ports)
 
     # ---- gradients become final (autograd's threads)
 

@@ -9,7 +9,8 @@ import torch
 
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
-from slipstream.systems import allreduce
+from slipstream.systems import allreduce, poseidon
+from slipstream.torch.buckets import make_buckets, reductions
 from slipstream.torch.collective_channel import CollectiveChannel
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.slots import OwnGradients
@@ -235,3 +236,58 @@ def test_a_refused_gradient_counts_zero_where_nothing_is_cast() -> None:
             gradient = parameters[tensor].grad
             assert gradient is not None
             assert set(gradient.flatten().tolist()) == {3.0}
+
+
+# ---- which chunks are summed together
+
+LAYERS = [
+    Spec(f"{i}.{kind}", shape, "float32", 2 * i + place, layer=f"{i}", form="factors")
+    for i in range(6)
+    for place, (kind, shape) in enumerate([("weight", (200, 250)), ("bias", (200,))])
+]
+NORMS = [Spec("first.norm", (200,), "float32", -1), Spec("last.norm", (200,), "float32", 12)]
+
+
+def layered() -> Plan:
+    """Six layers that may each be sent compact, and two tensors that never are."""
+    return poseidon(rate="1gbit").plan([*LAYERS, *NORMS], Cluster(2))
+
+
+def summed_together(plan: Plan, *skipped: str) -> list[list[str]]:
+    buckets = make_buckets(plan, [torch.zeros(s.shape) for s in plan.specs], torch.device("cpu"))
+    taken = [b for b in buckets if plan.specs[b.tensors[0]].layer not in skipped]
+    found = reductions(taken, plan.strategy.chunk_bytes)
+    assert [b for r in found for b in r.buckets] == taken
+    return [list(dict.fromkeys(plan.specs[t].name[0] for t in r.tensors)) for r in found]
+
+
+def test_small_layers_share_collectives_in_the_order_of_their_completion() -> None:
+    plan = layered()
+    assert len(plan.chunks) == 7
+    # Both norms are one chunk, which is complete last.
+    together = [sorted(names) for names in summed_together(plan)]
+    assert together == [["4", "5"], ["2", "3"], ["0", "1", "f", "l"]]
+
+
+def test_layers_on_another_route_leave_a_gap() -> None:
+    names = [sorted(names) for names in summed_together(layered(), "5", "3", "1")]
+    assert names == [["4"], ["2"], ["0", "f", "l"]]
+
+
+def test_what_a_round_skips_is_not_summed_and_counts_again_later() -> None:
+    process_group = ProcessGroup(2)
+    for skipped in ([], [2], []):
+        for exchange, parameters in zip(
+            process_group.exchanges, process_group.parameters, strict=True
+        ):
+            exchange.skip_round(skipped)
+            for tensor, parameter in enumerate(parameters):
+                fill(parameter, 5.0 + tensor)
+            if skipped:
+                fill(parameters[2], float(exchange is process_group.exchanges[0]))
+        process_group.exchange()
+        process_group.next_step()
+        first, second = (parameters[2].grad for parameters in process_group.parameters)
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first, second) is (not skipped)

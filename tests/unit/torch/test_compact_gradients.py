@@ -67,7 +67,11 @@ class Worker:
             plan, self.layers, self.channel, self.choices, inventory.tensors, self.finite
         )
         ports = Ports(
-            self.compact.entered, self.compact.takes, self.compact.captured, self._finished
+            self.compact.may_take,
+            self.compact.entered,
+            self.compact.takes,
+            self.compact.captured,
+            self._finished,
         )
         self.end = capture(self.layers, ports)
         self._seen = 0
@@ -211,6 +215,24 @@ def test_choice_follows_rank_0_one_step_later(workers: list[Worker]) -> None:
         data = torch.arange(8.0 * rows).view(rows, 8) / 50
         assert_gradients(workers, data, data)
     assert workers[1].other.skipped == [{0, 1, 2}, set(), {0, 1, 2}]
+
+
+def test_forward_is_plain_torch_once_the_dense_route_is_sure(workers: list[Worker]) -> None:
+    batch = torch.ones(40, 8)
+    plain = []
+    for number, rows in enumerate([40, 40, 40, 1, 1, 1]):
+        begin(workers, number)
+        for worker in workers:
+            made = worker.model[0](batch[:rows])
+            plain.append("AddmmBackward" in type(made.grad_fn).__name__)
+            worker.layers[0].reset()
+            worker.backward(rows)
+            deliver(workers)
+        finish(workers)
+        data = torch.arange(8.0 * rows).view(rows, 8) / 50
+        assert_gradients(workers, data, data)
+    # In the first step nothing is known; what changed in step 3 is decided in step 4.
+    assert plain == [False, False, True, True, True, True, True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("back_to", [0, 3, 4])

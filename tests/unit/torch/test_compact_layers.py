@@ -41,18 +41,20 @@ class Captured:
         assert form is not None
         bias = None if getattr(module, "bias", None) is None else 1
         self.layer = CompactLayer(shape_of("layer", module, form), module, 0, bias)
-        self.takes = takes
+        self.takes, self.may_take = takes, True
         self.events: list[str] = []
         self.entered: list[Tensor] = []
-        self.end = capture(
-            [self.layer], Ports(self._entered, self._takes, self._captured, self._settled)
-        )
+        ports = Ports(self._may_take, self._entered, self._takes, self._captured, self._settled)
+        self.end = capture([self.layer], ports)
         self.parameters = list(module.parameters())
         shape = self.layer.shape
         dtype = dtype_name(module.weight)
         self.as_planned = Layer("layer", form, shape.outputs, shape.inputs, 0, bias, dtype)
         self.math = TorchLayerMath(self.parameters, {"layer": module})
         self.scratch = Scratch()
+
+    def _may_take(self, _: CompactLayer) -> bool:
+        return self.may_take
 
     def _entered(self, _: CompactLayer, x: Tensor) -> int | None:
         self.entered.append(x)
@@ -380,6 +382,15 @@ def test_without_gradients_nothing_is_captured(captured: Callable[..., Captured]
     with torch.no_grad():
         assert torch.equal(layer.module(whole(4, 5)), layer.plain(whole(4, 5)))
     assert torch.equal(layer.module(input=whole(4, 5)), layer.plain(input=whole(4, 5)))
+
+
+def test_forward_that_need_not_capture_is_torchs_own(captured: Callable[..., Captured]) -> None:
+    layer = captured(integral(nn.Linear(5, 3)))
+    layer.may_take = False
+    both(layer, lambda module: backward(module, whole(4, 5)))
+    layer.assert_equal()
+    assert (layer.events, layer.entered) == ([], [])
+    assert layer.layer.rows == 4  # the next choice still knows the batch
 
 
 def test_copies_are_ordinary_layers(captured: Callable[..., Captured]) -> None:

@@ -63,10 +63,18 @@ class LayerChoices:
 
     def is_certain(self, unit: int) -> bool:
         """Whether the forward pass can already rely on the compact form."""
-        rows = self._rows.get(self._decided_for)
-        if rows is None or self._with_last(rows) != self._last_rows:
+        return self._is_unchanged() and self.verdicts[self._place[unit]].compact
+
+    def is_dense(self, unit: int) -> bool:
+        """Whether the forward pass can already rely on the layer's dense route."""
+        if not self.verdicts or self.verdicts[self._place[unit]].compact:
             return False
-        return self.verdicts[self._place[unit]].compact
+        return self._decided_for == self.step or self._is_unchanged()
+
+    def _is_unchanged(self) -> bool:
+        """Whether the rows for the next decision have arrived, and are those of the last one."""
+        rows = self._rows.get(self._decided_for)
+        return rows is not None and self._with_last(rows) == self._last_rows
 
     def decide(self) -> None:
         """Decide once per step, before any gradient is sent."""
