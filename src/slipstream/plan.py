@@ -18,7 +18,16 @@ from slipstream.planning.costs import LayerShape, Speeds
 from slipstream.planning.fragments import deal_fragments
 from slipstream.planning.layout import Group, Layout, lay_out
 from slipstream.planning.table import Row, tabulate
-from slipstream.routes import AnyPolicy, ByRole, Cheapest, Links, Route, between_hosts
+from slipstream.routes import (
+    AnyPolicy,
+    ByRole,
+    ByTensor,
+    Cheapest,
+    Links,
+    Route,
+    Rule,
+    between_hosts,
+)
 from slipstream.schedules import Schedule
 from slipstream.topologies import Mesh
 from slipstream.types import ITEM_BYTES, Chunk, Cluster, Layer, Node, Spec, Unit
@@ -187,6 +196,14 @@ class Plan:
     def chooser(self) -> AnyChooser | None:
         """Chooses between a layer's compact form and its dense route; None if no layer has both."""
         return next((cheapest.by for cheapest in choosing(self.strategy.routes)), None)
+
+    @property
+    def unused_rules(self) -> tuple[Rule, ...]:
+        """Rules that match no tensor of this model."""
+        policy = self.strategy.routes
+        policy = policy.parameter if isinstance(policy, ByRole) else policy
+        rules = policy.rules if isinstance(policy, ByTensor) else ()
+        return tuple(rule for rule in rules if not any(map(rule.where.fits, self.specs)))
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -30,6 +30,7 @@ POSEIDON_WORKER = Path(__file__).with_name("poseidon_worker.py")
 RESIDUALS_WORKER = Path(__file__).with_name("residuals_worker.py")
 MIX_WORKER = Path(__file__).with_name("mix_worker.py")
 FAULT_WORKER = Path(__file__).with_name("fault_worker.py")
+TOLD_WORKER = Path(__file__).with_name("told_worker.py")
 REWIRED_WORKER = Path(__file__).with_name("rewired_worker.py")
 LIMIT_S = 180.0
 PUSH_PULL = "push_pull(chunk_bytes=8192)"
@@ -268,3 +269,18 @@ def test_what_hosts_owe_survives_a_checkpoint(fork_server: ForkServer, tmp_path:
     assert [bool(worker["owed"]) for worker in through] == [True, False, True]
     assert [worker["owed"] for worker in resumed] == [worker["owed"] for worker in through]
     assert {worker["digest"] for worker in resumed} == {through[0]["digest"]}
+
+
+def test_what_a_user_is_told_of_hosts_and_of_rules_that_match_nothing(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    run = fork_server.run(TOLD_WORKER, str(tmp_path), ranks=environments((0, 0, 1)))
+    assert set(run.codes.values()) == {0}, run.told()
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    link = "over a host's link (2 hosts; the workers of each aggregate first) each way"
+    assert all(link in each["table"] for each in told)
+    [warning] = told[0]["warned"]
+    assert "no tensor takes the route int8/" in warning
+    assert "this model's are bfloat16" in warning
+    assert not told[1]["warned"] + told[2]["warned"]
+    assert all(each["same"] for each in told), "all workers have the same weights in any case"

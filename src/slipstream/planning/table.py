@@ -99,8 +99,8 @@ def total(rows: Sequence[Row]) -> Totals:
     )
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """Columns for a terminal, and their totals."""
+def as_text(rows: Sequence[Row], link: str = "a worker's link") -> str:
+    """Columns for a terminal, and their totals. ``link`` says whose traffic it is."""
     heads = ("layer", "shape", "scheme", "each way", "ms", "why")
     cells = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
@@ -111,7 +111,7 @@ def as_text(rows: Sequence[Row]) -> str:
             for text, width, head in zip(line, widths, heads, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
-    return "\n".join([*lines, "", _sums(total(rows)) + _spread(rows)])
+    return "\n".join([*lines, "", _sums(total(rows), link) + _spread(rows)])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -120,9 +120,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (name, shape, row.scheme, moved, _ms(row.seconds), row.why)
 
 
-def _sums(sums: Totals) -> str:
+def _sums(sums: Totals, link: str) -> str:
     said = (
-        f"a step moves {human_bytes(sums.link_bytes)} over a worker's link each way; "
+        f"a step moves {human_bytes(sums.link_bytes)} over {link} each way; "
         f"all dense: {human_bytes(sums.dense_link_bytes)}"
     )
     if sums.seconds is not None and sums.dense_seconds is not None and sums.speedup is not None:

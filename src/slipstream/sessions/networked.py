@@ -15,6 +15,7 @@ import torch
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.plan import Plan
 from slipstream.planning.choosing import ByTime
 from slipstream.planning.table import as_tables, as_text
 from slipstream.runtime.error_reporting import describe_error, rank_reports
@@ -40,6 +41,7 @@ from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
+from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +80,9 @@ class NetworkedSession:
         )
         parts = Parts(trained, self._replicas, self.membership, self._calls)
         self._training = NetworkedTraining(parts, strategy.name)
-        for pair in trained:
+        for pair, replica in zip(trained, self._replicas, strict=True):
             self._warn_of_momentum(strategy, pair.optimizer)
+            self._warn_of_unused_rules(replica.plan)
         return self._training
 
     def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -90,6 +93,16 @@ class NetworkedSession:
                 f"{strategy.name} with momentum {momentum}: every one of {env.world_size} workers' "
                 "gradients is applied by itself, on top of each other's momentum. Divide the "
                 "learning rate by the number of workers and take momentum near 0",
+                stacklevel=4,
+            )
+
+    def _warn_of_unused_rules(self, plan: Plan) -> None:
+        for rule in plan.unused_rules if self.membership.env.rank == 0 else ():
+            dtypes = sorted({spec.dtype for spec in plan.specs if spec.role == "parameter"})
+            warnings.warn(
+                f"no tensor takes the route {rule.routes()[0].scheme}, which is for float32 "
+                f"parameters of {rule.where.numel} values or more (this model's are "
+                f"{', '.join(dtypes)}): everything travels {plan.routes[plan.route_of[0]].scheme}",
                 stacklevel=4,
             )
 
@@ -243,10 +256,12 @@ class NetworkedTraining(Training):
         return [kept_averages(replica) for replica in self.replicas]
 
     def outer_weights(self) -> AbstractContextManager[None]:
+        if self.plan.local_steps is None and self.plan.consistency.lockstep:
+            return nullcontext()  # all workers have the same weights
         if self.plan.local_steps is None:
             raise ConfigError(
-                f"{self._name} has no outer weights: all workers have the same; use diloco() or "
-                "local_sgd() to train between rounds"
+                f"{self._name} has no weights that all workers share: evaluate each worker's own, "
+                "or those of job.save()"
             )
         found = [replica.outer for replica in self.replicas]
         return self._lent([outer.copies() for outer in found if outer is not None])
@@ -384,12 +399,20 @@ class RoundClock:
 def table_of(replica: Replica) -> str:
     """The plan of one pair as text, with the choices of its layers."""
     choices = None if replica.compact is None else replica.compact.choices
+    link = link_of(replica.plan.cluster)
     if choices is None:
-        return as_text(replica.plan.rows(replica.plan.verdicts(0, None)))
+        return as_text(replica.plan.rows(replica.plan.verdicts(0, None)), link)
     names = [layer_of(unit).name for unit in choices.units]
     verdicts = dict(zip(names, choices.verdicts, strict=False))
     speeds = choices.chooser.speeds if isinstance(choices.chooser, ByTime) else None
-    return as_text(replica.plan.rows(verdicts, speeds))
+    return as_text(replica.plan.rows(verdicts, speeds), link)
+
+
+def link_of(cluster: Cluster) -> str:
+    """Whose traffic the table shows."""
+    if not cluster.members:
+        return "a worker's link"
+    return f"a host's link ({cluster.workers} hosts; the workers of each aggregate first)"
 
 
 def clock_of(replica: Replica) -> StepClock | RoundClock:
