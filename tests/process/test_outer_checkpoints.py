@@ -124,6 +124,7 @@ def test_where_a_worker_cannot_write_its_part_the_checkpoint_is_written_all_the_
     ("changed", "why"),
     [
         ({"under_way": [7]}, "fragments [7] of 1"),
+        ({"under_way": [0, 0]}, "fragments [0, 0] of 1"),
         ({"under_way": "all"}, "what was under way is damaged"),
         ({"inner": "LocalSteps(every=9)"}, "it was written with LocalSteps(every=9)"),
     ],
