@@ -12,7 +12,7 @@ The groups are words with pairs, and characters. N rows, N_f of them with f.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +27,8 @@ Values = npt.NDArray[np.float32]
 
 UNKNOWN = 1  # a word's number; 0 is padding
 FIRST_WORD = 2
-BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes characters
-MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's
-PAIR, CHARACTERS = np.uint64(0x5851F42D4C957F2D), np.uint64(0x14057B7EF767814F)  # kinds apart
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # splitmix64's: over all bits, 1 to 1
 COUNTED = 1024  # rows of hashes that are in memory before they are counted
 
 
@@ -121,15 +120,18 @@ def _find(table: Hashes, hashes: Hashes) -> tuple[Ids, npt.NDArray[np.bool_]]:
 
 
 def hash_words(words: Sequence[str]) -> Hashes:
-    """A hash of each word."""
+    """A hash of each word: a polynomial of its code points, then mixed."""
     if not words:
         return np.zeros(0, np.uint64)
+    points = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32)
     lengths = np.array([len(word) for word in words])
     starts = np.cumsum(lengths) - lengths
-    place = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     powers = np.cumprod(np.full(lengths.max(), BASE))
-    terms = _code_points("".join(words)) * powers[place]
-    return _mixed(np.add.reduceat(terms, starts) + lengths.astype(np.uint64))
+    terms = points * powers[np.arange(len(points)) - np.repeat(starts, lengths)]
+    mixed: Hashes = np.add.reduceat(terms, starts) + lengths.astype(np.uint64)
+    for shift, factor in MIX:
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def hash_terms(words: Sequence[str]) -> Hashes:
@@ -138,8 +140,7 @@ def hash_terms(words: Sequence[str]) -> Hashes:
     >>> len(hash_terms(["a", "b", "c"]))
     5
     """
-    single = hash_words(words)
-    return np.concatenate([single, _mixed(single[:-1] * BASE + single[1:] + PAIR)])
+    return hash_words([*words, *(f"{first} {second}" for first, second in pairwise(words))])
 
 
 def hash_characters(words: Sequence[str], shortest: int, longest: int) -> Hashes:
@@ -148,28 +149,15 @@ def hash_characters(words: Sequence[str], shortest: int, longest: int) -> Hashes
     >>> len(hash_characters(["cat"], 2, 3))  # " c" "ca" "at" "t " " ca" "cat" "at "
     7
     """
-    points = _code_points(f" {' '.join(words)} ") if words else np.zeros(0, np.uint64)
-    spaces = np.cumsum(points == ord(" "))
-    found, rolling = [points[:0]], points
-    for n in range(2, min(longest, len(points)) + 1):
-        rolling = rolling[:-1] * BASE + points[n - 1 :]
-        if n >= shortest:
-            # No space between the first and the last character: both are of one word.
-            inside = spaces[n - 2 : len(points) - 1] == spaces[: len(points) - n + 1]
-            found.append(_mixed(rolling[inside] + CHARACTERS * np.uint64(n)))
-    return np.concatenate(found)
-
-
-def _code_points(text: str) -> Hashes:
-    raw = text.encode("utf-32-le", "surrogatepass")
-    return np.frombuffer(raw, np.uint32).astype(np.uint64)
-
-
-def _mixed(values: Hashes) -> Hashes:
-    """Spread over all bits: splitmix64's finalizer, which is one to one."""
-    values = (values ^ (values >> np.uint64(30))) * MIX[0]
-    values = (values ^ (values >> np.uint64(27))) * MIX[1]
-    return values ^ (values >> np.uint64(31))
+    # The NUL tells a group of letters from a word of the same letters.
+    return hash_words(
+        [
+            f"\0{f' {word} '[start : start + n]}"
+            for word in words
+            for n in range(shortest, longest + 1)
+            for start in range(len(word) + 3 - n)
+        ]
+    )
 
 
 # ---- counting

@@ -30,6 +30,8 @@ from slipstream.service.words import TOKENIZER
 FORMAT = 1
 MOST_NBYTES = 4 << 30
 DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "U64": np.uint64}
+# What a header that is not ours makes of the code that reads it.
+NO_MODEL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 TEXT, SHA256 = "slipstream.text", "slipstream.sha256"
 
 Array = npt.NDArray[Any]
@@ -44,18 +46,6 @@ class ModelHead(msgspec.Struct, frozen=True, kw_only=True):
     setting: TextSetting
     format: int = FORMAT
     tokenizer: str = TOKENIZER
-
-
-class _Format(msgspec.Struct):
-    """The part of a head that all formats have."""
-
-    format: int
-
-
-class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 def write_model(path: Path, head: ModelHead, tensors: Mapping[str, Array]) -> None:
@@ -84,16 +74,16 @@ def read_model(path: Path) -> tuple[ModelHead, dict[str, Array]]:
         raise Damaged(f"the model file cannot be read: {error.strerror}") from error
     except Damaged:
         raise
-    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
+    except (msgspec.MsgspecError, *NO_MODEL) as error:
         raise Damaged("the model file is damaged, or is no model file") from error
 
 
 def _parse(data: bytes) -> tuple[ModelHead, dict[str, Array]]:
     start = 8 + int.from_bytes(data[:8], "little")
-    header = msgspec.json.decode(data[8:start], type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])
+    header = msgspec.json.decode(data[8:start], type=dict[str, dict[str, Any]])
+    metadata = header.pop("__metadata__")
     text = metadata[TEXT]
-    found = msgspec.json.decode(text, type=_Format).format
+    found = msgspec.json.decode(text, type=dict[str, Any]).get("format")
     if found != FORMAT:
         raise Damaged(
             f"the model file has format {found}; this version of slipstream reads {FORMAT}"
@@ -101,10 +91,9 @@ def _parse(data: bytes) -> tuple[ModelHead, dict[str, Array]]:
     head = msgspec.json.decode(text, type=ModelHead)
     body = np.frombuffer(memoryview(data)[start:], np.uint8)
     tensors = {}
-    for name, raw in header.items():
-        entry = msgspec.json.decode(raw, type=_Tensor)
-        values = body[slice(*entry.data_offsets)].view(DTYPES[entry.dtype])
-        tensors[name] = values.reshape(entry.shape)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = body[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     if metadata[SHA256] != _digest(text, tensors):
         raise Damaged("the model file is damaged: its checksum is not that of its content")
     if head.tokenizer != TOKENIZER or not _fit(head, tensors):

@@ -93,11 +93,7 @@ class Report(msgspec.Struct):
 
 
 def unmeasured(rows: Rows, temperatures: tuple[float, float]) -> Report:
-    """The report where no rows were held out.
-
-    >>> unmeasured(Rows([], [[0], [1], [0]], ["a", "b"], []), (1.0, 0.25)).baseline
-    0.6666666666666666
-    """
+    """The report where no rows were held out."""
     counts = Counter(number for own in rows.classes for number in own)
     return Report(
         rows=len(rows.classes),
@@ -149,17 +145,20 @@ def measured(
         macro_f1=float(np.mean([found.f1 for found in per_class if found.rows])),
         per_class=per_class,
         confusion=confusion,
-        thresholds=[threshold(tenth / 10, sure, right) for tenth in range(1, 10)],
+        thresholds=[
+            Threshold(least, float((sure >= least).mean()), _mean(right[sure >= least]))
+            for least in (tenth / 10 for tenth in range(1, 10))
+        ],
     )
 
 
 def right_answers(shares: Shares, held: Sequence[list[int]]) -> Right:
-    """Whether the most likely class is one of the row's, for each row.
-
-    >>> right_answers(np.array([[0.7, 0.3], [0.2, 0.8]]), [[0, 1], [0]]).tolist()
-    [True, False]
-    """
+    """Whether the most likely class is one of the row's, for each row."""
     return np.array([row.argmax() in own for row, own in zip(shares, held, strict=True)])
+
+
+def _mean(right: Right) -> float | None:
+    return float(right.mean()) if len(right) else None
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -184,25 +183,10 @@ def calibration_error(sure: Shares, right: Right) -> float:
     return float(np.abs(np.bincount(bins, sure - right)).sum() / len(right))
 
 
-def threshold(confidence: float, sure: Shares, right: Right) -> Threshold:
-    """What remains if less sure answers are dropped.
-
-    >>> threshold(0.5, np.array([0.4, 0.6]), np.array([False, True]))
-    Threshold(confidence=0.5, answered=0.5, accuracy=1.0)
-    """
-    kept = sure >= confidence
-    accuracy = float(right[kept].mean()) if kept.any() else None
-    return Threshold(confidence, float(kept.mean()), accuracy)
-
-
 def by_class(
     labels: list[str], shares: Shares, held: Sequence[list[int]]
 ) -> tuple[list[ClassReport], list[tuple[str, str, int]]]:
-    """Precision, recall and F1 of each class, and the confusion as triples.
-
-    >>> by_class(["a", "b"], np.array([[0.9, 0.1], [0.8, 0.2]]), [[0], [1]])[0][0].precision
-    0.5
-    """
+    """Precision, recall and F1 of each class, and the confusion as triples."""
     answers = shares.argmax(1).tolist()
     true = [a if a in own else own[0] for a, own in zip(answers, held, strict=True)]
     confusion = Counter(zip(true, answers, strict=True))

@@ -46,22 +46,11 @@ class JobSetting(msgspec.Struct, frozen=True):
     max_model_bytes: int = 256 << 20
 
 
-def batch_for(rows: int) -> int:
-    """Rows a step, by the paper's Table 3.
-
-    >>> [batch_for(rows) for rows in (9_999, 10_000, 100_001)]
-    [2, 4, 32]
-    """
-    if rows < 10_000:
-        return 2
-    return 4 if rows <= 100_000 else 32
-
-
 class Schedule(NamedTuple):
     """How many updates the two phases take.
 
     Attributes:
-        batch: Rows an update.
+        batch: Rows an update; by default by the paper's Table 3.
         first: Updates without the held-out rows.
         total: Updates in all.
     """
@@ -79,10 +68,11 @@ class Schedule(NamedTuple):
         >>> Schedule.of(JobSetting(epochs=1), TextSetting(), 40, 0).total
         1000
         """
-        batch = job.batch or batch_for(trained + held)
+        rows = trained + held
+        batch = job.batch or (2 if rows < 10_000 else 4 if rows <= 100_000 else 32)
         share = setting.last_epochs if held else 1.0
         first = math.ceil(job.epochs * (1 - share) * trained / batch)
-        total = first + math.ceil(job.epochs * share * (trained + held) / batch)
+        total = first + math.ceil(job.epochs * share * rows / batch)
         if total < setting.least_updates:
             first = first * setting.least_updates // total
         return cls(batch, first, max(total, setting.least_updates))
