@@ -52,6 +52,7 @@ class Task:
         self.folder, self.setting = folder, TextSetting()
         classes = len(self.rows.labels)
         self.encoder = Encoder.of(self.rows.texts, classes, self.setting)
+        self.examples = Examples(self.rows, self.encoder)
         torch.manual_seed(self.job.seed)
         words, features = len(self.encoder.words), len(self.encoder.features)
         self.net = WideAndDeep(words, features, classes, self.setting)
@@ -108,7 +109,6 @@ class Learner:
         self._task, self._job, self._net = task, job, task.net
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate)
         _, self._optimizer = job.distribute(task.net, optimizer)  # the same net, weights shared
-        self._examples = Examples(task.rows, task.encoder)
         self._progress: ProgressFile | None = None
         self._curve = job.step  # when held-out rows are measured next
         if job.rank == 0:
@@ -139,9 +139,9 @@ class Learner:
             self._step(next(batches), rng)
 
     def _step(self, numbers: list[int], rng: np.random.Generator) -> None:
-        targets = self._examples.targets(numbers)
+        targets = self._task.examples.targets(numbers)
         self._optimizer.zero_grad()
-        deep, wide = self._net(*self._examples.batch(numbers, rng))
+        deep, wide = self._net(*self._task.examples.batch(numbers, rng))
         loss = loss_of(deep, wide, targets)
         loss.backward()
         self._optimizer.step()
@@ -181,7 +181,7 @@ class Learner:
         held = self._task.held
         with torch.no_grad():
             found = [
-                self._net(*self._examples.batch(held[start : start + EVALUATED]))
+                self._net(*self._task.examples.batch(held[start : start + EVALUATED]))
                 for start in range(0, len(held), EVALUATED)
             ]
         self._net.train()
