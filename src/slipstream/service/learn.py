@@ -139,6 +139,9 @@ class Learner:
             self._step(next(batches), rng)
 
     def _step(self, numbers: list[int], rng: np.random.Generator) -> None:
+        left = max(1 - self._job.step / self._task.schedule.total, 0.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._task.setting.rate * left
         targets = self._task.examples.targets(numbers)
         self._optimizer.zero_grad()
         deep, wide = self._net(*self._task.examples.batch(numbers, rng))
