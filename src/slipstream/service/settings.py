@@ -1,6 +1,11 @@
 """The one setting that every classifier is trained with.
 
 Users of the service choose nothing: GaDei's Table 3 gives rate, epochs and batch for all.
+
+By held-out rows of TREC (6 and 50 classes) and MR, one split each, a rate that falls beats a
+constant one of the same mean by 0.7 to 2.2 points in the deep part. Within noise or worse: feature
+scales 1 and 3, feature dropout 0.3 and 0.7, windows 1-3 and 3-5, dropout 0.3, smoothed labels,
+averaged weights, other shares of the two parts.
 """
 
 from __future__ import annotations
