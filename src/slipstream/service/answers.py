@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.service.features import Encoded, Encoder
+from slipstream.service.features import Encoder, Ids
 from slipstream.service.model_file import Array, ModelHead, read_model
-from slipstream.service.refusals import Damaged
 
-Scores = npt.NDArray[np.float32]
-TOP = 10
+Scores = npt.NDArray[np.floating]
+Shares = npt.NDArray[np.float64]
 
 
 class Model:
@@ -38,50 +37,30 @@ class Model:
     def load(cls, path: Path | str) -> Model:
         """Read a model file and check it.
 
-        Args:
-            path: Where it is.
-
         Raises:
             Damaged: It cannot be read, was damaged, or has another format.
         """
-        head, tensors = read_model(Path(path))
-        for name in ("words", "features"):
-            if (tensors[name][1:] <= tensors[name][:-1]).any():
-                raise Damaged(f"the model file's {name} are not sorted")
-        return cls(head, tensors)
+        return cls(*read_model(Path(path)))
 
-    def classify(self, texts: Sequence[str], top: int = TOP) -> list[list[tuple[str, float]]]:
-        """The classes of some texts.
-
-        Args:
-            texts: Any texts.
-            top: How many classes to name for each.
-
-        Returns:
-            For each text, classes with their confidence, highest first, ties by name.
-        """
+    def classify(self, texts: Sequence[str], top: int = 10) -> list[list[tuple[str, float]]]:
+        """For each text, ``top`` classes with their confidence, highest first, ties by name."""
         return [self._best(self.probabilities(text), top) for text in texts]
 
-    def probabilities(self, text: str) -> npt.NDArray[np.float64]:
-        """The probability of every class; they sum to 1.
-
-        Args:
-            text: Any text.
-        """
-        encoded = self._encoder.encode(text)
+    def probabilities(self, text: str) -> Shares:
+        """The probability of every class for a text; they sum to 1."""
+        words, features, values = encoded = self._encoder.encode(text)
         if not encoded.known:
-            return np.asarray(self._tensors["shares"], np.float64)
-        deep, wide = self._head.temperatures
-        return mean_softmax(self._deep(encoded), self._wide(encoded), deep, wide)
+            return self._tensors["shares"].astype(np.float64)
+        wide: Scores = values @ self._tensors["wide"][features]
+        return mean_softmax(self._deep(words), wide, *self._head.temperatures)
 
-    def _deep(self, encoded: Encoded) -> Scores:
+    def _deep(self, words: Ids) -> Scores:
         """Convolutions as products of windows, max over time, one layer."""
-        setting, tensors = self._head.setting, self._tensors
-        missing = max(setting.windows) - len(encoded.words)
-        words = np.pad(encoded.words, (0, max(missing, 0)))
+        windows, tensors = self._head.setting.windows, self._tensors
+        words = np.pad(words, (0, max(max(windows) - len(words), 0)))
         embedded = tensors["embedding"][words]
         pooled = []
-        for window in setting.windows:
+        for window in windows:
             places = len(words) - window + 1
             rows = np.hstack([embedded[i : i + places] for i in range(window)])
             maps = rows @ tensors[f"window{window}"] + tensors[f"window{window}.bias"]
@@ -89,37 +68,22 @@ class Model:
         scores: Scores = np.concatenate(pooled) @ tensors["classifier"]
         return scores + tensors["classifier.bias"]
 
-    def _wide(self, encoded: Encoded) -> Scores:
-        scores: Scores = encoded.values @ self._tensors["wide"][encoded.features]
-        return scores
-
-    def _best(self, probabilities: npt.NDArray[np.float64], top: int) -> list[tuple[str, float]]:
+    def _best(self, probabilities: Shares, top: int) -> list[tuple[str, float]]:
         """The highest, ties by name; labels are compared only among candidates."""
         count = min(top, len(self.labels))
-        least = np.partition(probabilities, -count)[-count] if count else np.inf
+        least = np.partition(probabilities, -count)[-count]
         candidates = np.flatnonzero(probabilities >= least)
         named = [(self.labels[i], float(probabilities[i])) for i in candidates]
         return sorted(named, key=lambda pair: (-pair[1], pair[0]))[:count]
 
 
-def mean_softmax(
-    deep: npt.NDArray[np.floating], wide: npt.NDArray[np.floating], t_deep: float, t_wide: float
-) -> npt.NDArray[np.float64]:
-    """The mean of two softmaxes over the last axis, each with its temperature.
+def mean_softmax(deep: Scores, wide: Scores, t_deep: float, t_wide: float) -> Shares:
+    """The mean of two softmaxes over the last axis, each with its temperature; in float64.
 
     >>> mean_softmax(np.zeros(2), np.array([np.log(3), 0.0]), 1.0, 1.0).tolist()
     [0.625, 0.375]
     """
-    return (softmax(deep / t_deep) + softmax(wide / t_wide)) / 2
-
-
-def softmax(scores: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-    """Probabilities over the last axis, in float64.
-
-    >>> softmax(np.array([1000.0, 1000.0])).tolist()
-    [0.5, 0.5]
-    """
-    exact = scores.astype(np.float64)
-    powers = np.exp(exact - exact.max(-1, keepdims=True))
-    shares: npt.NDArray[np.float64] = powers / powers.sum(-1, keepdims=True)
+    scaled = np.stack([deep.astype(np.float64) / t_deep, wide.astype(np.float64) / t_wide])
+    powers = np.exp(scaled - scaled.max(-1, keepdims=True))
+    shares: Shares = (powers / powers.sum(-1, keepdims=True)).mean(0)
     return shares

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from slipstream.service.features import UNKNOWN, Encoded, Encoder, Ids
+from slipstream.service.features import UNKNOWN, Encoded, Encoder
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
 
@@ -17,32 +19,33 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # what the net's forward takes
 
 
 class Examples:
-    """Encoded rows.
-
-    Args:
-        rows: The training data.
-        encoder: Its words and features.
-    """
+    """The rows of training data, encoded."""
 
     def __init__(self, rows: Rows, encoder: Encoder) -> None:
         self._encoded = [encoder.encode(text) for text in rows.texts]
         self._setting = encoder.setting
-        self.classes, self.labels = rows.classes, rows.labels
+        self._rows = rows
 
     def targets(self, numbers: Sequence[int]) -> Tensor:
         """Shares of the classes, a row each: 1/k for each of k."""
-        targets = torch.zeros(len(numbers), len(self.labels))
-        for row, number in enumerate(numbers):
-            own = self.classes[number]
-            targets[row, own] = 1 / len(own)
+        targets = torch.zeros(len(numbers), len(self._rows.labels))
+        for target, number in zip(targets, numbers, strict=True):
+            own = self._rows.classes[number]
+            target[own] = 1 / len(own)
         return targets
 
     def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> Batch:
         """Tensors of some rows; with a generator, words and features are dropped for training."""
-        encoded = [self._encoded[number] for number in numbers]
+        some = [self._encoded[number] for number in numbers]
         if rng is not None:
-            encoded = [drop(own, self._setting, rng) for own in encoded]
-        return pad(encoded, max(self._setting.windows))
+            some = [drop(own, self._setting, rng) for own in some]
+        widest = max(self._setting.windows)
+        return (
+            _padded([own.words for own in some], widest),
+            torch.tensor([max(len(own.words), widest) for own in some]),
+            _padded([own.features for own in some], 1),
+            _padded([own.values for own in some], 1),
+        )
 
 
 def drop(encoded: Encoded, setting: TextSetting, rng: np.random.Generator) -> Encoded:
@@ -63,28 +66,10 @@ def drop(encoded: Encoded, setting: TextSetting, rng: np.random.Generator) -> En
     )
 
 
-def pad(encoded: Sequence[Encoded], widest: int) -> Batch:
-    """Padded tensors; a text has at least as many words as the widest window.
-
-    >>> words, lengths, _, _ = pad([Encoded(np.array([5]), np.array([1]), np.ones(1))], 4)
-    >>> words.tolist(), lengths.tolist()
-    ([[5, 0, 0, 0]], [4])
-    """
-    lengths = [max(len(own.words), widest) for own in encoded]
-    most = max(1, *(len(own.features) for own in encoded)) if encoded else 1
-    words = np.zeros((len(encoded), max(lengths)), np.int64)
-    features = np.zeros((len(encoded), most), np.int64)
-    values = np.zeros((len(encoded), most), np.float32)
-    for row, own in enumerate(encoded):
-        words[row, : len(own.words)] = own.words
-        features[row, : len(own.features)] = own.features
-        values[row, : len(own.values)] = own.values
-    return (
-        torch.from_numpy(words),
-        torch.tensor(lengths),
-        torch.from_numpy(features),
-        torch.from_numpy(values),
-    )
+def _padded(rows: Sequence[np.ndarray], least: int) -> Tensor:
+    """Rows as one tensor, with 0 up to the longest, and at least ``least`` wide."""
+    padded = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+    return F.pad(padded, (0, max(least - padded.shape[1], 0)))
 
 
 def shuffled(numbers: Sequence[int], batch: int, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -97,9 +82,9 @@ def shuffled(numbers: Sequence[int], batch: int, rng: np.random.Generator) -> It
     waiting: list[int] = []
     while True:
         while len(waiting) < batch:
-            waiting += rng.permutation(np.asarray(numbers)).tolist()
+            waiting += rng.permutation(numbers).tolist()
         yield waiting[:batch]
-        waiting = waiting[batch:]
+        del waiting[:batch]
 
 
 def hold_out(classes: Sequence[list[int]], setting: TextSetting, seed: int) -> list[int]:
@@ -112,14 +97,13 @@ def hold_out(classes: Sequence[list[int]], setting: TextSetting, seed: int) -> l
     """
     if len(classes) < setting.least_held_from:
         return []
-    order: Ids = np.random.default_rng([seed, 1]).permutation(len(classes))
-    by_class: dict[int, list[int]] = {}
-    for number in order.tolist():
-        by_class.setdefault(classes[number][0], []).append(number)
     left = Counter(own for row in classes for own in row)
+    by_class: dict[int, list[int]] = {own: [] for own in sorted(left)}
+    for number in np.random.default_rng([seed, 1]).permutation(len(classes)).tolist():
+        by_class[classes[number][0]].append(number)
     held: list[int] = []
     due = 0.5  # rounds the sum over classes, so that small classes count together
-    for _, numbers in sorted(by_class.items()):
+    for numbers in by_class.values():
         due += setting.held_out * len(numbers)
         for number in numbers:
             if due < 1 or any(left[own] < 2 for own in classes[number]):

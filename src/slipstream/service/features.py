@@ -11,7 +11,8 @@ The groups are words with pairs, and characters. N rows, N_f of them with f.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +27,9 @@ Values = npt.NDArray[np.float32]
 
 UNKNOWN = 1  # a word's number; 0 is padding
 FIRST_WORD = 2
-BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial that hashes characters
-MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # splitmix64's
-PAIR, CHARACTERS = np.uint64(0x5851F42D4C957F2D), np.uint64(0x14057B7EF767814F)  # kinds apart
-SPACE = ord(" ")
-MERGE_AT = 1 << 21  # hashes that are collected before they are counted
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, of the polynomial
+MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # splitmix64's: over all bits, 1 to 1
+COUNTED = 1024  # rows of hashes that are in memory before they are counted
 
 
 class Encoded(NamedTuple):
@@ -73,15 +72,9 @@ class Encoder(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[str], classes: int, setting: TextSetting) -> Encoder:
-        """Learn words and features from texts.
-
-        Args:
-            texts: The training data.
-            classes: How many there are: the wide part has a weight for each class and feature.
-            setting: The one setting.
-        """
+        """Learn words and features from texts; each feature has a weight for each class."""
         split = [words_of(text, setting.text_words) for text in texts]
-        words, counts = _count(hash_words(own) for own in split)
+        words, counts = _count(map(hash_words, split))
         kept = _most_frequent(words, counts, setting.most_words)
         terms, term_rows = _count(np.unique(hash_terms(own)) for own in split)
         grams, gram_rows = _count(
@@ -90,62 +83,55 @@ class Encoder(NamedTuple):
         often = gram_rows >= setting.least_rows
         features = np.concatenate([terms, grams[often]])
         rows = np.concatenate([term_rows, gram_rows[often]])
-        chosen = _most_frequent(features, rows, setting.most_weights // max(classes, 1) - 1)
+        chosen = _most_frequent(features, rows, setting.most_weights // classes - 1)
         idf = 1 + np.log((1 + len(texts)) / (1 + rows[chosen]))
         return cls(words[kept], features[chosen], idf.astype(np.float32), setting)
 
     def encode(self, text: str) -> Encoded:
-        """The numbers of one text.
-
-        >>> Encoder.of(["a b", "b c"], 2, TextSetting()).encode("").words.tolist()
-        []
-        """
+        """The numbers of one text."""
         words = words_of(text, self.setting.text_words)
         at, known = _find(self.words, hash_words(words))
-        numbers = np.where(known, at + FIRST_WORD, UNKNOWN)
-        groups = [
-            self._weigh(hash_terms(words)),
-            self._weigh(hash_characters(words, *self.setting.characters)),
-        ]
-        ids, values = zip(*groups, strict=True)
-        return Encoded(numbers, np.concatenate(ids), np.concatenate(values))
+        terms, term_values = self._weigh(hash_terms(words))
+        grams, gram_values = self._weigh(hash_characters(words, *self.setting.characters))
+        return Encoded(
+            np.where(known, at + FIRST_WORD, UNKNOWN),
+            np.concatenate([terms, grams]),
+            np.concatenate([term_values, gram_values]),
+        )
 
     def _weigh(self, hashes: Hashes) -> tuple[Ids, Values]:
         """Numbers and tf-idf of the known features of one group."""
         own, counts = np.unique(hashes, return_counts=True)
         at, known = _find(self.features, own)
-        at = at[known]
-        values = (1 + np.log(counts[known])) * self.idf[at]
-        norm = np.sqrt(np.square(values).sum())
-        scaled = values * (self.setting.feature_scale / norm) if len(values) else values
-        return at + 1, scaled.astype(np.float32)
+        values = (1 + np.log(counts[known])) * self.idf[at[known]]
+        norm = np.linalg.norm(values) or 1.0
+        return at[known] + 1, (values * (self.setting.feature_scale / norm)).astype(np.float32)
 
 
 def _find(table: Hashes, hashes: Hashes) -> tuple[Ids, npt.NDArray[np.bool_]]:
     """Where each hash is in a sorted table, and whether it is there."""
-    if not len(table):
-        return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.bool_)
-    at = np.minimum(np.searchsorted(table, hashes), len(table) - 1)
-    return at.astype(np.int64), table[at] == hashes
+    at = np.searchsorted(table, hashes)
+    known = at < len(table)
+    known[known] = table[at[known]] == hashes[known]
+    return at, known
 
 
 # ---- hashes
 
 
 def hash_words(words: Sequence[str]) -> Hashes:
-    """A hash of each word.
-
-    >>> len(hash_words(["a", "b"])), len(hash_words([]))
-    (2, 0)
-    """
+    """A hash of each word: a polynomial of its code points, then mixed."""
     if not words:
         return np.zeros(0, np.uint64)
+    points = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32)
     lengths = np.array([len(word) for word in words])
-    starts = np.concatenate([[0], np.cumsum(lengths[:-1])])
-    place = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    starts = np.cumsum(lengths) - lengths
     powers = np.cumprod(np.full(lengths.max(), BASE))
-    terms = _code_points("".join(words)) * powers[place]
-    return _mixed(np.add.reduceat(terms, starts) + lengths.astype(np.uint64))
+    terms = points * powers[np.arange(len(points)) - np.repeat(starts, lengths)]
+    mixed: Hashes = np.add.reduceat(terms, starts) + lengths.astype(np.uint64)
+    for shift, factor in MIX:
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def hash_terms(words: Sequence[str]) -> Hashes:
@@ -154,8 +140,7 @@ def hash_terms(words: Sequence[str]) -> Hashes:
     >>> len(hash_terms(["a", "b", "c"]))
     5
     """
-    single = hash_words(words)
-    return np.concatenate([single, _mixed(single[:-1] * BASE + single[1:] + PAIR)])
+    return hash_words([*words, *(f"{first} {second}" for first, second in pairwise(words))])
 
 
 def hash_characters(words: Sequence[str], shortest: int, longest: int) -> Hashes:
@@ -164,57 +149,29 @@ def hash_characters(words: Sequence[str], shortest: int, longest: int) -> Hashes
     >>> len(hash_characters(["cat"], 2, 3))  # " c" "ca" "at" "t " " ca" "cat" "at "
     7
     """
-    points = _code_points(f" {' '.join(words)} ") if words else np.zeros(0, np.uint64)
-    spaces = np.cumsum(points == SPACE)
-    found: list[Hashes] = []
-    rolling = points
-    for n in range(2, longest + 1):
-        if len(points) < n:
-            break
-        rolling = rolling[:-1] * BASE + points[n - 1 :]
-        if n >= shortest:
-            # No space between the first and the last character: both are of one word.
-            inside = spaces[n - 2 : len(points) - 1] == spaces[: len(points) - n + 1]
-            found.append(_mixed(rolling[inside] + CHARACTERS * np.uint64(n)))
-    return np.concatenate(found) if found else np.zeros(0, np.uint64)
-
-
-def _code_points(text: str) -> Hashes:
-    raw = text.encode("utf-32-le", "surrogatepass")
-    return np.frombuffer(raw, np.uint32).astype(np.uint64)
-
-
-def _mixed(values: Hashes) -> Hashes:
-    """Spread over all bits: splitmix64's finalizer, which is one to one."""
-    values = (values ^ (values >> np.uint64(30))) * MIX[0]
-    values = (values ^ (values >> np.uint64(27))) * MIX[1]
-    return values ^ (values >> np.uint64(31))
+    # The NUL tells a group of letters from a word of the same letters.
+    return hash_words(
+        [
+            f"\0{f' {word} '[start : start + n]}"
+            for word in words
+            for n in range(shortest, longest + 1)
+            for start in range(len(word) + 3 - n)
+        ]
+    )
 
 
 # ---- counting
 
 
-def _count(rows: Iterable[Hashes]) -> tuple[Hashes, Ids]:
-    """Distinct hashes, sorted, and how often each comes; merged now and then to bound memory."""
-    found, counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    waiting: list[Hashes] = []
-    size = 0
-    for row in rows:
-        waiting.append(row)
-        size += len(row)
-        if size > MERGE_AT:
-            found, counts = _merged(found, counts, waiting)
-            waiting, size = [], 0
-    return _merged(found, counts, waiting)
-
-
-def _merged(found: Hashes, counts: Ids, waiting: list[Hashes]) -> tuple[Hashes, Ids]:
-    new, new_counts = np.unique(np.concatenate([found[:0], *waiting]), return_counts=True)
-    both = np.concatenate([found, new])
-    distinct, place = np.unique(both, return_inverse=True)
-    weights = np.concatenate([counts, new_counts])
-    total = np.bincount(place, weights, minlength=len(distinct)).astype(np.int64)
-    return distinct, total
+def _count(rows: Iterator[Hashes]) -> tuple[Hashes, Ids]:
+    """Distinct hashes, sorted, and how often each comes."""
+    parts = [
+        np.unique(np.concatenate(some), return_counts=True)
+        for some in iter(lambda: list(islice(rows, COUNTED)), [])
+    ]
+    hashes, counts = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    distinct, place = np.unique(hashes, return_inverse=True)
+    return distinct, np.bincount(place, counts, len(distinct)).astype(np.int64)
 
 
 def _most_frequent(hashes: Hashes, counts: Ids, most: int) -> Ids:

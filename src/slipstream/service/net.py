@@ -57,55 +57,34 @@ class WideAndDeep(nn.Module):
     def forward(
         self, words: Tensor, lengths: Tensor, features: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Scores.
+        """Scores of the deep and of the wide part, a text a row.
 
         Args:
             words: Numbers of words, a text a row, padded with 0 to the longest.
             lengths: Words of each text with its own padding: at least the widest window.
             features: Numbers of features, padded with 0.
             values: Their tf-idf, padded with 0.
-
-        Returns:
-            The scores of the deep and of the wide part, a text a row.
         """
         embedded = self.embedding(words)
-        pooled = [
-            self._pool(layer(windows_of(embedded, width)).relu(), lengths - width + 1)
-            for layer, width in zip(self.windows, self._widths, strict=True)
-        ]
+        pooled = []
+        for layer, width in zip(self.windows, self._widths, strict=True):
+            places = words.shape[1] - width + 1
+            windows = torch.cat([embedded[:, i : i + places] for i in range(width)], 2)
+            # After ReLU nothing is below 0, so 0 hides windows that reach beyond a text's end.
+            inside = torch.arange(places) < (lengths - width + 1).unsqueeze(1)
+            pooled.append((layer(windows).relu() * inside.unsqueeze(2)).amax(1))
         deep = self.classifier(self.dropout(torch.cat(pooled, 1)))
         wide = torch.bmm(values.unsqueeze(1), self.wide(features)).squeeze(1)
         return deep, wide
 
-    @staticmethod
-    def _pool(maps: Tensor, valid: Tensor) -> Tensor:
-        """Max over the windows of each text; those of its neighbours' padding do not count."""
-        if valid.numel() == 1 or bool((valid == maps.shape[1]).all()):
-            return maps.amax(1)
-        mask = torch.arange(maps.shape[1]) < valid.unsqueeze(1)
-        return (maps * mask.unsqueeze(2)).amax(1)  # after ReLU nothing is below 0
-
-
-def windows_of(embedded: Tensor, width: int) -> Tensor:
-    """All windows of a text's words, each as one vector.
-
-    >>> windows_of(torch.tensor([[[1.0], [2.0], [3.0]]]), 2).tolist()
-    [[[1.0, 2.0], [2.0, 3.0]]]
-    """
-    places = embedded.shape[1] - width + 1
-    return torch.cat([embedded[:, i : i + places] for i in range(width)], 2)
-
 
 def loss_of(deep: Tensor, wide: Tensor, targets: Tensor) -> Tensor:
-    """The sum of both parts' losses.
+    """The sum of both parts' losses, the mean over a batch.
 
     Args:
         deep: Scores of the deep part.
         wide: Scores of the wide part.
         targets: Shares of the classes, 1/k for each of a row's k.
-
-    Returns:
-        The mean over the batch.
 
     >>> loss_of(torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), torch.tensor([[1.0, 0.0]])).item()
     0.6931471824645996

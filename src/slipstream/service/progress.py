@@ -15,32 +15,6 @@ import msgspec
 EVERY_S = 1.0
 
 
-class Progress(msgspec.Struct, kw_only=True):
-    """One line.
-
-    Attributes:
-        updates: Updates so far, by all learners.
-        total: Updates at the end.
-        epoch: Passes over the data so far.
-        epochs: Passes at the end.
-        samples_s: Rows a second, since the line before.
-        loss: The mean since the line before; null if there is none.
-        accuracy: Of training batches, in the same time.
-        held_accuracy: Of held-out rows; null if not measured at this line.
-        at: Milliseconds since 1970.
-    """
-
-    updates: int
-    total: int
-    epoch: int
-    epochs: int
-    samples_s: float
-    loss: float | None = None
-    accuracy: float | None = None
-    held_accuracy: float | None = None
-    at: int = 0
-
-
 class ProgressFile:
     """Appends lines, at most one a second.
 
@@ -57,14 +31,12 @@ class ProgressFile:
         size = os.fstat(self._handle).st_size
         if size and os.pread(self._handle, 1, size - 1) != b"\n":
             os.write(self._handle, b"\n")
-        self._at = time.monotonic()
-        self._updates: int | None = None
-        self._losses: list[float] = []
-        self._right = self._seen = 0
+        self._at, self._updates = time.monotonic(), -1  # of the line before
+        self._loss, self._right, self._seen = 0.0, 0, 0  # summed over rows since then
 
     def record(self, loss: float, right: int, rows: int) -> None:
-        """Count a training batch."""
-        self._losses.append(loss)
+        """Count a training batch: its mean loss, right answers and rows."""
+        self._loss += loss * rows
         self._right += right
         self._seen += rows
 
@@ -74,20 +46,25 @@ class ProgressFile:
         return time.monotonic() - self._at >= EVERY_S
 
     def write(self, updates: int, held_accuracy: float | None = None) -> None:
-        """Append a line about what was recorded since the last one."""
-        now, before = time.monotonic(), self._updates
-        done = 0 if before is None else max(updates - before, 0)
-        line = Progress(
-            updates=min(updates, self._total),
-            total=self._total,
-            epoch=min(updates * self._epochs // self._total, self._epochs),
-            epochs=self._epochs,
-            samples_s=round(done * self._batch / max(now - self._at, 1e-3), 1),
-            loss=sum(self._losses) / len(self._losses) if self._losses else None,
-            accuracy=self._right / self._seen if self._seen else None,
-            held_accuracy=held_accuracy,
-            at=time.time_ns() // 1_000_000,
-        )
+        """Append a line about what was recorded since the last one.
+
+        Args:
+            updates: Made by all learners so far.
+            held_accuracy: Of held-out rows, if it was measured.
+        """
+        now = time.monotonic()
+        done = max(updates - self._updates, 0) if self._updates >= 0 else 0
+        line = {
+            "updates": min(updates, self._total),
+            "total": self._total,
+            "epoch": min(updates * self._epochs // self._total, self._epochs),
+            "epochs": self._epochs,
+            "samples_s": round(done * self._batch / max(now - self._at, 1e-3), 1),
+            "loss": self._loss / self._seen if self._seen else None,
+            "accuracy": self._right / self._seen if self._seen else None,
+            "held_accuracy": held_accuracy,
+            "at": time.time_ns() // 1_000_000,
+        }
         os.write(self._handle, msgspec.json.encode(line) + b"\n")
         self._at, self._updates = now, updates
-        self._losses, self._right, self._seen = [], 0, 0
+        self._loss, self._right, self._seen = 0.0, 0, 0

@@ -1,28 +1,41 @@
 """The held-out report: how good a classifier is on rows that it has not seen, and how sure.
 
 Temperatures are chosen by the likelihood of held-out rows (Guo and others, 2017), one for each part
-of the net. A row of several classes counts as right if the answer is one of them.
+of the net. Where all n of them are right, certainty is the most likely, but n rows do not show it.
+So each counts as (n+1)/(n+2) right and 1/(n+2) wrong, as Platt (1999) has it: p is the probability
+of a row's classes, and the loss is
+
+    -(n+1)/(n+2) · ln p - 1/(n+2) · ln(1 - p)
+
+Few rows are answered as well by one sure and one doubtful part as by two sensible ones. A weak
+prior on ln T, around the defaults, prefers the latter.
+
+A row of several classes counts as right if the answer is one of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import minimize
 
-from slipstream.service.answers import mean_softmax, softmax
+from slipstream.service.answers import Scores, Shares, mean_softmax
+from slipstream.service.rows import Rows
 
-Floats = npt.NDArray[np.float64]
 BINS = 15
 Z = 1.959963984540054  # of a 95% interval
 LEAST, MOST = 0.02, 20.0  # temperatures
-GRID, ZOOMS = 13, 3
+PRIOR = 0.05  # the weight of the distance from the defaults, in rows
+STEPS = np.array([(0.0, 0.0), (1.5, 0.0), (0.0, 1.5)])  # of logarithms, where the search begins
 NOTE = "Measured on held-out rows before these joined the training data for the last epochs."
 NO_HELD_OUT = "There are too few rows to hold some out: nothing was measured."
+
+Right = npt.NDArray[np.bool_]
 
 
 class ClassReport(msgspec.Struct):
@@ -56,13 +69,11 @@ class Report(msgspec.Struct):
     """``report.json``.
 
     Attributes:
-        rows: All rows.
-        classes: How many classes.
         held_out: Rows that it was measured on.
-        accuracy: Of them, the share with a right answer; null if none were held out.
+        baseline: The share of rows that the most frequent class is right for.
+        accuracy: The share of held-out rows with a right answer; null if none were held out.
         interval: Its 95% interval (Wilson).
         macro_f1: The mean of the classes' F1, of classes with held-out rows.
-        baseline: The share of the most frequent class.
         confusion: Triples: true class, answer, how many; the most frequent first.
     """
 
@@ -81,96 +92,73 @@ class Report(msgspec.Struct):
     thresholds: list[Threshold] = []
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What is known of the training data."""
-
-    labels: list[str]
-    classes: list[list[int]]
-    warnings: list[str]
-
-    @property
-    def baseline(self) -> float:
-        """The share of rows that the most frequent class is right for."""
-        counts = Counter(number for own in self.classes for number in own)
-        return max(counts.values()) / len(self.classes)
-
-
-def unmeasured(facts: Facts, temperatures: tuple[float, float]) -> Report:
-    """The report where no rows were held out.
-
-    >>> unmeasured(Facts(["a", "b"], [[0], [1], [0]], []), (1.0, 0.25)).accuracy is None
-    True
-    """
+def unmeasured(rows: Rows, temperatures: tuple[float, float]) -> Report:
+    """The report where no rows were held out."""
+    counts = Counter(number for own in rows.classes for number in own)
     return Report(
-        rows=len(facts.classes),
-        classes=len(facts.labels),
+        rows=len(rows.classes),
+        classes=len(rows.labels),
         held_out=0,
         calibration=Calibration(*temperatures),
-        warnings=facts.warnings,
+        warnings=rows.warnings,
         note=NO_HELD_OUT,
-        baseline=facts.baseline,
+        baseline=max(counts.values()) / len(rows.classes),
     )
 
 
 def measured(
-    facts: Facts,
-    deep: npt.NDArray[np.floating],
-    wide: npt.NDArray[np.floating],
+    rows: Rows,
+    deep: Scores,
+    wide: Scores,
     held: Sequence[list[int]],
     defaults: tuple[float, float],
 ) -> Report:
-    """The report on held-out rows.
+    """The report on held-out rows, with the temperatures that they choose.
 
     Args:
-        facts: The training data.
+        rows: The training data.
         deep: Scores of the deep part, a held-out row each.
         wide: Scores of the wide part.
         held: The classes of each held-out row.
         defaults: Temperatures before they were chosen.
 
-    Returns:
-        The report, with the chosen temperatures.
-
     >>> scores = np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
-    >>> facts = Facts(["a", "b"], [[0], [1]] * 5, [])
-    >>> measured(facts, scores, scores, [[0], [1], [1]], (1.0, 1.0)).confusion
+    >>> rows = Rows([], [[0], [1]] * 5, ["a", "b"], [])
+    >>> measured(rows, scores, scores, [[0], [1], [1]], (1.0, 1.0)).confusion
     [('a', 'a', 1), ('b', 'a', 1), ('b', 'b', 1)]
     """
-    temperatures = choose_temperatures(deep, wide, held)
+    temperatures = choose_temperatures(deep, wide, held, defaults)
     before, after = (mean_softmax(deep, wide, *pair) for pair in (defaults, temperatures))
-    answers = after.argmax(1)
-    right = right_answers(answers, held)
-    per_class, confusion = by_class(facts.labels, answers, held)
-    return Report(
-        rows=len(facts.classes),
-        classes=len(facts.labels),
+    right, sure = right_answers(after, held), after.max(1)
+    per_class, confusion = by_class(rows.labels, after, held)
+    return msgspec.structs.replace(
+        unmeasured(rows, temperatures),
         held_out=len(held),
         calibration=Calibration(
             *temperatures,
-            calibration_error(before.max(1), right_answers(before.argmax(1), held)),
-            calibration_error(after.max(1), right),
+            calibration_error(before.max(1), right_answers(before, held)),
+            calibration_error(sure, right),
         ),
-        warnings=facts.warnings,
         note=NOTE,
-        baseline=facts.baseline,
         accuracy=float(right.mean()),
         interval=wilson(int(right.sum()), len(held)),
         macro_f1=float(np.mean([found.f1 for found in per_class if found.rows])),
         per_class=per_class,
         confusion=confusion,
-        thresholds=[threshold(tenth / 10, after.max(1), right) for tenth in range(1, 10)],
+        thresholds=[
+            Threshold(least, float((sure >= least).mean()), _mean(right[sure >= least]))
+            for least in (tenth / 10 for tenth in range(1, 10))
+        ],
     )
 
 
-def right_answers(
-    answers: npt.NDArray[np.int64], held: Sequence[list[int]]
-) -> npt.NDArray[np.bool_]:
-    """Whether each answer is one of its row's classes.
+def right_answers(shares: Shares, held: Sequence[list[int]]) -> Right:
+    """Whether the most likely class is one of the row's, for each row."""
+    return np.array([row.argmax() in own for row, own in zip(shares, held, strict=True)])
 
-    >>> right_answers(np.array([0, 1]), [[0, 1], [0]]).tolist()
-    [True, False]
-    """
-    return np.array([answer in own for answer, own in zip(answers.tolist(), held, strict=True)])
+
+def _mean(right: Right) -> float | None:
+    return float(right.mean()) if len(right) else None
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -185,94 +173,60 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def calibration_error(confidence: Floats, right: npt.NDArray[np.bool_]) -> float:
+def calibration_error(sure: Shares, right: Right) -> float:
     """The expected calibration error: |accuracy - confidence|, by bins of confidence.
 
     >>> calibration_error(np.array([0.8, 0.8]), np.array([True, False]))
     0.30000000000000004
     """
-    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    gaps = np.bincount(bins, confidence - right, minlength=BINS)
-    return float(np.abs(gaps).sum() / len(right))
-
-
-def threshold(confidence: float, sure: Floats, right: npt.NDArray[np.bool_]) -> Threshold:
-    """What remains if less sure answers are dropped.
-
-    >>> threshold(0.5, np.array([0.4, 0.6]), np.array([False, True]))
-    Threshold(confidence=0.5, answered=0.5, accuracy=1.0)
-    """
-    kept = sure >= confidence
-    accuracy = float(right[kept].mean()) if kept.any() else None
-    return Threshold(confidence, float(kept.mean()), accuracy)
+    bins = np.minimum((sure * BINS).astype(int), BINS - 1)
+    return float(np.abs(np.bincount(bins, sure - right)).sum() / len(right))
 
 
 def by_class(
-    labels: list[str], answers: npt.NDArray[np.int64], held: Sequence[list[int]]
+    labels: list[str], shares: Shares, held: Sequence[list[int]]
 ) -> tuple[list[ClassReport], list[tuple[str, str, int]]]:
-    """Precision, recall and F1 of each class, and the confusion as triples.
-
-    >>> by_class(["a", "b"], np.array([0, 0]), [[0], [1]])[0][0].precision
-    0.5
-    """
-    pairs = [
-        (answer if answer in own else own[0], answer)
-        for answer, own in zip(answers.tolist(), held, strict=True)
-    ]
-    confusion = Counter(pairs)
-    true, given = Counter(true for true, _ in pairs), Counter(answer for _, answer in pairs)
+    """Precision, recall and F1 of each class, and the confusion as triples."""
+    answers = shares.argmax(1).tolist()
+    true = [a if a in own else own[0] for a, own in zip(answers, held, strict=True)]
+    confusion = Counter(zip(true, answers, strict=True))
+    rows, given = Counter(true), Counter(answers)
     classes = []
     for number, label in enumerate(labels):
         right = confusion[number, number]
-        precision = right / given[number] if given[number] else 0.0
-        recall = right / true[number] if true[number] else 0.0
-        f1 = 2 * right / (true[number] + given[number]) if true[number] + given[number] else 0.0
-        classes.append(ClassReport(label, true[number], precision, recall, f1))
+        precision, recall = right / max(given[number], 1), right / max(rows[number], 1)
+        f1 = 2 * right / max(rows[number] + given[number], 1)
+        classes.append(ClassReport(label, rows[number], precision, recall, f1))
     triples = [(labels[a], labels[b], count) for (a, b), count in confusion.items() if count]
     return classes, sorted(triples, key=lambda triple: (-triple[2], triple[0], triple[1]))
 
 
-# ---- temperatures
-
-
 def choose_temperatures(
-    deep: npt.NDArray[np.floating],
-    wide: npt.NDArray[np.floating],
-    held: Sequence[list[int]],
+    deep: Scores, wide: Scores, held: Sequence[list[int]], defaults: tuple[float, float]
 ) -> tuple[float, float]:
-    """The temperatures under which held-out rows are most likely: a grid that zooms in.
+    """The temperatures that fit held-out rows best, of the deep and of the wide part.
 
     >>> sure = np.array([[9.0, 0.0], [9.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
-    >>> hot, _ = choose_temperatures(sure, sure, [[0], [0], [1], [1]])
+    >>> hot, _ = choose_temperatures(sure, sure, [[0], [0], [1], [1]], (1.0, 1.0))
     >>> hot > 3  # one of four was wrong: far too sure
     True
     """
-    log_least, log_most = math.log(LEAST), math.log(MOST)
-    of_deep, of_wide = (_likelihood(scores, held) for scores in (deep, wide))
-    best = (0.0, 0.0)
-    reach = (log_most - log_least) / 2
-    centres = [(log_least + log_most) / 2] * 2
-    for _ in range(ZOOMS):
-        grids = [
-            np.clip(np.linspace(centre - reach, centre + reach, GRID), log_least, log_most)
-            for centre in centres
-        ]
-        rows = [np.stack([of_deep(t) for t in grids[0]]), np.stack([of_wide(t) for t in grids[1]])]
-        mixed = (rows[0][:, None, :] + rows[1][None, :, :]) / 2
-        loss = -np.log(np.maximum(mixed, 1e-12)).mean(2)
-        i, j = np.unravel_index(int(loss.argmin()), loss.shape)
-        best = (float(grids[0][i]), float(grids[1][j]))
-        centres, reach = list(best), reach / (GRID - 1) * 2
-    return math.exp(best[0]), math.exp(best[1])
+    truth = np.zeros(deep.shape)
+    for row, own in zip(truth, held, strict=True):
+        row[own] = 1
+    target, prior = (len(held) + 1) / (len(held) + 2), np.log(defaults)
 
+    def loss(logarithms: Shares) -> float:
+        right = (mean_softmax(deep, wide, *np.exp(logarithms)) * truth).sum(1)
+        right = np.clip(right, 1e-12, 1 - 1e-12)
+        fit = (target * np.log(right) + (1 - target) * np.log1p(-right)).mean()
+        return float(PRIOR / len(held) * np.square(logarithms - prior).sum() - fit)
 
-def _likelihood(
-    scores: npt.NDArray[np.floating], held: Sequence[list[int]]
-) -> Callable[[float], Floats]:
-    """The probability of each row's classes, by the temperature's logarithm."""
-
-    def of(log_temperature: float) -> Floats:
-        shares = softmax(scores / math.exp(log_temperature))
-        return np.array([row[own].sum() for row, own in zip(shares, held, strict=True)])
-
-    return of
+    found = minimize(
+        loss,
+        prior,
+        method="Nelder-Mead",
+        bounds=[(math.log(LEAST), math.log(MOST))] * 2,
+        options={"initial_simplex": prior + STEPS},
+    )
+    return math.exp(found.x[0]), math.exp(found.x[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from itertools import islice
 
 TOKENIZER = "nfkc-lower-1"  # its name in model files; a change of words needs a new one
 MOST_CHARACTERS = 8_192  # of a normalized text: NFKC can make 18 characters of one
@@ -19,18 +20,10 @@ _WORD = re.compile(rf"[{_SINGLE}]|{_LETTERS}(?:'{_LETTERS})?|[^\w\s]")
 
 
 def words_of(text: str, most: int) -> list[str]:
-    """The first words of a text.
-
-    Args:
-        text: Any text.
-        most: How many words at most.
-
-    Returns:
-        The words, normalized; none if it has only spaces.
+    """The first ``most`` words of a text, normalized.
 
     >>> words_of("Don't PANIC, ＡＢＣ 東京!", 256)
     ["don't", 'panic', ',', 'abc', '東', '京', '!']
     """
     normal = unicodedata.normalize("NFKC", text).lower().replace("\u2019", "'")
-    found = _WORD.finditer(normal[:MOST_CHARACTERS])
-    return [match[0] for match, _ in zip(found, range(most), strict=False)]
+    return [match[0] for match in islice(_WORD.finditer(normal[:MOST_CHARACTERS]), most)]
