@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.service import keys, queue
 from slipstream.service.database import Database
+from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 POSTGRES = os.environ.get("SERVICE_POSTGRES", "")
@@ -42,7 +43,9 @@ def job(database: Database, tenant: str, queued: int) -> str:
         transaction.run(
             "INSERT INTO classifiers (id, tenant, language, created, serial)"
             " VALUES (:id, :tenant, 'en', 0, :serial)",
-            {"id": name, "tenant": tenant, "serial": queued},
+            id=name,
+            tenant=tenant,
+            serial=queued,
         )
         queue.enqueue(transaction, name, 1, tenant, queued)
     return name
@@ -55,13 +58,15 @@ def claim(database: Database, now: int, me: str = "me") -> queue.Claim | None:
 
 def state(database: Database, classifier: str) -> str:
     with database.reading() as reading:
-        row = reading.one("SELECT state FROM jobs WHERE classifier = :c", {"c": classifier})
+        row = reading.one("SELECT state FROM jobs WHERE classifier = :c", c=classifier)
     assert row is not None
     return str(row["state"])
 
 
-def line(updates: int) -> queue.Progress:
-    return queue.Progress(updates, 100, 1, 2, 50.0, at=updates, loss=0.5)
+def line(updates: int) -> Progress:
+    return Progress(
+        updates=updates, total=100, epoch=1, epochs=2, samples_s=50.0, at=updates, loss=0.5
+    )
 
 
 def test_tenants_take_turns(database: Database) -> None:

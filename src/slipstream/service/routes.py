@@ -1,0 +1,192 @@
+"""Every operation of the service, in one table: routing and ``/openapi.json`` are made of it."""
+
+from __future__ import annotations
+
+import functools
+import html
+from collections.abc import Callable
+from importlib import metadata, resources
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from starlette.responses import Response
+from starlette.routing import compile_path
+
+from slipstream.service import metrics, own, v1
+from slipstream.service.context import Call
+from slipstream.service.errors import STOPPING, ApiError, ErrorBody, not_found
+
+PAGE_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",  # no other page may lay a button of its own over ours
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+PAGE: Final = {"": "index.html", "page.js": "page.js", "page.css": "page.css"}
+KINDS: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+
+class Operation(NamedTuple):
+    """What a method does at a path.
+
+    Attributes:
+        handler: Takes a call; what it returns is the answer, as JSON if it is no response. One that
+            is not async runs in a thread.
+        answer: The type of the answer, if it is JSON.
+        trains: Whether it makes a job: not while the service stops.
+        is_open: Whether it needs no key.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Call], Any]
+    answer: Any = None
+    trains: bool = False
+    is_open: bool = False
+
+
+# ---- pages
+
+
+def page(call: Call) -> Response:
+    """The page for people."""
+    name = PAGE[call.scope["path"].removeprefix("/")]
+    content = (resources.files("slipstream.service") / "page" / name).read_bytes()
+    return Response(content, 200, PAGE_HEADERS, KINDS[name.rpartition(".")[2]])
+
+
+async def openapi(call: Call) -> dict[str, Any]:
+    """This description, by OpenAPI."""
+    return description()
+
+
+async def docs(call: Call) -> Response:
+    """This list."""
+    rows = "".join(
+        f"<tr><td>{one.method}</td><td><code>{html.escape(one.path)}</code></td>"
+        f"<td>{html.escape(one.handler.__doc__ or '')}</td></tr>"
+        for one in OPERATIONS
+    )
+    text = (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>slipstream serve</title>"
+        f"<h1>slipstream serve</h1><table>{rows}</table>"
+        "<p>Types: <a href=/openapi.json>/openapi.json</a></p></html>"
+    )
+    return Response(text, 200, PAGE_HEADERS, "text/html")
+
+
+# ---- the table
+
+ALL, ONE, OWN = "/v1/classifiers", "/v1/classifiers/{id}", "/api/classifiers/{id}"
+OPERATIONS: Final = (
+    Operation("POST", ALL, v1.create, v1.Classifier, trains=True),
+    Operation("GET", ALL, v1.list_all, v1.ClassifierList),
+    Operation("GET", ONE, v1.show, v1.Classifier),
+    Operation("DELETE", ONE, v1.delete),
+    Operation("POST", f"{ONE}/classify", v1.classify, v1.Classification),
+    Operation("GET", f"{ONE}/classify", v1.classify, v1.Classification),
+    Operation(
+        "POST", f"{ONE}/classify_collection", v1.classify_collection, v1.ClassificationCollection
+    ),
+    Operation("POST", "/identity/token", v1.token, v1.Token, is_open=True),
+    Operation("GET", OWN, own.show, own.JobState),
+    Operation("GET", f"{OWN}/events", own.events),
+    Operation("GET", f"{OWN}/report", own.report),
+    Operation("GET", f"{OWN}/report.csv", own.report_csv),
+    Operation("GET", f"{OWN}/log", own.log),
+    Operation("GET", f"{OWN}/data", own.data),
+    Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, trains=True),
+    Operation("GET", f"{OWN}/model", own.model),
+    Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
+    Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
+    Operation("GET", f"{OWN}/versions", own.versions, own.Versions),
+    Operation("POST", f"{OWN}/versions/{{number:int}}/activate", own.activate, own.Changed),
+    Operation("GET", "/livez", metrics.live, is_open=True),
+    Operation("GET", "/readyz", metrics.ready, is_open=True),
+    Operation("GET", "/metrics", metrics.show, is_open=True),
+    Operation("GET", "/openapi.json", openapi, is_open=True),
+    Operation("GET", "/docs", docs, is_open=True),
+    *(Operation("GET", f"/{file}", page, is_open=True) for file in PAGE),
+)
+PATHS: Final = {
+    path: (compile_path(path), {one.method: one for one in OPERATIONS if one.path == path})
+    for path in dict.fromkeys(one.path for one in OPERATIONS)
+}
+
+
+def find_operations(call: Call) -> dict[str, Operation]:
+    """What a call's path has, by method; nothing if there is no such path."""
+    for path, ((pattern, _, convertors), methods) in PATHS.items():
+        if found := pattern.match(call.scope["path"]):
+            call.route = path
+            call.scope["path_params"] = {
+                name: convertors[name].convert(value) for name, value in found.groupdict().items()
+            }
+            return methods
+    return {}
+
+
+def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
+    """The operation of a call's method.
+
+    Raises:
+        ApiError: 404, 405; 503 if the service stops.
+    """
+    path = call.scope["path"][:200]
+    if not methods:
+        raise not_found(f"There is nothing at {call.method} {path!r}.")
+    operation = methods.get("GET" if call.method == "HEAD" else call.method)
+    if operation is None:
+        allowed = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
+        reason = f"{call.method} is not one of {allowed} here."
+        raise ApiError("Method not allowed", reason, Allow=allowed)
+    if operation.trains and call.service.stopping.is_set():
+        raise ApiError("Service unavailable", STOPPING)
+    return operation
+
+
+@functools.cache
+def description() -> dict[str, Any]:
+    """The table as OpenAPI 3.1.
+
+    >>> description()["openapi"]
+    '3.1.0'
+    """
+    types = [ErrorBody, *dict.fromkeys(one.answer for one in OPERATIONS if one.answer)]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    contents = {
+        kind: {"application/json": {"schema": schema}}
+        for kind, schema in zip(types, schemas, strict=True)
+    }
+    paths: dict[str, dict[str, Any]] = {}
+    for one in OPERATIONS:
+        _, path, parameters = compile_path(one.path)
+        group = one.handler.__module__.rpartition(".")[2]
+        paths.setdefault(path, {})[one.method.lower()] = {
+            "operationId": f"{group}_{one.handler.__name__}_{one.method.lower()}",
+            "summary": one.handler.__doc__,
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in parameters
+            ],
+            "responses": {
+                "200": {"description": "Success", "content": contents.get(one.answer, {})},
+                "default": {"description": "An error", "content": contents[ErrorBody]},
+            },
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "slipstream serve", "version": metadata.version("slipstream")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                scheme: {"type": "http", "scheme": scheme} for scheme in ("basic", "bearer")
+            },
+        },
+        "security": [{"basic": []}, {"bearer": []}],
+    }
