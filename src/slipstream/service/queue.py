@@ -92,6 +92,11 @@ def seconds_left(job: Row) -> int | None:
     return max(0, round(left / float(job["updates_s"])))
 
 
+def updates_per_s(first: Progress, last: Progress) -> float:
+    """The rate between two lines of progress: it leaves out the start of the processes."""
+    return 1000 * (last.updates - first.updates) / max(1, last.at - first.at)
+
+
 def minutes(seconds: int) -> str:
     """Time left in words.
 

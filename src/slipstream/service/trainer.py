@@ -85,7 +85,7 @@ class Running:
             first = self._first = self._first or self.unwritten[0]
             last = self.unwritten[-1]
             self.best = max([self.best, *(line.updates for line in self.unwritten)])
-            self.updates_s = 1000 * (last.updates - first.updates) / max(1, last.at - first.at)
+            self.updates_s = queue.updates_per_s(first, last)
 
     def end(self, why: str, grace_s: float) -> None:
         """Ask its processes to end; they are killed after ``grace_s``."""

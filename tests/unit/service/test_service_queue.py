@@ -109,6 +109,22 @@ def test_progress_does_not_fall(database: Database) -> None:
         assert transaction.run("SELECT epoch, loss FROM epochs") == [{"epoch": 1, "loss": 0.5}]
 
 
+def test_the_time_left_is_by_lines_of_progress(database: Database) -> None:
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    lines = [line(40), line(60)]  # 20 updates in 20 ms, long after the claim
+    with database.transaction() as transaction:
+        queue.record(transaction, held, lines[:1], queue.updates_per_s(lines[0], lines[0]))
+        row = transaction.one("SELECT * FROM jobs")
+        assert row is not None
+        assert queue.seconds_left(row) is None
+        queue.record(transaction, held, lines, queue.updates_per_s(lines[0], lines[1]) / 1000)
+        row = transaction.one("SELECT * FROM jobs")
+        assert row is not None
+        assert queue.seconds_left(row) == 40
+
+
 def test_attempts_without_progress_are_counted(database: Database) -> None:
     job(database, "a", 1)
     seen = []
