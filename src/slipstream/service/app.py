@@ -34,15 +34,11 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Gate:
-    """Wraps the operations: transaction ids, base URLs, who may call, errors.
-
-    Args:
-        service: What requests are about.
-    """
+    """Wraps the operations: transaction ids, base URLs, who may call, errors."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._used: dict[str, int] = {}
+        self._used: dict[str, int] = {}  # when the use of a key was last written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -20,7 +20,7 @@ from slipstream.runtime.files.whole_files import replace_file, sync_directory
 from slipstream.service import queue, rows
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
-from slipstream.service.database import Row, Statements, now_ms
+from slipstream.service.database import Database, Row, now_ms
 from slipstream.service.errors import MISSING_METADATA, ApiError, not_found
 from slipstream.service.upload import BOM, Upload
 
@@ -36,32 +36,22 @@ AVAILABLE: Final = (
 )
 
 
-class Metadata(msgspec.Struct, frozen=True):
-    """What describes a classifier."""
-
-    name: str | None
-    language: str
-
-
 class Draft(msgspec.Struct, frozen=True):
-    """A checked upload: its directory in ``incoming/``, and the figures that are kept of it."""
+    """A checked upload: its directory in ``incoming/``, and what the two tables keep of it."""
 
-    metadata: Metadata
     directory: Path
-    figures: dict[str, object]
+    classifier: dict[str, str | None]
+    version: dict[str, object]
 
 
 # ---- what comes in
 
 
-def parse_metadata(raw: bytes) -> Metadata:
+def parse_metadata(raw: bytes) -> dict[str, str | None]:
     """Check the metadata of an upload.
 
-    Raises:
-        ApiError: 400, with the field.
-
     >>> parse_metadata(b'{"name": "mail", "language": "en-US"}')
-    Metadata(name='mail', language='en')
+    {'name': 'mail', 'language': 'en'}
     """
     try:
         fields = msgspec.json.decode(raw.removeprefix(BOM), type=dict[str, object])
@@ -75,7 +65,7 @@ def parse_metadata(raw: bytes) -> Metadata:
     if short not in LANGUAGES:
         reason = f"The language '{str(language)[:40]}' is not one of {', '.join(LANGUAGES)}."
         raise ApiError("Unsupported language", reason)
-    return Metadata(name, short)
+    return {"name": name, "language": short}
 
 
 @contextlib.contextmanager
@@ -88,7 +78,7 @@ def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
     """
     metadata = parse_metadata(upload.metadata)
     read = rows.read(upload.blocks(), call.service.options.limits)
-    figures = {
+    version = {
         "rows": len(read.texts),
         "classes": len(read.labels),
         "sha256": upload.sha256(),
@@ -101,7 +91,7 @@ def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
             os.fsync(file.fileno())
         upload.path.rename(directory / "data.csv")
         replace_file(directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-        yield Draft(metadata, directory, figures)
+        yield Draft(directory, metadata, version)
     finally:
         remove(directory)  # unless it was moved into place
 
@@ -116,31 +106,35 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
         ApiError: No room for the tenant or in the queue; the key was used for other bytes.
     """
     now, tenant = now_ms(), call.tenant
-    with prepared(call, upload) as draft, call.service.database.transaction() as transaction:
-        sha256 = draft.figures["sha256"]
-        if key is not None and (first := _repeated(transaction, tenant.id, key, sha256, now)):
+    with prepared(call, upload) as draft, call.service.database.transaction() as database:
+        use = {"tenant": tenant.id, "key": key, "sha256": draft.version["sha256"]}
+        if key is not None and (first := _first_of(database, use, now)):
             return first
-        if transaction.postgres:  # two creates at once would count the same
-            transaction.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
+        if database.postgres:  # two creates at once would count the same
+            database.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
         owned = "SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :tenant"
-        if transaction.number(owned, tenant=tenant.id) >= tenant.quota:
+        if database.number(owned, tenant=tenant.id) >= tenant.quota:
             reason = "This user or service instance has the maximum number of classifiers."
             raise ApiError("Entitlement error", reason)
-        serial = transaction.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
+        serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
         classifier = f"{secrets.token_hex(3)}x{secrets.token_hex(5)}-nlc-{serial}"
-        transaction.insert(
-            "classifiers",
-            id=classifier,
-            tenant=tenant.id,
-            created=now,
-            serial=serial,
-            **msgspec.structs.asdict(draft.metadata),
-        )
+        row = {"id": classifier, "tenant": tenant.id, "created": now, "serial": serial}
+        database.insert("classifiers", **row, **draft.classifier)
         if key is not None:
-            used = {"tenant": tenant.id, "key": key, "sha256": sha256, "at": now}
-            transaction.insert("idempotency", classifier=classifier, **used)
-        _add_version(call, transaction, classifier, 1, draft, now)
+            database.insert("idempotency", classifier=classifier, at=now, **use)
+        _add_version(call, classifier, 1, draft, now)
         return classifier
+
+
+def _first_of(database: Database, use: dict[str, object], now: int) -> str | None:
+    """The classifier that an idempotency key made within 24 hours."""
+    database.run("DELETE FROM idempotency WHERE at < :past", past=now - DAY_MS)
+    used = "SELECT * FROM idempotency WHERE tenant = :tenant AND key = :key"
+    row = database.one(used, tenant=use["tenant"], key=use["key"])
+    if row is not None and row["sha256"] != use["sha256"]:
+        reason = "This Idempotency-Key was used for other bytes within 24 hours; take a new one."
+        raise ApiError("Idempotency key reused", reason)
+    return str(row["classifier"]) if row else None
 
 
 def add_version(call: Call, upload: Upload) -> int:
@@ -149,25 +143,24 @@ def add_version(call: Call, upload: Upload) -> int:
     Raises:
         ApiError: It is unknown, still trains, or the queue is full.
     """
-    with prepared(call, upload) as draft, call.service.database.transaction() as transaction:
-        find(transaction, call)
-        if newest_job(transaction, call.id)["state"] in ("waiting", "running"):
+    with prepared(call, upload) as draft, call.service.database.transaction() as database:
+        _, job = find_with_job(call)
+        if job["state"] in ("waiting", "running"):
             reason = "It still trains; wait for the end, or cancel it."
             raise ApiError("Classifier not available", reason)
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
-        number = transaction.number(latest, id=call.id) + 1
-        _add_version(call, transaction, call.id, number, draft, now_ms())
+        number = database.number(latest, id=call.id) + 1
+        _add_version(call, call.id, number, draft, now_ms())
         return number
 
 
-def _add_version(
-    call: Call, transaction: Statements, classifier: str, number: int, draft: Draft, now: int
-) -> None:
-    if queue.waiting(transaction) >= (limit := call.service.options.queue):
+def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
+    database, limit = call.service.database, call.service.options.queue
+    if queue.waiting(database) >= limit:
         raise ApiError("Queue full", f"{limit} jobs wait already; try again later.", retry_s=30)
-    place = {"classifier": classifier, "number": number}
-    transaction.insert("versions", created=now, **place, **draft.figures)
-    queue.enqueue(transaction, classifier, number, call.tenant.id, now)
+    version = {"classifier": classifier, "number": number, "created": now}
+    database.insert("versions", **version, **draft.version)
+    queue.enqueue(database, classifier, number, call.tenant.id, now)
     directory = call.service.directory.version(classifier, number)
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     draft.directory.rename(directory)
@@ -175,35 +168,19 @@ def _add_version(
     sync_directory(directory.parent.parent)
 
 
-def _repeated(
-    transaction: Statements, tenant: str, key: str, sha256: object, now: int
-) -> str | None:
-    transaction.run("DELETE FROM idempotency WHERE at < :past", past=now - DAY_MS)
-    row = transaction.one(
-        "SELECT sha256, classifier FROM idempotency WHERE tenant = :tenant AND key = :key",
-        tenant=tenant,
-        key=key,
-    )
-    if row is not None and row["sha256"] != sha256:
-        reason = "This Idempotency-Key was used for other bytes within 24 hours; take a new one."
-        raise ApiError("Idempotency key reused", reason)
-    return None if row is None else str(row["classifier"])
-
-
 def delete(call: Call) -> None:
     """Delete a classifier, its files and all that is known of it.
 
     A job that runs is ended by the trainer, which then removes the files.
     """
-    database, place = call.service.database, call.service.directory.classifiers / call.id
-    with database.transaction() as transaction:
-        find(transaction, call)
-        running = newest_job(transaction, call.id)["state"] == "running"
-        transaction.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
-        transaction.insert("purges", path=call.id, at=now_ms())
-    call.service.models.forget(place)
-    if not running:
-        remove(place)
+    database, directory = call.service.database, call.service.directory.classifiers / call.id
+    with database.transaction():
+        _, job = find_with_job(call)
+        database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
+        database.insert("purges", path=call.id, at=now_ms())
+    call.service.models.forget(directory)
+    if job["state"] != "running":
+        remove(directory)
         database.run("DELETE FROM purges WHERE path = :id", id=call.id)
     database.forget_deleted()
 
@@ -211,48 +188,46 @@ def delete(call: Call) -> None:
 # ---- reading
 
 
-def find(database: Statements, call: Call) -> Row:
+def find(call: Call) -> Row:
     """The classifier that a request is about.
 
     Raises:
         ApiError: 404, also if it is another tenant's.
     """
     statement = "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant"
-    if not ID.fullmatch(call.id) or not (
-        row := database.one(statement, id=call.id, tenant=call.tenant.id)
-    ):
+    known = ID.fullmatch(call.id)
+    row = known and call.service.database.one(statement, id=call.id, tenant=call.tenant.id)
+    if not row:
         raise not_found()
     return row
 
 
-def newest_job(database: Statements, classifier: str) -> Row:
-    """The last job of a classifier, with the figures of its version.
-
-    Raises:
-        ApiError: 404; it was deleted meanwhile.
-    """
-    row = database.one(
+def newest_job(call: Call, classifier: str) -> Row:
+    """The last job of a classifier that is there, with the figures of its version."""
+    [row] = call.service.database.run(
         "SELECT j.*, v.rows, v.classes, v.bytes, v.report AS accuracy FROM jobs j"
         " JOIN versions v ON v.classifier = j.classifier AND v.number = j.version"
         " WHERE j.classifier = :id ORDER BY j.queued DESC, j.version DESC LIMIT 1",
         id=classifier,
     )
-    if row is None:
-        raise not_found()
     return row
 
 
 def find_with_job(call: Call) -> tuple[Row, Row]:
     """The classifier that a request is about, and its newest job."""
-    with call.service.database.reading() as reading:
-        return find(reading, call), newest_job(reading, call.id)
+    with call.service.database.reading():
+        return find(call), newest_job(call, call.id)
+
+
+def model_path(call: Call, row: Row) -> Path:
+    """The model file of the active version."""
+    return call.service.directory.version(row["id"], row["active"]) / MODEL
 
 
 def status(call: Call, row: Row, job: Row) -> tuple[str, str]:
     """IBM's status of a classifier, and its sentence."""
-    service = call.service
     if row["active"] is not None:
-        damage = service.models.damage(service.directory.version(row["id"], row["active"]) / MODEL)
+        damage = call.service.models.damage(model_path(call, row))
         if damage is None:
             return "Available", AVAILABLE
         return "Unavailable", f"The model file is damaged: {damage}."
@@ -260,7 +235,7 @@ def status(call: Call, row: Row, job: Row) -> tuple[str, str]:
         reason = "cancelled" if job["state"] == "cancelled" else job["error"] or "unknown"
         return "Failed", f"Training failed: {reason.rstrip('.')}."
     if job["state"] == "waiting":
-        return "Training", f"{TRAINING} (waiting, {queue.ahead(service.database, job)} ahead)"
+        return "Training", f"{TRAINING} (waiting, {queue.ahead(call.service.database, job)} ahead)"
     left = queue.seconds_left(job)
     tail = "" if left is None else f", {queue.minutes(left)} left"
     return "Training", f"{TRAINING} ({queue.percent(job)}%{tail})"

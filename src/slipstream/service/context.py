@@ -37,26 +37,18 @@ class Service:
     restarts: int = 0
 
     def close(self) -> None:
-        """End the threads, and let another service have the directory."""
+        """End the threads and close the database."""
         self.answering.shutdown(cancel_futures=True)
         self.database.close()
-        self.directory.unlock()
 
 
 class Call(Request):
-    """A request that was let in.
-
-    Attributes:
-        service: Whom it came to.
-        tenant: Who sent it.
-        base: Scheme, host and prefix as the client wrote them.
-        route: The template of its path.
-    """
+    """A request that was let in."""
 
     service: Service
     tenant: Tenant
-    base: str
-    route: str = "none"
+    base: str  # scheme, host and prefix as the client wrote them
+    route: str = "none"  # the template of its path
 
     @property
     def id(self) -> str:

@@ -32,7 +32,6 @@ class DataDirectory:
         self.path = Path(path).absolute()
         self.incoming = self.path / "incoming"  # uploads under way
         self.classifiers = self.path / "classifiers"
-        self._lock: int | None = None
         try:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,13 +67,6 @@ class DataDirectory:
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-        self._lock = file
-
-    def unlock(self) -> None:
-        """Let another service have the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""

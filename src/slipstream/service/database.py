@@ -35,14 +35,52 @@ class DatabaseUnavailable(RuntimeFault):
     """The database does not answer now; a repetition may pass."""
 
 
-class Statements:
-    """Runs SQL that both databases understand, with ``:name`` parameters."""
+class Database:
+    """A database by its address: SQL that both understand, with ``:name`` parameters.
 
-    postgres = False
+    Threads take turns. Statements of a thread that is in ``transaction()`` are part of it; others
+    are transactions of their own.
+
+    Args:
+        address: ``postgresql://…``, or the path of an SQLite file.
+
+    Raises:
+        ConfigError: The extra for PostgreSQL is missing.
+        DatabaseUnavailable: By each statement, if the database is locked, full or gone.
+
+    >>> with Database(":memory:") as database:
+    ...     database.migrate()
+    ...     database.run("SELECT number FROM schema_version")
+    [{'number': 1}, {'number': 2}]
+    """
+
+    def __init__(self, address: str) -> None:
+        self.postgres = address.startswith(("postgresql://", "postgres://"))
+        self._lock = threading.RLock()
+        self._connection: Any = None
+        self._error, self._connect = _postgres(address) if self.postgres else _sqlite(address)
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def run(self, statement: str, **values: object) -> list[Row]:
         """Run one statement; returns the rows it gives, if it is a query."""
-        raise NotImplementedError
+        if self.postgres:
+            statement = PARAMETER.sub(r"%(\1)s", statement)
+        with self._lock:
+            try:
+                self._connection = self._connection or self._connect()
+                cursor = self._connection.execute(statement, values)
+                names = [column[0] for column in cursor.description or ()]
+                rows = cursor.fetchall() if names else []
+            except self._error as error:
+                if self.postgres:
+                    self.close()
+                raise DatabaseUnavailable(f"the database does not answer: {error}") from error
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def one(self, statement: str, **values: object) -> Row | None:
         """The first row of a query, or None."""
@@ -57,80 +95,24 @@ class Statements:
         places = ", ".join(f":{name}" for name in values)
         self.run(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({places})", **values)
 
-
-class Transaction(Statements):
-    """Statements on an open connection."""
-
-    def __init__(self, connection: Any, postgres: bool) -> None:
-        self._connection = connection
-        self.postgres = postgres
-
-    def run(self, statement: str, **values: object) -> list[Row]:
-        """Run one statement; returns the rows it gives, if it is a query."""
-        cursor = self._connection.execute(
-            for_postgres(statement) if self.postgres else statement, values
-        )
-        names = [column[0] for column in cursor.description or ()]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()] if names else []
-
-
-class Database(Statements):
-    """A database by its address. A statement outside of ``transaction()`` is one of its own.
-
-    Args:
-        address: ``postgresql://…``, or the path of an SQLite file.
-
-    Raises:
-        ConfigError: The extra for PostgreSQL is missing.
-        DatabaseUnavailable: By each statement, if it is locked, full or gone.
-
-    >>> with Database(":memory:") as database:
-    ...     database.migrate()
-    ...     database.run("SELECT number FROM schema_version")
-    [{'number': 1}, {'number': 2}]
-    """
-
-    def __init__(self, address: str) -> None:
-        self.postgres = address.startswith(("postgresql://", "postgres://"))
-        self._lock = threading.Lock()
-        self._connection: Any = None
-        self._error, self._connect = _postgres(address) if self.postgres else _sqlite(address)
-
-    def __enter__(self) -> Database:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, statement: str, **values: object) -> list[Row]:
-        """Run one statement; returns the rows it gives, if it is a query."""
-        with self.reading() as connected:
-            return connected.run(statement, **values)
-
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[Transaction]:
-        """All statements of the block take effect together, or none."""
-        with self.reading() as transaction:
-            transaction.run("BEGIN" if self.postgres else "BEGIN IMMEDIATE")
-            try:
-                yield transaction
-                transaction.run("COMMIT")
-            except BaseException:
-                with contextlib.suppress(self._error):
-                    transaction.run("ROLLBACK")
-                raise
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Transaction]:
-        """Several queries between which this process changes nothing."""
+    def reading(self) -> Iterator[Database]:
+        """Several queries between which no other thread changes anything."""
         with self._lock:
+            yield self
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Database]:
+        """All statements of the block take effect together, or none."""
+        with self._lock:
+            self.run("BEGIN" if self.postgres else "BEGIN IMMEDIATE")
             try:
-                self._connection = self._connection or self._connect()
-                yield Transaction(self._connection, self.postgres)
-            except self._error as error:
-                if self.postgres:
-                    self._disconnect()
-                raise DatabaseUnavailable(f"the database does not answer: {error}") from error
+                yield self
+                self.run("COMMIT")
+            except BaseException:
+                with contextlib.suppress(DatabaseUnavailable):
+                    self.run("ROLLBACK")
+                raise
 
     def migrate(self) -> None:
         """Bring the schema to the newest number, in one transaction.
@@ -138,16 +120,14 @@ class Database(Statements):
         Raises:
             ConfigError: The database was written by a later version of slipstream.
         """
-        scripts = sorted(
-            (file for file in resources.files("slipstream.service").iterdir()),
-            key=lambda file: (file.name != "schema.sql", file.name),
-        )
-        steps = [file.read_text("utf-8") for file in scripts if file.name.endswith(".sql")]
-        with self.transaction() as transaction:
+        folder = resources.files("slipstream.service")
+        names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))
+        steps = [(folder / name).read_text("utf-8") for name in ("schema.sql", *names)]
+        with self.transaction():
             if self.postgres:
-                transaction.run("SELECT pg_advisory_xact_lock(:key)", key=MIGRATION_LOCK)
-            transaction.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
-            done = transaction.number("SELECT COALESCE(MAX(number), 0) AS n FROM schema_version")
+                self.run("SELECT pg_advisory_xact_lock(:key)", key=MIGRATION_LOCK)
+            self.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
+            done = self.number("SELECT COALESCE(MAX(number), 0) AS n FROM schema_version")
             if done > len(steps):
                 raise ConfigError(
                     f"the database has schema {done}, newer than this version's {len(steps)}; "
@@ -155,8 +135,8 @@ class Database(Statements):
                 )
             for number, script in enumerate(steps[done:], start=done + 1):
                 for statement in statements(script):
-                    transaction.run(statement)
-                transaction.insert("schema_version", number=number)
+                    self.run(statement)
+                self.insert("schema_version", number=number)
 
     def forget_deleted(self) -> None:
         """Remove what was deleted from SQLite's log, too; best effort."""
@@ -166,14 +146,10 @@ class Database(Statements):
 
     def close(self) -> None:
         """Close the connection; the next statement would open it again."""
-        with self._lock:
-            self._disconnect()
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(self._error):
-                self._connection.close()
-            self._connection = None
+        with self._lock, contextlib.suppress(self._error):
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
 
 def _sqlite(address: str) -> tuple[type[Exception], Connect]:
@@ -202,15 +178,6 @@ def _postgres(address: str) -> tuple[type[Exception], Connect]:
         return connection
 
     return psycopg.OperationalError, connect
-
-
-def for_postgres(statement: str) -> str:
-    """Rewrite ``:name`` to ``%(name)s``.
-
-    >>> for_postgres("SELECT 1 WHERE a = :a AND b::text = :b_2")
-    'SELECT 1 WHERE a = %(a)s AND b::text = %(b_2)s'
-    """
-    return PARAMETER.sub(r"%(\1)s", statement)
 
 
 def statements(script: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 import h11
 import msgspec
@@ -104,17 +104,15 @@ class DeadlineProtocol(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Answer, unless an answer is under way, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body, code = msgspec.json.encode(error.body), error.body.code
-            headers: list[Any] = [
-                *error.headers.items(),
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            reason = HTTPStatus(code).phrase.encode()
-            start = h11.Response(status_code=code, headers=headers, reason=reason)
-            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            body, status = msgspec.json.encode(error.body), HTTPStatus(error.body.code)
+            head = {
+                **error.headers,
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                "Connection": "close",
+            }
+            lines = [f"HTTP/1.1 {status} {status.phrase}", *map(": ".join, head.items()), "", ""]
+            self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
 
 

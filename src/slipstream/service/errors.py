@@ -32,7 +32,6 @@ HEADERS: Final = {
     413: {"Connection": "close"},  # the rest of the body is not read
 }
 NO_KEY: Final = "The API key is missing, unknown or revoked."
-STOPPING: Final = "The service is stopping; try again in a moment."
 MISSING_METADATA: Final = (
     "The required training metadata is missing. The request should contain 'language' and 'name' "
     "besides the training data."
@@ -48,13 +47,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Args:
-        error: Short and fixed.
-        description: What, where, the way out.
-        retry_s: After how many seconds a repetition may pass; 503 says 5 by itself.
-        headers: More response headers.
+    """An answer that is an error, with more headers; ``retry_s`` is when a repetition may pass.
 
     >>> ApiError("Not found", "Classifier not found.").body
     ErrorBody(code=404, error='Not found', description='Classifier not found.')

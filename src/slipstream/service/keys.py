@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from slipstream.errors import ConfigError
-from slipstream.service.database import Row, Statements, now_ms
+from slipstream.service.database import Database, Row, now_ms
 
 LOCAL: Final = "local"  # the tenant of requests without a key
 QUOTA: Final = 8  # classifiers a tenant
@@ -44,26 +44,18 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def add_tenant(database: Statements, tenant: str, name: str, quota: int | None = None) -> None:
+def add_tenant(database: Database, tenant: str, name: str, quota: int | None = None) -> None:
     """Add a tenant; one of that name stays, and has its quota changed if one is given."""
+    row = {"id": tenant, "name": name, "quota": quota or QUOTA, "now": now_ms()}
     database.run(
-        "INSERT INTO tenants (id, name, quota, created) VALUES (:id, :name, :new, :now)"
-        " ON CONFLICT (name) DO UPDATE SET quota = "
-        + ("tenants.quota" if quota is None else "excluded.quota"),
-        id=tenant,
-        name=name,
-        new=QUOTA if quota is None else quota,
-        now=now_ms(),
+        "INSERT INTO tenants (id, name, quota, created) VALUES (:id, :name, :quota, :now)"
+        f" ON CONFLICT (name) DO UPDATE SET quota = {'excluded' if quota else 'tenants'}.quota",
+        **row,
     )
 
 
-def add_key(database: Statements, name: str, quota: int | None = None) -> str:
-    """Make a key (``sk_`` and 43 characters) for the tenant of that name.
-
-    Args:
-        database: Where it is kept.
-        name: The tenant's; a new one is added.
-        quota: How many classifiers the tenant may have; None leaves that, or is 8 for a new one.
+def add_key(database: Database, name: str, quota: int | None = None) -> str:
+    """Make a key (``sk_`` and 43 characters) for the tenant of that name, who may be new.
 
     Returns:
         The key; it is not known afterwards.
@@ -74,35 +66,31 @@ def add_key(database: Statements, name: str, quota: int | None = None) -> str:
     if not 0 < len(name) <= 64 or name == LOCAL or not name.isprintable():
         raise ConfigError(f"{name!r}: a name has 1 to 64 printable characters, and is not 'local'")
     add_tenant(database, secrets.token_hex(8), name, quota)
+    tenant = _tenant_named(database, name)
     key = "sk_" + secrets.token_urlsafe(32)
-    database.run(
-        "INSERT INTO api_keys (hash, tenant, prefix, created)"
-        " SELECT :hash, id, :prefix, :now FROM tenants WHERE name = :name",
-        hash=key_hash(key),
-        prefix=key[:9],
-        now=now_ms(),
-        name=name,
-    )
+    row = {"hash": key_hash(key), "tenant": tenant, "prefix": key[:9], "created": now_ms()}
+    database.insert("api_keys", **row)
     return key
 
 
-def adopt_local(database: Statements, name: str) -> int:
+def _tenant_named(database: Database, name: str) -> str:
+    return str(database.run("SELECT id FROM tenants WHERE name = :name", name=name)[0]["id"])
+
+
+def adopt_local(database: Database, name: str) -> int:
     """Give a tenant what was made without a key, which nobody could see any more.
 
     Returns:
         How many classifiers that were.
     """
-    for table in ("jobs", "idempotency", "classifiers"):
-        moved = database.run(
-            f"UPDATE {table} SET tenant = (SELECT id FROM tenants WHERE name = :name)"
-            " WHERE tenant = :local RETURNING tenant",
-            name=name,
-            local=LOCAL,
-        )
-    return len(moved)
+    count = database.number("SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :id", id=LOCAL)
+    for table in ("classifiers", "jobs", "idempotency"):
+        change = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :local"
+        database.run(change, tenant=_tenant_named(database, name), local=LOCAL)
+    return count
 
 
-def list_keys(database: Statements) -> list[Row]:
+def list_keys(database: Database) -> list[Row]:
     """All keys, without what is secret."""
     return database.run(
         "SELECT k.prefix, t.name, t.quota, k.created, k.used, k.revoked FROM api_keys k"
@@ -110,7 +98,7 @@ def list_keys(database: Statements) -> list[Row]:
     )
 
 
-def revoke_key(database: Statements, prefix: str) -> str:
+def revoke_key(database: Database, prefix: str) -> str:
     """Revoke the one key that begins so; returns its tenant's name.
 
     Raises:
@@ -128,12 +116,12 @@ def revoke_key(database: Statements, prefix: str) -> str:
     return str(found[0]["name"])
 
 
-def any_key(database: Statements) -> bool:
+def any_key(database: Database) -> bool:
     """Whether there is a key, also a revoked one: the service was closed to others then."""
     return database.one("SELECT 1 AS one FROM api_keys LIMIT 1") is not None
 
 
-def tenant_of(database: Statements, hashed: str) -> Tenant | None:
+def tenant_of(database: Database, hashed: str) -> Tenant | None:
     """Who has the key with this hash, unless it was revoked."""
     row = database.one(
         "SELECT t.id, t.name, t.quota FROM api_keys k JOIN tenants t ON t.id = k.tenant"
@@ -147,15 +135,7 @@ def tenant_of(database: Statements, hashed: str) -> Tenant | None:
 
 
 def hash_from_header(authorization: str, secret: bytes, now_s: float) -> str | None:
-    """The hash of the key that a request shows: Basic, Bearer with a key, Bearer with a token.
-
-    Args:
-        authorization: The header's value.
-        secret: What signs tokens.
-        now_s: Seconds since 1970.
-
-    Returns:
-        The hash, or None if there is no credential in it that could be valid.
+    """The hash of the key that a header shows: Basic, Bearer with a key, Bearer with a token.
 
     >>> hash_from_header("Bearer sk_a", b"", 0) == key_hash("sk_a")
     True

@@ -15,8 +15,7 @@ File = tuple[Path, int, int, int]  # a changed file is another one
 class Models:
     """Loads model files, keeps those used last, and remembers which files are sound.
 
-    Args:
-        limit_nbytes: How much all of them may have; the one in use may be larger.
+    All of them have at most ``limit_nbytes``, or the one in use alone.
     """
 
     def __init__(self, limit_nbytes: int) -> None:

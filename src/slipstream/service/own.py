@@ -19,11 +19,16 @@ from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
 from slipstream.service.database import Row, now_ms
 from slipstream.service.errors import ApiError, not_found
-from slipstream.service.upload import receive
+from slipstream.service.upload import received
 
 LOG_NBYTES: Final = 64 * 1024
 EVENTS_S: Final = 1.0
 COMMENT_S: Final = 15.0
+FILES: Final = {  # by the end of the path: name, type, and the name if it is to be saved
+    "data": ("data.csv", "text/csv", "data.csv"),
+    "model": (MODEL, "application/octet-stream", MODEL),
+    "report": ("report.json", "application/json", None),
+}
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -78,15 +83,9 @@ class Changed(msgspec.Struct, frozen=True):
 
 def show(call: Call) -> JobState:
     """How far the newest job is."""
-    return _state(call, classifiers.find_with_job(call)[1])
-
-
-def _state(call: Call, job: Row) -> JobState:
-    now = {
-        "ahead": queue.ahead(call.service.database, job),
-        "percent": queue.percent(job),
-        "eta_s": queue.seconds_left(job),
-    }
+    _, job = classifiers.find_with_job(call)
+    ahead = queue.ahead(call.service.database, job)
+    now = {"ahead": ahead, "percent": queue.percent(job), "eta_s": queue.seconds_left(job)}
     return msgspec.convert({**job, **now}, JobState)
 
 
@@ -148,20 +147,19 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
 
 def cancel(call: Call) -> JobState:
     """Stop a job; also if it is over."""
-    with call.service.database.transaction() as transaction:
-        queue.cancel(transaction, classifiers.find(transaction, call)["id"], now_ms())
+    with call.service.database.transaction() as database:
+        queue.cancel(database, classifiers.find(call)["id"], now_ms())
     return show(call)
 
 
 def retry(call: Call) -> JobState:
     """Train again on the same data, after a job that failed."""
-    with call.service.database.transaction() as transaction:
-        classifiers.find(transaction, call)
-        job = classifiers.newest_job(transaction, call.id)
+    with call.service.database.transaction() as database:
+        _, job = classifiers.find_with_job(call)
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
-        queue.enqueue(transaction, call.id, job["version"], call.tenant.id, now_ms())
+        queue.enqueue(database, call.id, job["version"], call.tenant.id, now_ms())
     return show(call)
 
 
@@ -170,17 +168,15 @@ def retry(call: Call) -> JobState:
 
 async def put_data(call: Call) -> Changed:
     """Train version n + 1 under the same id; version n answers meanwhile."""
-    service = call.service
-    upload = await receive(call, service.directory.incoming, service.options.max_body)
-    with contextlib.closing(upload):
+    async with received(call) as upload:
         return Changed(await asyncio.to_thread(classifiers.add_version, call, upload))
 
 
 def versions(call: Call) -> Versions:
     """The versions that are kept, newest first."""
-    with call.service.database.reading() as reading:
-        active = classifiers.find(reading, call)["active"]
-        found = reading.run(
+    with call.service.database.reading() as database:
+        active = classifiers.find(call)["active"]
+        found = database.run(
             "SELECT number, rows, classes, created, report AS accuracy FROM versions"
             " WHERE classifier = :id ORDER BY number DESC",
             id=call.id,
@@ -195,16 +191,13 @@ def activate(call: Call) -> Changed:
     """Let another version answer."""
     number = call.path_params["number"]
     kept = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
-    absent = not_found(f"There is no trained version {number}.")
-    if not 0 < number < 2**31:
-        raise absent
-    with call.service.database.transaction() as transaction:
-        classifiers.find(transaction, call)
-        damage = call.service.models.damage(_folder(call, number) / MODEL)
-        if transaction.one(kept, id=call.id, number=number) is None or damage is not None:
-            raise absent
+    with call.service.database.transaction() as database:
+        classifiers.find(call)
+        is_kept = 0 < number < 2**31 and database.one(kept, id=call.id, number=number)
+        if not is_kept or call.service.models.damage(_folder(call, number) / MODEL) is not None:
+            raise not_found(f"There is no trained version {number}.")
         change = "UPDATE classifiers SET active = :number WHERE id = :id"
-        transaction.run(change, number=number, id=call.id)
+        database.run(change, number=number, id=call.id)
     return Changed(number)
 
 
@@ -225,19 +218,10 @@ def _file(call: Call, name: str) -> Path:
     return path
 
 
-def data(call: Call) -> Response:
-    """The training data, as it was sent."""
-    return FileResponse(_file(call, "data.csv"), media_type="text/csv", filename="data.csv")
-
-
-def model(call: Call) -> Response:
-    """The model file."""
-    return FileResponse(_file(call, MODEL), media_type="application/octet-stream", filename=MODEL)
-
-
-def report(call: Call) -> Response:
-    """What was measured on held-out rows."""
-    return FileResponse(_file(call, "report.json"), media_type="application/json")
+def download(call: Call) -> Response:
+    """The data as it was sent, the model file, or the report on held-out rows."""
+    name, kind, shown_as = FILES[call.route.rpartition("/")[2]]
+    return FileResponse(_file(call, name), media_type=kind, filename=shown_as)
 
 
 def report_csv(call: Call) -> Response:

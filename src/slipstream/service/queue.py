@@ -14,14 +14,15 @@ from typing import Final
 
 import msgspec
 
-from slipstream.service.database import Row, Statements
+from slipstream.service.database import Database, Row
 from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
 OURS: Final = "id = :id AND owner = :owner AND attempt = :attempt AND state = 'running'"
 WAITS: Final = "state = 'waiting', owner = NULL, lease_until = NULL"
-BLAMELESS: Final = ", resumed_from = -1"
+BLAMELESS: Final = WAITS + ", resumed_from = -1"
+NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
 CURVE: Final = ("at", "loss", "accuracy", "held_accuracy")
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
@@ -48,7 +49,7 @@ class Claim(msgspec.Struct, frozen=True):
     fruitless: int
     resumed_from: int
 
-    def change(self, database: Statements, change: str, also: str = "", **values: object) -> bool:
+    def change(self, database: Database, change: str, also: str = "", **values: object) -> bool:
         """Change the job. False if it is another's by now, or was deleted."""
         key = {"id": self.id, "owner": self.owner, "attempt": self.attempt}
         statement = f"UPDATE jobs SET {change} WHERE {OURS} {also} RETURNING id"
@@ -111,71 +112,58 @@ def minutes(seconds: int) -> str:
 # ---- statements
 
 
-def enqueue(database: Statements, classifier: str, version: int, tenant: str, now: int) -> None:
+def enqueue(database: Database, classifier: str, version: int, tenant: str, now: int) -> None:
     """Add a waiting job."""
-    where = {"classifier": classifier, "version": version, "tenant": tenant}
-    database.insert("jobs", id=secrets.token_hex(8), state="waiting", queued=now, **where)
+    job = {"classifier": classifier, "version": version, "tenant": tenant}
+    database.insert("jobs", id=secrets.token_hex(8), state="waiting", queued=now, **job)
 
 
-def waiting(database: Statements) -> int:
+def waiting(database: Database) -> int:
     """How many jobs wait."""
     return database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'")
 
 
-def ahead(database: Statements, job: Row) -> int:
+def ahead(database: Database, job: Row) -> int:
     """How many jobs came before a waiting one and have not ended."""
+    earlier = "FROM jobs WHERE id <> :id AND queued <= :queued AND state IN ('waiting', 'running')"
     if job["state"] != "waiting":
         return 0
-    return database.number(
-        "SELECT COUNT(*) AS n FROM jobs WHERE state IN ('waiting', 'running') AND id <> :id"
-        " AND queued <= :queued",
-        id=job["id"],
-        queued=job["queued"],
-    )
+    return database.number(f"SELECT COUNT(*) AS n {earlier}", id=job["id"], queued=job["queued"])
 
 
-def claim(database: Statements, me: str, now: int) -> Claim | None:
+def claim(database: Database, me: str, now: int) -> Claim | None:
     """Take the next job: the tenant that started last comes last."""
     lock = "FOR UPDATE SKIP LOCKED" if database.postgres else ""
     row = database.one(CLAIM.format(lock=lock), me=me, now=now, lease=LEASE_MS)
     return None if row is None else msgspec.convert(row, Claim)
 
 
-def beat(database: Statements, held: Claim, now: int) -> bool:
+def beat(database: Database, held: Claim, now: int) -> bool:
     """Extend the lease. False: cancelled, deleted or taken over; end its processes."""
     return held.change(database, "lease_until = :until", "AND cancel = 0", until=now + LEASE_MS)
 
 
 def record(
-    database: Statements, held: Claim, lines: Sequence[Progress], updates_s: float = 0
+    database: Database, held: Claim, lines: Sequence[Progress], updates_s: float = 0
 ) -> None:
     """Write progress and the attempt's rate; ignored if the job is another's by now."""
     last = max(lines, key=lambda line: line.at)
+    newest = {name: getattr(last, name) for name in NEWEST} | {"updates_s": updates_s}
     hit = held.change(
         database,
-        "epoch = :epoch, epochs = :epochs, updates = :updates, total = :total,"
-        " samples_s = :samples_s, updates_s = :updates_s,"
-        " best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END",
+        ", ".join(f"{name} = :{name}" for name in newest)
+        + ", best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END",
         best=max(line.updates for line in lines),
-        updates_s=updates_s,
-        **{
-            name: getattr(last, name)
-            for name in ("epoch", "epochs", "updates", "total", "samples_s")
-        },
+        **newest,
     )
     curve = {line.epoch: line for line in lines if (line.loss, line.accuracy) != (None, None)}
     for line in curve.values() if hit else ():
-        database.run(
-            "INSERT INTO epochs (job, epoch, at, loss, accuracy, held_accuracy)"
-            " VALUES (:job, :epoch, :at, :loss, :accuracy, :held_accuracy)"
-            " ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at, loss = excluded.loss,"
-            " accuracy = excluded.accuracy, held_accuracy = excluded.held_accuracy",
-            job=held.id,
-            **{name: getattr(line, name) for name in ("epoch", *CURVE)},
-        )
+        point = {"job": held.id, "epoch": line.epoch}
+        database.run("DELETE FROM epochs WHERE job = :job AND epoch = :epoch", **point)
+        database.insert("epochs", **point, **{name: getattr(line, name) for name in CURVE})
 
 
-def finish(database: Statements, held: Claim, state: str, error: str | None, now: int) -> bool:
+def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:
     """End a job as done, failed or cancelled. False if it is another's by now."""
     return held.change(
         database,
@@ -187,23 +175,19 @@ def finish(database: Statements, held: Claim, state: str, error: str | None, now
     )
 
 
-def release(database: Statements, held: Claim, *, blameless: bool) -> None:
+def release(database: Database, held: Claim, *, blameless: bool) -> None:
     """Let a job wait again. ``blameless``: it was stopped, so the attempt does not count."""
-    held.change(database, WAITS + (BLAMELESS if blameless else ""))
+    held.change(database, BLAMELESS if blameless else WAITS)
 
 
-def release_all(database: Statements, now: int, *, blameless: bool) -> None:
+def release_all(database: Database, now: int, *, blameless: bool) -> None:
     """Release every running job. Only for who knows that no trainer of this database lives."""
-    database.run(
-        "UPDATE jobs SET state = 'cancelled', finished = :now, owner = NULL"
-        " WHERE state = 'running' AND cancel = 1",
-        now=now,
-    )
-    change = WAITS + (BLAMELESS if blameless else "")
-    database.run(f"UPDATE jobs SET {change} WHERE state = 'running'")
+    cancelled = "UPDATE jobs SET state = 'cancelled', finished = :now, owner = NULL"
+    database.run(f"{cancelled} WHERE state = 'running' AND cancel = 1", now=now)
+    database.run(f"UPDATE jobs SET {BLAMELESS if blameless else WAITS} WHERE state = 'running'")
 
 
-def cancel(database: Statements, classifier: str, now: int) -> None:
+def cancel(database: Database, classifier: str, now: int) -> None:
     """Cancel what has not ended: at once if it waits, else by its trainer."""
     database.run(
         "UPDATE jobs SET state = 'cancelled', finished = :now"

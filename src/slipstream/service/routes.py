@@ -14,7 +14,7 @@ from starlette.routing import compile_path
 
 from slipstream.service import metrics, own, v1
 from slipstream.service.context import Call
-from slipstream.service.errors import STOPPING, ApiError, ErrorBody, not_found
+from slipstream.service.errors import ApiError, ErrorBody, not_found
 
 PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -24,27 +24,23 @@ PAGE_HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-PAGE: Final = {"": "index.html", "page.js": "page.js", "page.css": "page.css"}
-KINDS: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+PAGE: Final = {  # file and type, by path
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
 
 
 class Operation(NamedTuple):
-    """What a method does at a path.
-
-    Attributes:
-        handler: Takes a call; what it returns is the answer, as JSON if it is no response. One that
-            is not async runs in a thread.
-        answer: The type of the answer, if it is JSON.
-        trains: Whether it makes a job: not while the service stops.
-        is_open: Whether it needs no key.
-    """
+    """What a method does at a path."""
 
     method: str
     path: str
+    # Returns a response, or what becomes JSON. It runs in a thread unless it is async.
     handler: Callable[[Call], Any]
-    answer: Any = None
-    trains: bool = False
-    is_open: bool = False
+    answer: Any = None  # its type, if it is JSON
+    trains: bool = False  # makes a job: not while the service stops
+    is_open: bool = False  # needs no key
 
 
 # ---- pages
@@ -52,9 +48,9 @@ class Operation(NamedTuple):
 
 def page(call: Call) -> Response:
     """The page for people."""
-    name = PAGE[call.scope["path"].removeprefix("/")]
+    name, kind = PAGE[call.route]
     content = (resources.files("slipstream.service") / "page" / name).read_bytes()
-    return Response(content, 200, PAGE_HEADERS, KINDS[name.rpartition(".")[2]])
+    return Response(content, 200, PAGE_HEADERS, kind)
 
 
 async def openapi(call: Call) -> dict[str, Any]:
@@ -93,12 +89,12 @@ OPERATIONS: Final = (
     Operation("POST", "/identity/token", v1.token, v1.Token, is_open=True),
     Operation("GET", OWN, own.show, own.JobState),
     Operation("GET", f"{OWN}/events", own.events),
-    Operation("GET", f"{OWN}/report", own.report),
+    Operation("GET", f"{OWN}/report", own.download),
     Operation("GET", f"{OWN}/report.csv", own.report_csv),
     Operation("GET", f"{OWN}/log", own.log),
-    Operation("GET", f"{OWN}/data", own.data),
+    Operation("GET", f"{OWN}/data", own.download),
     Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, trains=True),
-    Operation("GET", f"{OWN}/model", own.model),
+    Operation("GET", f"{OWN}/model", own.download),
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
     Operation("GET", f"{OWN}/versions", own.versions, own.Versions),
@@ -108,7 +104,7 @@ OPERATIONS: Final = (
     Operation("GET", "/metrics", metrics.show, is_open=True),
     Operation("GET", "/openapi.json", openapi, is_open=True),
     Operation("GET", "/docs", docs, is_open=True),
-    *(Operation("GET", f"/{file}", page, is_open=True) for file in PAGE),
+    *(Operation("GET", path, page, is_open=True) for path in PAGE),
 )
 PATHS: Final = {
     path: (compile_path(path), {one.method: one for one in OPERATIONS if one.path == path})
@@ -120,10 +116,11 @@ def find_operations(call: Call) -> dict[str, Operation]:
     """What a call's path has, by method; nothing if there is no such path."""
     for path, ((pattern, _, convertors), methods) in PATHS.items():
         if found := pattern.match(call.scope["path"]):
-            call.route = path
+            values = found.groupdict().items()
             call.scope["path_params"] = {
-                name: convertors[name].convert(value) for name, value in found.groupdict().items()
+                name: convertors[name].convert(text) for name, text in values
             }
+            call.route = path
             return methods
     return {}
 
@@ -134,17 +131,16 @@ def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
     Raises:
         ApiError: 404, 405; 503 if the service stops.
     """
-    path = call.scope["path"][:200]
     if not methods:
-        raise not_found(f"There is nothing at {call.method} {path!r}.")
-    operation = methods.get("GET" if call.method == "HEAD" else call.method)
-    if operation is None:
-        allowed = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
+        raise not_found(f"There is nothing at {call.method} {call.scope['path'][:200]!r}.")
+    methods = {"HEAD": methods["GET"], **methods} if "GET" in methods else methods
+    if call.method not in methods:
+        allowed = ", ".join(sorted(methods))
         reason = f"{call.method} is not one of {allowed} here."
         raise ApiError("Method not allowed", reason, Allow=allowed)
-    if operation.trains and call.service.stopping.is_set():
-        raise ApiError("Service unavailable", STOPPING)
-    return operation
+    if methods[call.method].trains and call.service.stopping.is_set():
+        raise ApiError("Service unavailable", "The service is stopping; try again in a moment.")
+    return methods[call.method]
 
 
 @functools.cache

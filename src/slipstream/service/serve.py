@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -31,6 +30,7 @@ LOG = logging.getLogger("slipstream.service")
 REQUESTS_STOP_S: Final = 10
 TRAINER_STOP_S: Final = 25.0
 LONGEST_PAUSE_S: Final = 60.0
+POLL_S: Final = 0.1
 
 
 def prepare(options: ServeOptions) -> Service:
@@ -44,17 +44,17 @@ def prepare(options: ServeOptions) -> Service:
     directory.lock()
     database = directory.database(options.database)
     database.migrate()
-    with database.transaction() as transaction:
-        keys.add_tenant(transaction, keys.LOCAL, keys.LOCAL)
-        open_to_all = options.host not in LOOPBACK and not keys.any_key(transaction)
+    with database.transaction():
+        keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
+        open_to_all = options.host not in LOOPBACK and not keys.any_key(database)
         if open_to_all and not options.no_auth:
             raise ConfigError(
                 f"{options.host} is not a loopback address, and there is no key: anybody could use "
                 "the service. Make one ('slipstream keys add NAME'), or give --no-auth"
             )
-        queue.release_all(transaction, now_ms(), blameless=True)  # no trainer of it lives
-        transaction.run("DELETE FROM purges")
-        known = {row["id"] for row in transaction.run("SELECT id FROM classifiers")}
+        queue.release_all(database, now_ms(), blameless=True)  # no trainer of it lives
+        database.run("DELETE FROM purges")
+        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
     unknown = [path for path in directory.classifiers.iterdir() if path.name not in known]
     for path in (*directory.incoming.iterdir(), *unknown):
         remove(path)
@@ -82,7 +82,7 @@ class TrainerProcess:
             except Exception as error:
                 # Whatever it is (disk, database, no process left) may pass; jobs must not wait on.
                 LOG.warning("the trainer cannot be run: %s", error)
-                self.kill()
+                self.end(0)
             if stopping.is_set():
                 return
             if time.monotonic() - began > LONGEST_PAUSE_S:
@@ -94,8 +94,8 @@ class TrainerProcess:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _release_jobs(self) -> None:
-        with self._service.database.transaction() as transaction:
-            queue.release_all(transaction, now_ms(), blameless=False)
+        with self._service.database.transaction() as database:
+            queue.release_all(database, now_ms(), blameless=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start it from the main thread: it lives as long as the thread that is its parent."""
@@ -112,55 +112,26 @@ class TrainerProcess:
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Read its pulse until it ends."""
-        reader = asyncio.StreamReader(limit=1024)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
-        )
-        with contextlib.closing(transport):
-            while await reader.read(1024):
-                self._beat = time.monotonic()
-        while process.poll() is None:
-            await asyncio.sleep(0.05)
+        assert process.stdout is not None
+        with process.stdout as pulse:
+            os.set_blocking(pulse.fileno(), False)
+            while process.poll() is None:
+                if pulse.read(1024):
+                    self._beat = time.monotonic()
+                await asyncio.sleep(POLL_S)
 
     def stop(self) -> None:
         """Ask it to end; its jobs keep their last checkpoint and wait again."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def kill(self) -> None:
-        """End it, and with it its jobs."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def wait(self) -> None:
-        """Until it has ended; it is killed if that takes too long."""
+    def end(self, grace_s: float) -> None:
+        """Wait until it has ended; kill it, and with it its jobs, if that takes too long."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(TRAINER_STOP_S)
-            self.kill()
-
-
-class Server(uvicorn.Server):
-    """uvicorn that ends with 0 on SIGTERM, and tells the service at once."""
-
-    def __init__(self, config: uvicorn.Config, service: Service, trainer: TrainerProcess) -> None:
-        super().__init__(config)
-        self._service, self._trainer = service, trainer
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT in the loop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        yield
-
-    def _stop(self) -> None:
-        LOG.info("stopping")
-        self._service.stopping.set()
-        self._trainer.stop()
-        self.should_exit = True
+                self._process.wait(grace_s)
+            self._process.kill()
+            self._process.wait()
 
 
 def serve(options: ServeOptions) -> None:
@@ -203,14 +174,24 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         timeout_keep_alive=65,
         timeout_graceful_shutdown=REQUESTS_STOP_S,
     )
-    trainer = TrainerProcess(service)
+    trainer, server = TrainerProcess(service), uvicorn.Server(config)
+    # Its own handler would end the process by the signal, once all is done.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+    def stop() -> None:
+        LOG.info("stopping")
+        service.stopping.set()
+        trainer.stop()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     keeping = asyncio.create_task(trainer.keep())
     host = f"[{options.host}]" if ":" in options.host else options.host
     LOG.info("ready at http://%s:%d", host, listener.getsockname()[1])
-    await Server(config, service, trainer).serve(sockets=[listener])
-    service.stopping.set()
-    trainer.stop()
-    await asyncio.to_thread(trainer.wait)
+    await server.serve(sockets=[listener])
+    stop()
+    await asyncio.to_thread(trainer.end, TRAINER_STOP_S)
     await keeping
 
 

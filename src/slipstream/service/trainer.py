@@ -39,6 +39,7 @@ STOP_S: Final = 20.0
 CANCEL_S: Final = 3.0
 LOG_TAIL_NBYTES: Final = 8192
 KEPT_VERSIONS: Final = 3
+RUN: Final = (sys.executable, "-P", "-m", "slipstream.cli", "run")
 REFUSED: Final = re.compile(r"refused: (.{1,500})")
 
 
@@ -62,8 +63,10 @@ class Running:
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
         with self._log.open("ab") as log:
             self._log_start = log.tell()
+            strategy = f"gadei(checkpoints={str(directory / 'checkpoints')!r}, every_s=10)"
+            workers = ["--workers", str(options.learners), "--strategy", strategy]
             self.process = start_process(
-                learn_command(directory, options.learners),
+                [*RUN, *workers, "-m", "slipstream.service.learn", str(directory)],
                 inherited_environment(),
                 Placement(("nice", "-n", "10")),
                 stdin=subprocess.DEVNULL,
@@ -113,22 +116,8 @@ class Running:
         return ""
 
 
-def learn_command(directory: Path, learners: int) -> list[str]:
-    """How a version is trained."""
-    strategy = f"gadei(checkpoints={str(directory / 'checkpoints')!r}, every_s=10)"
-    program = [sys.executable, "-P", "-m", "slipstream.cli", "run"]
-    options = ["--workers", str(learners), "--strategy", strategy]
-    return [*program, *options, "-m", "slipstream.service.learn", str(directory)]
-
-
 class Trainer:
-    """Claims jobs and sees them to their end.
-
-    Args:
-        options: The service's.
-        database: Where the queue is.
-        directory: Where the files are.
-    """
+    """Claims jobs and sees them to their end."""
 
     def __init__(self, options: ServeOptions, database: Database, directory: DataDirectory) -> None:
         self._options, self._database, self._directory = options, database, directory
@@ -170,10 +159,10 @@ class Trainer:
     def _record(self, running: Running) -> bool:
         """Write a job's progress and extend its lease; False if it was cancelled or deleted."""
         running.read_progress()
-        with self._database.transaction() as transaction:
+        with self._database.transaction() as database:
             if running.unwritten:
-                queue.record(transaction, running.held, running.unwritten, running.updates_s)
-            alive = queue.beat(transaction, running.held, now_ms())
+                queue.record(database, running.held, running.unwritten, running.updates_s)
+            alive = queue.beat(database, running.held, now_ms())
         running.unwritten = []
         return alive
 
@@ -215,17 +204,17 @@ class Trainer:
 
     def _done(self, held: queue.Claim, result: _Result) -> None:
         version = {"id": held.classifier, "version": held.version}
-        with self._database.transaction() as transaction:
-            if not queue.finish(transaction, held, "done", None, now_ms()):
+        with self._database.transaction() as database:
+            if not queue.finish(database, held, "done", None, now_ms()):
                 return
-            transaction.run("UPDATE classifiers SET active = :version WHERE id = :id", **version)
-            transaction.run(
+            database.run("UPDATE classifiers SET active = :version WHERE id = :id", **version)
+            database.run(
                 "UPDATE versions SET report = :accuracy"
                 " WHERE classifier = :id AND number = :version",
                 accuracy=result.accuracy,
                 **version,
             )
-            old = transaction.run(
+            old = database.run(
                 "DELETE FROM versions WHERE classifier = :id AND number <= :version - :kept"
                 " RETURNING number",
                 kept=KEPT_VERSIONS,

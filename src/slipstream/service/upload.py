@@ -6,6 +6,7 @@ The names of parts decide; their order, types and filenames do not matter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -19,6 +20,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.requests import Request
 
+from slipstream.service.context import Call
 from slipstream.service.data_directory import remove
 from slipstream.service.errors import MISSING_METADATA, ApiError
 
@@ -44,19 +46,14 @@ def malformed(description: str) -> ApiError:
 
 
 class Upload:
-    """Writes the parts of a multipart body, as its bytes come: metadata in memory, data to a file.
-
-    Args:
-        incoming: Where the file is, until ``close()``.
-        boundary: What is between parts.
-    """
+    """The parts of a multipart body: metadata in memory, data in a file until ``close()``."""
 
     def __init__(self, incoming: Path, boundary: bytes) -> None:
         self.metadata = b""
         self._seen: list[str] = []
         self._header = (bytearray(), bytearray())
         name, value = self._header
-        self._parser = MultipartParser(
+        self.parser = MultipartParser(
             boundary,
             {
                 "on_part_begin": self._begin,
@@ -71,25 +68,10 @@ class Upload:
         self.path = incoming / secrets.token_hex(16)
         self._file = self.path.open("wb")
 
-    def write(self, data: bytes) -> None:
-        """Take the next bytes of the body.
-
-        Raises:
-            ApiError: It is malformed or beyond a bound.
-        """
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise malformed(f"The multipart body is malformed: {error}.") from None
-
     def finish(self) -> None:
-        """The body has ended: check that it is whole, and unwrap what a Node client wrapped.
-
-        Raises:
-            ApiError: It ended too early, or a part is missing.
-        """
+        """The body has ended: check that it is whole, and unwrap what a Node client wrapped."""
         self._file.close()
-        if self._parser.state != MultipartState.END:
+        if self.parser.state != MultipartState.END:
             raise malformed("The multipart body ends before its last boundary.")
         if "training_metadata" not in self._seen:
             raise ApiError("Missing metadata", MISSING_METADATA)
@@ -155,39 +137,31 @@ def unwrap(part: bytes) -> bytes:
         return part
 
 
-async def receive(request: Request, incoming: Path, limit_nbytes: int) -> Upload:
-    """Receive a multipart upload; whoever called closes it.
+@contextlib.asynccontextmanager
+async def received(call: Call) -> AsyncIterator[Upload]:
+    """Receive a multipart upload; it is gone at the end of the block.
 
     Raises:
-        ApiError: 400, 413 or 415; 503 if the disk is full.
+        ApiError: 400, 413 or 415.
     """
-    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    kind, options = parse_options_header(call.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise ApiError(
-            "Unsupported media type",
-            "Send multipart/form-data with a boundary, and the parts training_metadata and "
-            "training_data.",
-        )
+        parts = "the parts training_metadata and training_data"
+        reason = f"Send multipart/form-data with a boundary, and {parts}."
+        raise ApiError("Unsupported media type", reason)
     try:
-        upload = Upload(incoming, options[b"boundary"])
+        incoming, limit_nbytes = call.service.directory.incoming, call.service.options.max_body
+        with contextlib.closing(Upload(incoming, options[b"boundary"])) as upload:
+            async for block in decoded(call, limit_nbytes):
+                upload.parser.write(block)
+            upload.finish()
+            yield upload
     except FormParserError as error:
-        raise malformed(f"The boundary is unusable: {error}.") from None
-    try:
-        async for block in decoded(request, limit_nbytes):
-            upload.write(block)
-        upload.finish()
-    except BaseException:
-        upload.close()
-        raise
-    return upload
+        raise malformed(f"The multipart body is malformed: {error}.") from None
 
 
 async def read_body(request: Request) -> bytes:
-    """A whole body of JSON or a form, decoded.
-
-    Raises:
-        ApiError: It is too large, or its encoding is broken or unknown.
-    """
+    """A whole body of JSON or a form, decoded."""
     return b"".join([block async for block in decoded(request, JSON_NBYTES)])
 
 

@@ -16,11 +16,10 @@ from starlette.responses import JSONResponse, Response
 
 from slipstream.service import classifiers, keys
 from slipstream.service.context import Call
-from slipstream.service.data_directory import MODEL
 from slipstream.service.database import Row
 from slipstream.service.errors import ApiError
 from slipstream.service.refusals import Damaged
-from slipstream.service.upload import malformed, read_body, read_json, receive
+from slipstream.service.upload import malformed, read_body, read_json, received
 
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
 TEXT_CHARACTERS: Final = 2048
@@ -64,11 +63,14 @@ class CollectionItem(msgspec.Struct, frozen=True):
     classes: list[ClassifiedClass]
 
 
-class Classification(CollectionItem, frozen=True):
+class Classification(msgspec.Struct, frozen=True):
     """The answer to one text."""
 
     classifier_id: str
     url: str
+    text: str
+    top_class: str
+    classes: list[ClassifiedClass]
 
 
 class ClassificationCollection(msgspec.Struct, frozen=True):
@@ -96,9 +98,7 @@ class Token(msgspec.Struct, frozen=True):
 async def create(call: Call) -> Classifier:
     """Train a classifier on new data."""
     with _idempotency_key(call) as key:
-        service = call.service
-        upload = await receive(call, service.directory.incoming, service.options.max_body)
-        with contextlib.closing(upload):
+        async with received(call) as upload:
             call.path_params["id"] = await asyncio.to_thread(classifiers.create, call, upload, key)
         return await asyncio.to_thread(show, call)
 
@@ -112,14 +112,14 @@ def _idempotency_key(call: Call) -> Iterator[str | None]:
         return
     if not re.fullmatch(r"[\x21-\x7e]{1,128}", key):
         raise malformed("An Idempotency-Key has 1 to 128 visible ASCII characters.")
-    if (call.tenant.id, key) in under_way:
-        reason = "A request with this Idempotency-Key is under way."
-        raise ApiError("Request under way", reason)
-    under_way.add((call.tenant.id, key))
+    use = (call.tenant.id, key)
+    if use in under_way:
+        raise ApiError("Request under way", "Another request has this Idempotency-Key now.")
+    under_way.add(use)
     try:
         yield key
     finally:
-        under_way.discard((call.tenant.id, key))
+        under_way.discard(use)
 
 
 def show(call: Call) -> Classifier:
@@ -130,9 +130,9 @@ def show(call: Call) -> Classifier:
 def list_all(call: Call) -> ClassifierList:
     """All classifiers, newest first."""
     mine = "SELECT * FROM classifiers WHERE tenant = :tenant ORDER BY serial DESC"
-    with call.service.database.reading() as reading:
-        rows = reading.run(mine, tenant=call.tenant.id)
-        found = [(row, classifiers.newest_job(reading, row["id"])) for row in rows]
+    with call.service.database.reading() as database:
+        rows = database.run(mine, tenant=call.tenant.id)
+        found = [(row, classifiers.newest_job(call, row["id"])) for row in rows]
     return ClassifierList([_classifier(call, row, job) for row, job in found])
 
 
@@ -171,7 +171,8 @@ async def classify(call: Call) -> Classification:
         except ValueError:
             raise malformed("The query is not percent-encoded UTF-8.") from None
     [answer] = await _answers(call, [check_text(text, "'text'")])
-    return Classification(*answer, call.id, call.url_of(call.id))
+    fields = (answer.text, answer.top_class, answer.classes)
+    return Classification(call.id, call.url_of(call.id), *fields)
 
 
 async def classify_collection(call: Call) -> ClassificationCollection:
@@ -187,8 +188,8 @@ async def classify_collection(call: Call) -> ClassificationCollection:
         )
     given = [phrase.get("text") if isinstance(phrase, dict) else None for phrase in phrases]
     texts = [check_text(text, f"'collection[{place}].text'") for place, text in enumerate(given)]
-    items = [CollectionItem(*answer) for answer in await _answers(call, texts)]
-    return ClassificationCollection(call.id, call.url_of(call.id), items)
+    answers = await _answers(call, texts)
+    return ClassificationCollection(call.id, call.url_of(call.id), answers)
 
 
 def check_text(value: object, place: str) -> str:
@@ -208,29 +209,26 @@ def check_text(value: object, place: str) -> str:
     return value
 
 
-async def _answers(
-    call: Call, texts: Sequence[str]
-) -> list[tuple[str, str, list[ClassifiedClass]]]:
-    """Texts, their top classes and all classes, by the active version."""
-    service = call.service
-
-    def compute() -> list[list[tuple[str, float]]]:
-        row, job = classifiers.find_with_job(call)
-        if row["active"] is None:
-            raise ApiError("Classifier not available", classifiers.status(call, row, job)[1])
-        try:
-            path = service.directory.version(call.id, row["active"]) / MODEL
-            return list(service.models.get(path).classify(texts))
-        except Damaged as error:
-            classifiers.find(service.database, call)  # 404 if it was deleted meanwhile
-            reason = f"The model file is damaged: {error}."
-            raise ApiError("Classifier not available", reason) from None
-
-    found = await asyncio.get_running_loop().run_in_executor(service.answering, compute)
+async def _answers(call: Call, texts: Sequence[str]) -> list[CollectionItem]:
+    """Classify by the active version."""
+    loop, threads = asyncio.get_running_loop(), call.service.answering
+    found = await loop.run_in_executor(threads, _compute_answers, call, texts)
     answers = [[ClassifiedClass(*one) for one in classes] for classes in found]
-    return [
-        (text, classes[0].class_name, classes) for text, classes in zip(texts, answers, strict=True)
-    ]
+    pairs = zip(texts, answers, strict=True)
+    return [CollectionItem(text, classes[0].class_name, classes) for text, classes in pairs]
+
+
+def _compute_answers(call: Call, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
+    row, job = classifiers.find_with_job(call)
+    if row["active"] is None:
+        raise ApiError("Classifier not available", classifiers.status(call, row, job)[1])
+    try:
+        model = call.service.models.get(classifiers.model_path(call, row))
+    except Damaged as error:
+        classifiers.find(call)  # 404 if it was deleted meanwhile
+        reason = f"The model file is damaged: {error}."
+        raise ApiError("Classifier not available", reason) from None
+    return list(model.classify(texts))
 
 
 # ---- tokens
