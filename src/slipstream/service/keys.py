@@ -44,14 +44,16 @@ def key_hash(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def add_tenant(database: Database, tenant: str, name: str, quota: int | None = None) -> None:
+def add_tenant(database: Database, tenant: str, name: str, quota: int | None = None) -> str:
     """Add a tenant; one of that name stays, and has its quota changed if one is given."""
     row = {"id": tenant, "name": name, "quota": quota or QUOTA, "now": now_ms()}
-    database.run(
+    [kept] = database.run(
         "INSERT INTO tenants (id, name, quota, created) VALUES (:id, :name, :quota, :now)"
-        f" ON CONFLICT (name) DO UPDATE SET quota = {'excluded' if quota else 'tenants'}.quota",
+        f" ON CONFLICT (name) DO UPDATE SET quota = {'excluded' if quota else 'tenants'}.quota"
+        " RETURNING id",
         **row,
     )
+    return str(kept["id"])
 
 
 def add_key(database: Database, name: str, quota: int | None = None) -> str:
@@ -65,16 +67,11 @@ def add_key(database: Database, name: str, quota: int | None = None) -> str:
     """
     if not 0 < len(name) <= 64 or name == LOCAL or not name.isprintable():
         raise ConfigError(f"{name!r}: a name has 1 to 64 printable characters, and is not 'local'")
-    add_tenant(database, secrets.token_hex(8), name, quota)
-    tenant = _tenant_named(database, name)
+    tenant = add_tenant(database, secrets.token_hex(8), name, quota)
     key = "sk_" + secrets.token_urlsafe(32)
     row = {"hash": key_hash(key), "tenant": tenant, "prefix": key[:9], "created": now_ms()}
     database.insert("api_keys", **row)
     return key
-
-
-def _tenant_named(database: Database, name: str) -> str:
-    return str(database.run("SELECT id FROM tenants WHERE name = :name", name=name)[0]["id"])
 
 
 def adopt_local(database: Database, name: str) -> int:
@@ -85,8 +82,9 @@ def adopt_local(database: Database, name: str) -> int:
     """
     count = database.number("SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :id", id=LOCAL)
     for table in ("classifiers", "jobs", "idempotency"):
-        change = f"UPDATE {table} SET tenant = :tenant WHERE tenant = :local"
-        database.run(change, tenant=_tenant_named(database, name), local=LOCAL)
+        tenant = "(SELECT id FROM tenants WHERE name = :name)"
+        change = f"UPDATE {table} SET tenant = {tenant} WHERE tenant = :local"
+        database.run(change, name=name, local=LOCAL)
     return count
 
 

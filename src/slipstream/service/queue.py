@@ -104,9 +104,10 @@ def minutes(seconds: int) -> str:
     >>> minutes(20), minutes(61), minutes(200)
     ('less than a minute', 'about 1 minute', 'about 3 minutes')
     """
+    if seconds < 60:
+        return "less than a minute"
     count = round(seconds / 60)
-    words = f"about {count} minute{'s' if count > 1 else ''}"
-    return "less than a minute" if seconds < 60 else words
+    return f"about {count} minute{'s' if count > 1 else ''}"
 
 
 # ---- statements

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import re
 from collections.abc import Callable
 from importlib import metadata, resources
 from typing import Any, Final, NamedTuple
@@ -61,9 +62,10 @@ async def openapi(call: Call) -> dict[str, Any]:
 async def docs(call: Call) -> Response:
     """This list."""
     rows = "".join(
-        f"<tr><td>{one.method}</td><td><code>{html.escape(one.path)}</code></td>"
-        f"<td>{html.escape(one.handler.__doc__ or '')}</td></tr>"
-        for one in OPERATIONS
+        f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(entry['summary'])}</td></tr>"
+        for path, methods in description()["paths"].items()
+        for method, entry in methods.items()
     )
     text = (
         "<!doctype html><html lang=en><meta charset=utf-8><title>slipstream serve</title>"
@@ -161,9 +163,8 @@ def description() -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
         _, path, parameters = compile_path(one.path)
-        group = one.handler.__module__.rpartition(".")[2]
         paths.setdefault(path, {})[one.method.lower()] = {
-            "operationId": f"{group}_{one.handler.__name__}_{one.method.lower()}",
+            "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{path}").strip("_"),
             "summary": one.handler.__doc__,
             "parameters": [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
