@@ -190,7 +190,8 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     LOG.info("ready at http://%s:%d", host, listener.getsockname()[1])
     await server.serve(sockets=[listener])
-    stop()
+    if not service.stopping.is_set():  # it ended by itself
+        stop()
     await asyncio.to_thread(trainer.end, TRAINER_STOP_S)
     await keeping
 
