@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from slipstream.service.answers import Model
 from slipstream.service.refusals import Damaged
 
+LOG = logging.getLogger("slipstream.service")
 File = tuple[Path, int, int, int]  # a changed file is another one
 
 
@@ -65,6 +67,7 @@ class Models:
         try:
             model = Model.load(file[0])
         except Damaged as error:
+            LOG.warning("%s: %s", file[0], error)
             self._checked[file] = str(error)
             raise
         with self._lock:

@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 
 from slipstream.service.database import Database, Row
-from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
@@ -36,6 +35,20 @@ WHERE id = (
   LIMIT 1 {lock})
 AND cancel = 0 AND (state = 'waiting' OR lease_until < :now) RETURNING *
 """
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A line of ``progress.jsonl``."""
+
+    updates: int
+    total: int
+    epoch: int
+    epochs: int
+    samples_s: float
+    at: int
+    loss: float | None = None
+    accuracy: float | None = None
+    held_accuracy: float | None = None
 
 
 class Claim(msgspec.Struct, frozen=True):

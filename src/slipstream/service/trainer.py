@@ -1,7 +1,7 @@
 """The trainer: claims jobs, runs each as ``slipstream run`` of its own, and watches it.
 
-A process of its own, started by the API process and killed with it. It writes a byte a second to
-its standard output; the API process takes that for its pulse.
+A process of its own, started by the API process and killed with it. It writes bytes to its
+standard output, one a second at least; the API process takes that for its pulse.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from slipstream.service import queue
 from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, now_ms
-from slipstream.service.progress import Progress
 from slipstream.service.refusals import Damaged
 from slipstream.service.serve_options import MIB, ServeOptions
 from slipstream.service.settings import JobSetting
@@ -39,6 +38,7 @@ STOP_S: Final = 20.0
 CANCEL_S: Final = 3.0
 LOG_TAIL_NBYTES: Final = 8192
 KEPT_VERSIONS: Final = 3
+ROOM_NBYTES: Final = 64 * MIB  # that have to be free for a job to begin
 RUN: Final = (sys.executable, "-P", "-m", "slipstream.cli", "run")
 REFUSED: Final = re.compile(r"refused: (.{1,500})")
 
@@ -54,8 +54,8 @@ class Running:
         self.held, self.directory = held, directory
         self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
         self.best, self.updates_s = held.resumed_from, 0.0
-        self.unwritten: list[Progress] = []
-        self._first: Progress | None = None
+        self.unwritten: list[queue.Progress] = []
+        self._first: queue.Progress | None = None
         self._kill_at = float("inf")
         job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
@@ -83,7 +83,7 @@ class Running:
             self._offset += len(whole)
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
-                    self.unwritten.append(msgspec.json.decode(line, type=Progress))
+                    self.unwritten.append(msgspec.json.decode(line, type=queue.Progress))
         if self.unwritten:
             first = self._first = self._first or self.unwritten[0]
             last = self.unwritten[-1]
@@ -123,16 +123,18 @@ class Trainer:
         self._options, self._database, self._directory = options, database, directory
         self._me = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._running: list[Running] = []
-        self._written = 0.0
+        self._written, self._had_room = 0.0, True
         self.stopping = threading.Event()
 
     def run(self) -> None:
         """Work until ``stopping`` is set; then let the jobs wait again."""
         while not self.stopping.is_set() or self._running:
+            os.write(1, b".")
             try:
                 self._tick()
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
+                self.stopping.wait(WRITE_S)
             if self.stopping.is_set():
                 for running in self._running:
                     running.end("stopped", STOP_S)
@@ -148,12 +150,12 @@ class Trainer:
         if time.monotonic() - self._written < WRITE_S:
             return
         self._written = time.monotonic()
-        os.write(1, b".")
         for running in self._running:
             if not self._record(running):
                 running.end("lost", CANCEL_S)
         self._purge()
-        if not self.stopping.is_set() and len(self._running) < self._options.jobs:
+        full = self.stopping.is_set() or len(self._running) >= self._options.jobs
+        if not full and self._has_room():
             self._claim()
 
     def _record(self, running: Running) -> bool:
@@ -195,6 +197,8 @@ class Trainer:
             self._fail(held, "cancelled")
         elif refusal := REFUSED.search(tail := running.log_tail()):
             self._fail(held, refusal[1])
+        elif not self._has_room():
+            queue.release(self._database, held, blameless=True)
         elif queue.is_poisoned(held.fruitless, held.resumed_from, running.best):
             said = [line for line in tail.splitlines() if line.strip()]
             self._fail(held, said[-1][:500] if said else f"exit status {code}")
@@ -228,6 +232,14 @@ class Trainer:
     def _fail(self, held: queue.Claim, reason: str) -> None:
         queue.finish(self._database, held, "failed", reason, now_ms())
         LOG.warning("job %s of %s: failed: %s", held.id, held.classifier, reason)
+
+    def _has_room(self) -> bool:
+        """Whether jobs can write. What ends on a full disk is not to blame, and waits."""
+        room = self._directory.free_nbytes() >= ROOM_NBYTES
+        if self._had_room and not room:
+            LOG.warning("less than %d MiB are free: jobs wait", ROOM_NBYTES // MIB)
+        self._had_room = room
+        return room
 
     def _purge(self) -> None:
         """Remove the files of deleted classifiers, once none of their processes lives."""

@@ -11,7 +11,6 @@ import pytest
 
 from slipstream.service import keys, queue
 from slipstream.service.database import Database
-from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 POSTGRES = os.environ.get("SERVICE_POSTGRES", "")
@@ -63,10 +62,8 @@ def state(database: Database, classifier: str) -> str:
     return str(row["state"])
 
 
-def line(updates: int) -> Progress:
-    return Progress(
-        updates=updates, total=100, epoch=1, epochs=2, samples_s=50.0, at=updates, loss=0.5
-    )
+def line(updates: int) -> queue.Progress:
+    return queue.Progress(updates, 100, 1, 2, 50.0, at=updates, loss=0.5)
 
 
 def test_tenants_take_turns(database: Database) -> None:
