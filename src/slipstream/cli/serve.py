@@ -9,8 +9,9 @@ import typer
 
 from slipstream.errors import ConfigError
 from slipstream.service.data_directory import DataDirectory
-from slipstream.service.database import Database, sqlite_path
-from slipstream.service.keys import add_key, list_keys, revoke_key
+from slipstream.service.database import Database
+from slipstream.service.keys import add_key, adopt_local, any_key, list_keys, revoke_key
+from slipstream.service.rows import Limits
 from slipstream.service.serve_options import MIB, ServeOptions
 
 DEFAULTS = ServeOptions(data="slipstream-data")
@@ -31,8 +32,8 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, help="Jobs that may wait.")] = DEFAULTS.queue,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs a job.")] = DEFAULTS.epochs,
     rate: Annotated[int, typer.Option(min=1, help="Requests a minute, tenant.")] = DEFAULTS.rate,
-    max_rows: Annotated[int, typer.Option(min=5)] = DEFAULTS.max_rows,
-    max_classes: Annotated[int, typer.Option(min=2)] = DEFAULTS.max_classes,
+    max_rows: Annotated[int, typer.Option(min=5)] = Limits().max_rows,
+    max_classes: Annotated[int, typer.Option(min=2)] = Limits().max_classes,
     max_body: Annotated[int, typer.Option(min=1, help="MiB an upload.")] = DEFAULTS.max_body // MIB,
     max_model: Annotated[int, typer.Option(min=1, help="MiB a model.")] = DEFAULTS.max_model // MIB,
     connections: Annotated[int, typer.Option(min=8)] = DEFAULTS.connections,
@@ -60,8 +61,7 @@ def serve(
         queue=queue,
         epochs=epochs,
         rate=rate,
-        max_rows=max_rows,
-        max_classes=max_classes,
+        limits=Limits(max_rows=max_rows, max_classes=max_classes),
         max_body=max_body * MIB,
         max_model=max_model * MIB,
         connections=connections,
@@ -80,7 +80,7 @@ def serve(
 
 
 def _open(data: str, address: str) -> Database:
-    database = Database(address or sqlite_path(DataDirectory(data).path))
+    database = DataDirectory(data).database(address)
     database.migrate()
     return database
 
@@ -88,14 +88,24 @@ def _open(data: str, address: str) -> Database:
 @keys.command("add")
 def add(
     name: Annotated[str, typer.Argument(help="The tenant; it may have several keys.")],
-    quota: Annotated[int, typer.Option(min=1, help="Classifiers.")] = DEFAULTS.quota,
+    quota: Annotated[
+        int | None, typer.Option(min=1, help="Classifiers; 8 for a new tenant.")
+    ] = None,
     data: Data = DEFAULTS.data,
     database: DatabaseAddress = "",
 ) -> None:
-    """Make a key and print it, this once."""
+    """Make a key and print it, this once. The first key's tenant gets what was made without one."""
     with _open(data, database) as opened, opened.transaction() as transaction:
+        is_first = not any_key(transaction)
         key = add_key(transaction, name, quota)
+        adopted = adopt_local(transaction, name) if is_first else 0
     typer.echo(key)
+    if is_first:
+        typer.echo(
+            f"From now on every request needs a key. {name} owns the classifiers that were made "
+            f"without one: {adopted}.",
+            err=True,
+        )
 
 
 @keys.command("list")

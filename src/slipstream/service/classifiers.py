@@ -6,6 +6,7 @@ kill in between leaves a directory without a row, which the next start removes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -17,15 +18,15 @@ import msgspec
 
 from slipstream.runtime.files.whole_files import replace_file, sync_directory
 from slipstream.service import queue, rows
-from slipstream.service.context import Service
-from slipstream.service.data_directory import remove
-from slipstream.service.database import Row, Transaction, now_ms
-from slipstream.service.errors import MISSING_METADATA, ApiError, not_found, too_many
-from slipstream.service.keys import Tenant
-from slipstream.service.serve_options import LANGUAGES, NAME_CHARACTERS
-from slipstream.service.upload import NBYTES_AT_ONCE, Upload
+from slipstream.service.context import Call
+from slipstream.service.data_directory import MODEL, remove
+from slipstream.service.database import Database, Row, now_ms
+from slipstream.service.errors import MISSING_METADATA, ApiError, not_found
+from slipstream.service.upload import BOM, Upload
 
 ID: Final = re.compile(r"[0-9a-f]{6}x[0-9a-f]{10}-nlc-[1-9][0-9]{0,8}")
+LANGUAGES: Final = ("ar", "de", "en", "es", "fr", "it", "ja", "ko", "pt")
+NAME: Final = re.compile(r"[^\0\r\n]{0,256}")
 DAY_MS: Final = 24 * 3600 * 1000
 TRAINING: Final = (
     "The classifier instance is in its training phase, not yet ready to accept classify requests"
@@ -35,303 +36,206 @@ AVAILABLE: Final = (
 )
 
 
-class Metadata(msgspec.Struct, frozen=True):
-    """What describes a classifier."""
-
-    name: str | None
-    language: str
-
-
-class Status(msgspec.Struct, frozen=True):
-    """IBM's status of a classifier, and its sentence."""
-
-    status: str
-    description: str
-
-
 class Draft(msgspec.Struct, frozen=True):
-    """A checked upload: its directory in ``incoming/``, and what is kept of it."""
+    """A checked upload: its directory in ``incoming/``, and what the two tables keep of it."""
 
     directory: Path
-    rows: int
-    classes: int
-    sha256: str
-    nbytes: int
+    classifier: dict[str, str | None]
+    version: dict[str, object]
 
 
 # ---- what comes in
 
 
-def parse_metadata(raw: bytes) -> Metadata:
+def parse_metadata(raw: bytes) -> dict[str, str | None]:
     """Check the metadata of an upload.
 
-    Raises:
-        ApiError: 400, with the field.
-
     >>> parse_metadata(b'{"name": "mail", "language": "en-US"}')
-    Metadata(name='mail', language='en')
+    {'name': 'mail', 'language': 'en'}
     """
     try:
-        fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        raise ApiError(400, "Missing metadata", MISSING_METADATA) from None
+        fields = msgspec.json.decode(raw.removeprefix(BOM), type=dict[str, object])
+    except (ValueError, RecursionError):
+        raise ApiError("Missing metadata", MISSING_METADATA) from None
     name, language = fields.get("name"), fields.get("language", "en")
-    if name is not None and (
-        not isinstance(name, str)
-        or len(name) > NAME_CHARACTERS
-        or any(character in name for character in "\0\r\n")
-    ):
-        raise ApiError(
-            400,
-            "Malformed metadata",
-            f"The 'name' is not a text of at most {NAME_CHARACTERS} characters without line ends.",
-        )
+    if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
+        reason = "The 'name' is not a text of at most 256 characters without line ends."
+        raise ApiError("Malformed metadata", reason)
     short = re.split("[-_]", language)[0].lower() if isinstance(language, str) else ""
     if short not in LANGUAGES:
-        raise ApiError(
-            400,
-            "Unsupported language",
-            f"The language '{str(language)[:40]}' is not one of {', '.join(LANGUAGES)}.",
-        )
-    return Metadata(name, short)
+        reason = f"The language '{str(language)[:40]}' is not one of {', '.join(LANGUAGES)}."
+        raise ApiError("Unsupported language", reason)
+    return {"name": name, "language": short}
 
 
-def prepare(service: Service, upload: Upload) -> Draft:
-    """Read the rows of an upload and lay out the files of a version in ``incoming/``.
+@contextlib.contextmanager
+def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
+    """Check an upload, and lay out the files of a version in ``incoming/``.
 
     Raises:
+        ApiError: The metadata cannot be used.
         Refused: The rows are not training data.
     """
-    options = service.options
-    limits = rows.Limits(max_rows=options.max_rows, max_classes=options.max_classes)
-    read = rows.read(_blocks(upload.path), limits)
-    sha256, nbytes = upload.sha256(), upload.path.stat().st_size
-    directory = service.directory.incoming / secrets.token_hex(16)
+    metadata = parse_metadata(upload.metadata)
+    read = rows.read(upload.blocks(), call.service.options.limits)
+    version = {
+        "rows": len(read.texts),
+        "classes": len(read.labels),
+        "sha256": upload.sha256(),
+        "bytes": upload.path.stat().st_size,
+    }
+    directory = call.service.directory.incoming / secrets.token_hex(16)
     try:
         directory.mkdir(mode=0o700)
         with upload.path.open("rb") as file:
             os.fsync(file.fileno())
         upload.path.rename(directory / "data.csv")
         replace_file(directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-    except BaseException:
-        remove(directory)
-        raise
-    return Draft(directory, len(read.texts), len(read.labels), sha256, nbytes)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(NBYTES_AT_ONCE):
-            yield block
+        yield Draft(directory, metadata, version)
+    finally:
+        remove(directory)  # unless it was moved into place
 
 
 # ---- writing
 
 
-def create(
-    service: Service, tenant: Tenant, metadata: Metadata, draft: Draft, key: str | None
-) -> str:
+def create(call: Call, upload: Upload, key: str | None) -> str:
     """Make a classifier and its job; with an idempotency key that was used, the first one.
 
     Raises:
         ApiError: No room for the tenant or in the queue; the key was used for other bytes.
     """
-    now = now_ms()
-    with service.database.transaction() as transaction:
-        if key is not None and (first := _repeated(transaction, tenant, key, draft.sha256, now)):
+    now, tenant = now_ms(), call.tenant
+    with prepared(call, upload) as draft, call.service.database.transaction() as database:
+        use = {"tenant": tenant.id, "key": key, "sha256": draft.version["sha256"]}
+        if key is not None and (first := _first_of(database, use, now)):
             return first
-        _refuse_if_full(service, transaction, tenant)
-        row = transaction.one("SELECT COALESCE(MAX(serial), 0) + 1 AS serial FROM classifiers")
-        serial = int(row["serial"]) if row else 1
+        if database.postgres:  # two creates at once would count the same
+            database.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
+        owned = "SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :tenant"
+        if database.number(owned, tenant=tenant.id) >= tenant.quota:
+            reason = "This user or service instance has the maximum number of classifiers."
+            raise ApiError("Entitlement error", reason)
+        serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
         classifier = f"{secrets.token_hex(3)}x{secrets.token_hex(5)}-nlc-{serial}"
-        transaction.run(
-            "INSERT INTO classifiers (id, tenant, name, language, created, serial)"
-            " VALUES (:id, :tenant, :name, :language, :now, :serial)",
-            {
-                "id": classifier,
-                "tenant": tenant.id,
-                "name": metadata.name,
-                "language": metadata.language,
-                "now": now,
-                "serial": serial,
-            },
-        )
+        row = {"id": classifier, "tenant": tenant.id, "created": now, "serial": serial}
+        database.insert("classifiers", **row, **draft.classifier)
         if key is not None:
-            transaction.run(
-                "INSERT INTO idempotency (tenant, key, sha256, classifier, at)"
-                " VALUES (:tenant, :key, :sha256, :id, :now)",
-                {
-                    "tenant": tenant.id,
-                    "key": key,
-                    "sha256": draft.sha256,
-                    "id": classifier,
-                    "now": now,
-                },
-            )
-        _add_version(service, transaction, classifier, 1, tenant, draft, now)
-    return classifier
+            database.insert("idempotency", classifier=classifier, at=now, **use)
+        _add_version(call, classifier, 1, draft, now)
+        return classifier
 
 
-def add_version(service: Service, tenant: Tenant, classifier: str, draft: Draft) -> int:
+def _first_of(database: Database, use: dict[str, object], now: int) -> str | None:
+    """The classifier that an idempotency key made within 24 hours."""
+    database.run("DELETE FROM idempotency WHERE at < :past", past=now - DAY_MS)
+    used = "SELECT * FROM idempotency WHERE tenant = :tenant AND key = :key"
+    row = database.one(used, tenant=use["tenant"], key=use["key"])
+    if row is not None and row["sha256"] != use["sha256"]:
+        reason = "This Idempotency-Key was used for other bytes within 24 hours; take a new one."
+        raise ApiError("Idempotency key reused", reason)
+    return str(row["classifier"]) if row else None
+
+
+def add_version(call: Call, upload: Upload) -> int:
     """Train a classifier anew on other data; the version that answers stays until it is done.
 
     Raises:
         ApiError: It is unknown, still trains, or the queue is full.
     """
-    now = now_ms()
-    with service.database.transaction() as transaction:
-        find(transaction, tenant, classifier)
-        job = newest_job(transaction, classifier)
-        if job is not None and job["state"] in ("waiting", "running"):
-            raise ApiError(
-                409, "Classifier not available", "It still trains; wait for the end, or cancel it."
-            )
-        _refuse_if_queue_full(service, transaction)
-        row = transaction.one(
-            "SELECT MAX(number) + 1 AS next FROM versions WHERE classifier = :id",
-            {"id": classifier},
-        )
-        number = int(row["next"]) if row else 1
-        _add_version(service, transaction, classifier, number, tenant, draft, now)
-    return number
+    with prepared(call, upload) as draft, call.service.database.transaction() as database:
+        _, job = find_with_job(call)
+        if job["state"] in ("waiting", "running"):
+            reason = "It still trains; wait for the end, or cancel it."
+            raise ApiError("Classifier not available", reason)
+        latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
+        number = database.number(latest, id=call.id) + 1
+        _add_version(call, call.id, number, draft, now_ms())
+        return number
 
 
-def _add_version(
-    service: Service,
-    transaction: Transaction,
-    classifier: str,
-    number: int,
-    tenant: Tenant,
-    draft: Draft,
-    now: int,
-) -> None:
-    transaction.run(
-        "INSERT INTO versions (classifier, number, rows, classes, sha256, created, bytes)"
-        " VALUES (:id, :number, :rows, :classes, :sha256, :now, :nbytes)",
-        {
-            "id": classifier,
-            "number": number,
-            "rows": draft.rows,
-            "classes": draft.classes,
-            "sha256": draft.sha256,
-            "now": now,
-            "nbytes": draft.nbytes,
-        },
-    )
-    queue.enqueue(transaction, classifier, number, tenant.id, now)
-    place = service.directory.version(classifier, number)
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    draft.directory.rename(place)
-    sync_directory(place.parent)
-    sync_directory(place.parent.parent)
+def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
+    database, limit = call.service.database, call.service.options.queue
+    if queue.waiting(database) >= limit:
+        raise ApiError("Queue full", f"{limit} jobs wait already; try again later.", retry_s=30)
+    version = {"classifier": classifier, "number": number, "created": now}
+    database.insert("versions", **version, **draft.version)
+    queue.enqueue(database, classifier, number, call.tenant.id, now)
+    directory = call.service.directory.version(classifier, number)
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    draft.directory.rename(directory)
+    sync_directory(directory.parent)
+    sync_directory(directory.parent.parent)
 
 
-def _repeated(
-    transaction: Transaction, tenant: Tenant, key: str, sha256: str, now: int
-) -> str | None:
-    transaction.run("DELETE FROM idempotency WHERE at < :past", {"past": now - DAY_MS})
-    row = transaction.one(
-        "SELECT sha256, classifier FROM idempotency WHERE tenant = :tenant AND key = :key",
-        {"tenant": tenant.id, "key": key},
-    )
-    if row is not None and row["sha256"] != sha256:
-        raise ApiError(
-            422,
-            "Idempotency key reused",
-            "This Idempotency-Key was used for other bytes within 24 hours; take a new one.",
-        )
-    return None if row is None else str(row["classifier"])
-
-
-def _refuse_if_full(service: Service, transaction: Transaction, tenant: Tenant) -> None:
-    if transaction.postgres:  # two creates at once would count the same
-        transaction.run("SELECT id FROM tenants WHERE id = :id FOR UPDATE", {"id": tenant.id})
-        transaction.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
-    row = transaction.one(
-        "SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :tenant", {"tenant": tenant.id}
-    )
-    if row is not None and row["n"] >= tenant.quota:
-        raise ApiError(
-            400,
-            "Entitlement error",
-            "This user or service instance has the maximum number of classifiers.",
-        )
-    _refuse_if_queue_full(service, transaction)
-
-
-def _refuse_if_queue_full(service: Service, transaction: Transaction) -> None:
-    if queue.waiting(transaction) >= service.options.queue:
-        raise too_many(
-            "Queue full", f"{service.options.queue} jobs wait already; try again later.", 30
-        )
-
-
-def delete(service: Service, tenant: Tenant, classifier: str) -> None:
+def delete(call: Call) -> None:
     """Delete a classifier, its files and all that is known of it.
 
     A job that runs is ended by the trainer, which then removes the files.
     """
-    place = service.directory.classifier(classifier)
-    with service.database.transaction() as transaction:
-        find(transaction, tenant, classifier)
-        job = newest_job(transaction, classifier)
-        running = job is not None and job["state"] == "running"
-        transaction.run("DELETE FROM classifiers WHERE id = :id", {"id": classifier})
-        transaction.run(
-            "INSERT INTO purges (path, at) VALUES (:path, :now)",
-            {"path": classifier, "now": now_ms()},
-        )
-    service.models.forget(place)
-    if not running:
-        remove(place)
-        with service.database.transaction() as transaction:
-            transaction.run("DELETE FROM purges WHERE path = :path", {"path": classifier})
-    service.database.forget_deleted()
+    database, directory = call.service.database, call.service.directory.classifiers / call.id
+    with database.transaction():
+        _, job = find_with_job(call)
+        database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
+        database.insert("purges", path=call.id, at=now_ms())
+    call.service.models.forget(directory)
+    if job["state"] != "running":
+        remove(directory)
+        database.run("DELETE FROM purges WHERE path = :id", id=call.id)
+    database.forget_deleted()
 
 
 # ---- reading
 
 
-def find(transaction: Transaction, tenant: Tenant, classifier: str) -> Row:
-    """The row of a tenant's classifier.
+def find(call: Call) -> Row:
+    """The classifier that a request is about.
 
     Raises:
         ApiError: 404, also if it is another tenant's.
     """
-    if not ID.fullmatch(classifier):
-        raise not_found()
-    row = transaction.one(
-        "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant",
-        {"id": classifier, "tenant": tenant.id},
-    )
-    if row is None:
+    statement = "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant"
+    known = ID.fullmatch(call.id)
+    row = known and call.service.database.one(statement, id=call.id, tenant=call.tenant.id)
+    if not row:
         raise not_found()
     return row
 
 
-def newest_job(transaction: Transaction, classifier: str) -> Row | None:
-    """The last job of a classifier."""
-    return transaction.one(
-        "SELECT * FROM jobs WHERE classifier = :id ORDER BY queued DESC, version DESC LIMIT 1",
-        {"id": classifier},
+def newest_job(call: Call, classifier: str) -> Row:
+    """The last job of a classifier that is there, with the figures of its version."""
+    [row] = call.service.database.run(
+        "SELECT j.*, v.rows, v.classes, v.bytes, v.report AS accuracy FROM jobs j"
+        " JOIN versions v ON v.classifier = j.classifier AND v.number = j.version"
+        " WHERE j.classifier = :id ORDER BY j.queued DESC, j.version DESC LIMIT 1",
+        id=classifier,
     )
+    return row
 
 
-def status(service: Service, transaction: Transaction, row: Row) -> Status:
-    """IBM's status of a classifier."""
+def find_with_job(call: Call) -> tuple[Row, Row]:
+    """The classifier that a request is about, and its newest job."""
+    with call.service.database.reading():
+        return find(call), newest_job(call, call.id)
+
+
+def model_path(call: Call, row: Row) -> Path:
+    """The model file of the active version."""
+    return call.service.directory.version(row["id"], row["active"]) / MODEL
+
+
+def status(call: Call, row: Row, job: Row) -> tuple[str, str]:
+    """IBM's status of a classifier, and its sentence."""
     if row["active"] is not None:
-        path = service.directory.version(row["id"], row["active"]) / "model.safetensors"
-        damage = service.models.damage(path)
+        damage = call.service.models.damage(model_path(call, row))
         if damage is None:
-            return Status("Available", AVAILABLE)
-        return Status("Unavailable", f"The model file is damaged: {damage}.")
-    job = newest_job(transaction, row["id"])
-    if job is None or job["state"] in ("failed", "cancelled"):
-        reason = "cancelled" if job is None or job["state"] == "cancelled" else job["error"]
-        return Status("Failed", f"Training failed: {str(reason or 'unknown').rstrip('.')}.")
+            return "Available", AVAILABLE
+        return "Unavailable", f"The model file is damaged: {damage}."
+    if job["state"] in ("failed", "cancelled"):
+        reason = "cancelled" if job["state"] == "cancelled" else job["error"] or "unknown"
+        return "Failed", f"Training failed: {reason.rstrip('.')}."
     if job["state"] == "waiting":
-        return Status("Training", f"{TRAINING} (waiting, {queue.ahead(transaction, job)} ahead)")
-    done = f"{queue.percent(job['best_update'], job['total'])}%"
-    left = queue.seconds_left(job, now_ms())
+        return "Training", f"{TRAINING} (waiting, {queue.ahead(call.service.database, job)} ahead)"
+    left = queue.seconds_left(job)
     tail = "" if left is None else f", {queue.minutes(left)} left"
-    return Status("Training", f"{TRAINING} ({done}{tail})")
+    return "Training", f"{TRAINING} ({queue.percent(job)}%{tail})"

@@ -5,18 +5,17 @@ The database decides. Names on disk are ids of ours; nothing a user wrote become
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.runtime.files.whole_files import read_own, replace_file
+from slipstream.service.database import Database
 
-SECRET_NBYTES = 32
+MODEL = "model.safetensors"
 
 
 class DataDirectory:
@@ -29,9 +28,10 @@ class DataDirectory:
         ConfigError: It cannot be created or written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str) -> None:
         self.path = Path(path).absolute()
-        self._lock: int | None = None
+        self.incoming = self.path / "incoming"  # uploads under way
+        self.classifiers = self.path / "classifiers"
         try:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,23 +41,13 @@ class DataDirectory:
                 "user may write to (--data)"
             ) from error
 
-    @property
-    def incoming(self) -> Path:
-        """Uploads under way."""
-        return self.path / "incoming"
-
-    @property
-    def classifiers(self) -> Path:
-        """A directory a classifier."""
-        return self.path / "classifiers"
-
-    def classifier(self, classifier: str) -> Path:
-        """All versions of a classifier."""
-        return self.classifiers / classifier
-
     def version(self, classifier: str, number: int) -> Path:
         """The files of one version."""
         return self.classifiers / classifier / str(number)
+
+    def database(self, address: str) -> Database:
+        """The database at an address; by default SQLite in the directory."""
+        return Database(address or str(self.path / "service.db"))
 
     def lock(self) -> None:
         """Make this process the only service of the directory, until it ends.
@@ -77,32 +67,14 @@ class DataDirectory:
             ) from None
         os.ftruncate(file, 0)
         os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-        self._lock = file
-
-    def unlock(self) -> None:
-        """Let another service have the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""
         path = self.path / "secret"
         if not path.exists():
-            replace_file(path, [secrets.token_bytes(SECRET_NBYTES)])
+            replace_file(path, [secrets.token_bytes(32)])
             path.chmod(0o600)
         return read_own(path, 1024)
-
-    def clear_incoming(self) -> None:
-        """Remove uploads that a killed service left."""
-        for path in self.incoming.iterdir():
-            remove(path)
-
-    def remove_unknown(self, known: Collection[str]) -> None:
-        """Remove directories of classifiers that the database does not have."""
-        for path in self.classifiers.iterdir():
-            if path.name not in known:
-                remove(path)
 
     def free_nbytes(self) -> int:
         """What is free on its disk."""
@@ -114,5 +86,4 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        path.unlink(missing_ok=True)

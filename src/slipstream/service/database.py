@@ -1,7 +1,7 @@
 """The database: SQLite in the data directory, or PostgreSQL; a few plain statements for both.
 
-One connection a process, used by one thread at a time. Every write is inside ``transaction()``; on
-SQLite that takes the write lock at once, so that no transaction has to be repeated.
+One connection a process, used by one thread at a time. On SQLite a transaction takes the write lock
+at once, so that none has to be repeated.
 """
 
 from __future__ import annotations
@@ -11,92 +11,54 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import resources
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final
 
 from slipstream.errors import ConfigError, RuntimeFault
 
 Row = dict[str, Any]
-PARAMETER = re.compile(r"(?<![:\w]):([a-z_]\w*)")
-BUSY_MS = 5_000
-RUSH_LOCK = 7_146_001  # PostgreSQL: only one process migrates at a time
+Connect = Callable[[], Any]  # gives a DB-API connection
+PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+BUSY_MS: Final = 5_000
+PRAGMAS: Final = (
+    f"busy_timeout={BUSY_MS}",
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    "secure_delete=ON",
+)
+MIGRATION_LOCK: Final = 7_146_001  # PostgreSQL: only one process migrates at a time
 
 
 class DatabaseUnavailable(RuntimeFault):
     """The database does not answer now; a repetition may pass."""
 
 
-class Connection(Protocol):
-    """What of a DB-API connection is used."""
-
-    def execute(self, statement: str, values: Any = ..., /) -> Any: ...
-    def close(self) -> None: ...
-
-
-class Transaction:
-    """Runs statements: ``:name`` parameters, rows as dictionaries."""
-
-    def __init__(self, connection: Connection, postgres: bool) -> None:
-        self._connection = connection
-        self.postgres = postgres
-
-    def run(self, statement: str, values: Mapping[str, object] | None = None) -> list[Row]:
-        """Run one statement.
-
-        Args:
-            statement: SQL that both databases understand.
-            values: The parameters by name.
-
-        Returns:
-            The rows it gives; none if it is no query.
-        """
-        if self.postgres:
-            statement = for_postgres(statement)
-        cursor = self._connection.execute(statement, dict(values or {}))
-        if cursor.description is None:
-            return []
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-
-    def one(self, statement: str, values: Mapping[str, object] | None = None) -> Row | None:
-        """The first row of a statement, or None."""
-        rows = self.run(statement, values)
-        return rows[0] if rows else None
-
-
-def for_postgres(statement: str) -> str:
-    """Rewrite ``:name`` to ``%(name)s``.
-
-    >>> for_postgres("SELECT 1 WHERE a = :a AND b::text = :b_2")
-    'SELECT 1 WHERE a = %(a)s AND b::text = %(b_2)s'
-    """
-    return PARAMETER.sub(r"%(\1)s", statement)
-
-
 class Database:
-    """A database by its address.
+    """A database by its address: SQL that both understand, with ``:name`` parameters.
+
+    Threads take turns. Statements of a thread that is in ``transaction()`` are part of it; others
+    are transactions of their own.
 
     Args:
         address: ``postgresql://…``, or the path of an SQLite file.
 
     Raises:
         ConfigError: The extra for PostgreSQL is missing.
+        DatabaseUnavailable: By each statement, if the database is locked, full or gone.
 
     >>> with Database(":memory:") as database:
     ...     database.migrate()
-    ...     with database.transaction() as transaction:
-    ...         transaction.one("SELECT number FROM schema_version")
-    {'number': 1}
+    ...     database.run("SELECT number FROM schema_version")
+    [{'number': 1}, {'number': 2}]
     """
 
     def __init__(self, address: str) -> None:
         self.postgres = address.startswith(("postgresql://", "postgres://"))
-        self._address = address
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._errors, self._open = _postgres(address) if self.postgres else _sqlite(address)
+        self._lock = threading.RLock()
+        self._connection: Any = None
+        self._error, self._connect = _postgres(address) if self.postgres else _sqlite(address)
 
     def __enter__(self) -> Database:
         return self
@@ -104,43 +66,53 @@ class Database:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[Transaction]:
-        """All statements of the block take effect together, or none.
-
-        Raises:
-            DatabaseUnavailable: It is locked, full or gone; a repetition may pass.
-        """
+    def run(self, statement: str, **values: object) -> list[Row]:
+        """Run one statement; returns the rows it gives, if it is a query."""
+        if self.postgres:
+            statement = PARAMETER.sub(r"%(\1)s", statement)
         with self._lock:
             try:
-                connection = self._connected()
-                connection.execute("BEGIN" if self.postgres else "BEGIN IMMEDIATE")
-                try:
-                    yield Transaction(connection, self.postgres)
-                    connection.execute("COMMIT")
-                except BaseException:
-                    with contextlib.suppress(*self._errors):
-                        connection.execute("ROLLBACK")
-                    raise
-            except self._errors as error:
+                self._connection = self._connection or self._connect()
+                cursor = self._connection.execute(statement, values)
+                names = [column[0] for column in cursor.description or ()]
+                rows = cursor.fetchall() if names else []
+            except self._error as error:
                 if self.postgres:
-                    self._disconnect()
+                    self.close()
                 raise DatabaseUnavailable(f"the database does not answer: {error}") from error
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def one(self, statement: str, **values: object) -> Row | None:
+        """The first row of a query, or None."""
+        return next(iter(self.run(statement, **values)), None)
+
+    def number(self, statement: str, **values: object) -> int:
+        """The number ``n`` that a query gives."""
+        return int(self.run(statement, **values)[0]["n"])
+
+    def insert(self, table: str, **values: object) -> None:
+        """Insert a row."""
+        places = ", ".join(f":{name}" for name in values)
+        self.run(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({places})", **values)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Transaction]:
-        """For one query, or several that need not agree.
-
-        Raises:
-            DatabaseUnavailable: It does not answer; a repetition may pass.
-        """
+    def reading(self) -> Iterator[Database]:
+        """Several queries between which no other thread changes anything."""
         with self._lock:
+            yield self
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Database]:
+        """All statements of the block take effect together, or none."""
+        with self._lock:
+            self.run("BEGIN" if self.postgres else "BEGIN IMMEDIATE")
             try:
-                yield Transaction(self._connected(), self.postgres)
-            except self._errors as error:
-                if self.postgres:
-                    self._disconnect()
-                raise DatabaseUnavailable(f"the database does not answer: {error}") from error
+                yield self
+                self.run("COMMIT")
+            except BaseException:
+                with contextlib.suppress(DatabaseUnavailable):
+                    self.run("ROLLBACK")
+                raise
 
     def migrate(self) -> None:
         """Bring the schema to the newest number, in one transaction.
@@ -148,13 +120,14 @@ class Database:
         Raises:
             ConfigError: The database was written by a later version of slipstream.
         """
-        steps = migrations()
-        with self.transaction() as transaction:
+        folder = resources.files("slipstream.service")
+        names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))
+        steps = [(folder / name).read_text("utf-8") for name in ("schema.sql", *names)]
+        with self.transaction():
             if self.postgres:
-                transaction.run("SELECT pg_advisory_xact_lock(:key)", {"key": RUSH_LOCK})
-            transaction.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
-            row = transaction.one("SELECT MAX(number) AS number FROM schema_version")
-            done = (row or {}).get("number") or 0
+                self.run("SELECT pg_advisory_xact_lock(:key)", key=MIGRATION_LOCK)
+            self.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
+            done = self.number("SELECT COALESCE(MAX(number), 0) AS n FROM schema_version")
             if done > len(steps):
                 raise ConfigError(
                     f"the database has schema {done}, newer than this version's {len(steps)}; "
@@ -162,75 +135,49 @@ class Database:
                 )
             for number, script in enumerate(steps[done:], start=done + 1):
                 for statement in statements(script):
-                    transaction.run(statement)
-                transaction.run("INSERT INTO schema_version VALUES (:number)", {"number": number})
+                    self.run(statement)
+                self.insert("schema_version", number=number)
 
     def forget_deleted(self) -> None:
         """Remove what was deleted from SQLite's log, too; best effort."""
         if not self.postgres:
-            with contextlib.suppress(DatabaseUnavailable), self.reading() as reading:
-                reading.run("PRAGMA wal_checkpoint(TRUNCATE)")
+            with contextlib.suppress(DatabaseUnavailable):
+                self.run("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the connection; the next statement would open it again."""
-        with self._lock:
-            self._disconnect()
-
-    def _connected(self) -> Connection:
-        if self._connection is None:
-            self._connection = self._open()
-        return self._connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(*self._errors):
-                self._connection.close()
-            self._connection = None
+        with self._lock, contextlib.suppress(self._error):
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
 
-def _sqlite(address: str) -> tuple[tuple[type[Exception], ...], Callable[[], Connection]]:
-    def connect() -> Connection:
+def _sqlite(address: str) -> tuple[type[Exception], Connect]:
+    def connect() -> Any:
         connection = sqlite3.connect(
-            address, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+            address, BUSY_MS / 1000, isolation_level=None, check_same_thread=False
         )
-        for pragma in (
-            f"busy_timeout={BUSY_MS}",
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "foreign_keys=ON",
-            "secure_delete=ON",
-        ):
+        for pragma in PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
         return connection
 
-    return (sqlite3.OperationalError,), connect
+    return sqlite3.OperationalError, connect
 
 
-def _postgres(address: str) -> tuple[tuple[type[Exception], ...], Callable[[], Connection]]:
+def _postgres(address: str) -> tuple[type[Exception], Connect]:
     try:
         import psycopg
         from psycopg.types.numeric import Int8Dumper
     except ImportError:
         raise ConfigError("PostgreSQL needs psycopg: pip install 'slipstream[postgres]'") from None
 
-    def connect() -> Connection:
+    def connect() -> Any:
         connection = psycopg.connect(address, autocommit=True, connect_timeout=5)
         # By default a small number is a smallint, and sums of two overflow.
         connection.adapters.register_dumper(int, Int8Dumper)
         return connection
 
-    return (psycopg.OperationalError,), connect
-
-
-def migrations() -> list[str]:
-    """The scripts, in order: ``schema.sql``, then ``migration_002.sql`` and so on."""
-    folder = resources.files("slipstream.service")
-    names = sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if re.fullmatch(r"migration_\d{3}\.sql", entry.name)
-    )
-    return [(folder / name).read_text("utf-8") for name in ["schema.sql", *names]]
+    return psycopg.OperationalError, connect
 
 
 def statements(script: str) -> list[str]:
@@ -246,8 +193,3 @@ def statements(script: str) -> list[str]:
 def now_ms() -> int:
     """Milliseconds since 1970."""
     return time.time_ns() // 1_000_000
-
-
-def sqlite_path(directory: Path) -> str:
-    """Where SQLite keeps the service's database."""
-    return str(directory / "service.db")

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 import h11
+import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slipstream.service.errors import ApiError, unavailable
+from slipstream.service.errors import ApiError
 
 HEADER_S: Final = 10.0
 HEADER_NBYTES: Final = 32 * 1024
 HEADER_STEP_NBYTES: Final = 8 * 1024
 BODY_GRACE_S: Final = 10.0
 BODY_NBYTES_S: Final = 16 * 1024
+CHECK_S: Final = 1.0
 
 
 def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
@@ -34,40 +36,54 @@ def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
 class DeadlineProtocol(H11Protocol):
     """Answers 408 to a request that does not come in time, and closes."""
 
-    limit = 512
+    limit = 512  # connections at once
+    _since: float | None = None  # when what is expected began: a header, or its body
+    _header_since = 0.0  # when the last header began
+    _received = 0  # of the body
     _timer: asyncio.TimerHandle | None = None
-    _began = 0.0
-    _received = 0
-    _silent_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_header()
+        self._since = self._header_since = self.loop.time()
+        self._timer = self.loop.call_later(CHECK_S, self._check)
         if len(self.connections) > self.limit:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._since is None:  # the next request on this connection
+            self._since = self._header_since = self.loop.time()
+        before = self.conn.their_state
         self._received += len(data)
-        if self._timer is None and self.conn.their_state is h11.IDLE:
-            self._expect_header()  # the next request on this connection
-        was_idle = self.conn.their_state is h11.IDLE
-        while was_idle and len(data) > HEADER_STEP_NBYTES and self.conn.their_state is h11.IDLE:
+        while len(data) > HEADER_STEP_NBYTES and self.conn.their_state is h11.IDLE:
             # h11 looks at the size of a header only while it is incomplete.
             super().data_received(data[:HEADER_STEP_NBYTES])
             data = data[HEADER_STEP_NBYTES:]
         if self.conn.their_state is not h11.ERROR:
             super().data_received(data)
+        if self.conn.their_state is h11.SEND_BODY:
+            if before is h11.IDLE:
+                self._since, self._received = self.loop.time(), 0
+        elif self.conn.their_state is not h11.IDLE or before is not h11.IDLE:
+            self._since = None  # the request is complete
+
+    def _check(self) -> None:
         if self.transport.is_closing():
-            self._cancel()
-        elif self.conn.their_state is h11.SEND_BODY:
-            if was_idle:
-                self._expect_body()
-        elif self.conn.their_state is not h11.IDLE:
-            self._cancel()  # the request is complete
+            return
+        self._timer = self.loop.call_later(CHECK_S, self._check)
+        if self._since is None:
+            return
+        if self.flow.read_paused:  # we are the slow ones
+            self._since += CHECK_S
+        elapsed_s = self.loop.time() - self._since
+        in_header = self.conn.their_state is h11.IDLE
+        if elapsed_s >= HEADER_S if in_header else is_too_slow(self._received, elapsed_s):
+            reason = "The request did not come in time; send it again."
+            self._refuse(ApiError("Request timeout", reason))
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest without a request; else this one."""
@@ -80,63 +96,24 @@ class DeadlineProtocol(H11Protocol):
             and not one.transport.is_closing()
         ]
         if silent:
-            min(silent, key=lambda one: one._silent_since).transport.close()
-            return
-        self._send(unavailable("Too many connections; try again in a moment."))
-        self.transport.close()
-
-    def _expect_header(self) -> None:
-        self._silent_since = self.loop.time()
-        self._cancel()
-        self._timer = self.loop.call_later(HEADER_S, self._expire)
-
-    def _expect_body(self) -> None:
-        self._cancel()
-        self._began, self._received = self.loop.time(), 0
-        self._timer = self.loop.call_later(1.0, self._check_body)
-
-    def _check_body(self) -> None:
-        self._timer = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.SEND_BODY:
-            return
-        if self.flow.read_paused:  # we are the slow ones
-            self._began += 1.0
-        if is_too_slow(self._received, self.loop.time() - self._began):
-            self._expire()
+            min(silent, key=lambda one: one._header_since).transport.close()
         else:
-            self._timer = self.loop.call_later(1.0, self._check_body)
+            reason = "Too many connections; try again in a moment."
+            self._refuse(ApiError("Service unavailable", reason))
 
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _expire(self) -> None:
-        self._timer = None
-        if self.transport.is_closing():
-            return
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless an answer is under way, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send(
-                ApiError(408, "Request timeout", "The request did not come in time; send it again.")
-            )
+            body, status = msgspec.json.encode(error.body), HTTPStatus(error.body.code)
+            head = {
+                **error.headers,
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                "Connection": "close",
+            }
+            lines = [f"HTTP/1.1 {status} {status.phrase}", *map(": ".join, head.items()), "", ""]
+            self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
-
-    def _send(self, error: ApiError) -> None:
-        body = error.body()
-        headers: list[Any] = [
-            *error.headers.items(),
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
-        reason = HTTPStatus(error.code).phrase.encode()
-        events = [
-            h11.Response(status_code=error.code, headers=headers, reason=reason),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ]
-        for event in events:
-            self.transport.write(self.conn.send(event) or b"")
 
 
 def with_limit(connections: int) -> type[DeadlineProtocol]:

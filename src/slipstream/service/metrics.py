@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus."""
+"""Health of the service, and ``/metrics`` for Prometheus."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import hmac
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Scope
+from starlette.responses import JSONResponse, Response
 
-from slipstream.service.context import Service, service_of
-from slipstream.service.database import now_ms
-from slipstream.service.errors import unauthorized
+from slipstream.service.context import Call
+from slipstream.service.database import DatabaseUnavailable, now_ms
+from slipstream.service.errors import NO_KEY, ApiError
+from slipstream.service.serve_options import MIB
 
 REGISTRY: Final = CollectorRegistry()
 REQUESTS: Final = Counter(
@@ -22,50 +21,70 @@ SECONDS: Final = Histogram(
     "slipstream_request_seconds", "Seconds a request took.", ["route"], registry=REGISTRY
 )
 JOBS: Final = Gauge("slipstream_jobs", "Jobs by state.", ["state"], registry=REGISTRY)
-OLDEST_S: Final = Gauge(
-    "slipstream_oldest_wait_seconds", "How long the oldest waiting job waits.", registry=REGISTRY
-)
-SAMPLES_S: Final = Gauge(
-    "slipstream_samples_per_second", "Samples a second of running jobs.", registry=REGISTRY
-)
-RESTARTS: Final = Gauge(
-    "slipstream_trainer_restarts", "Restarts of the trainer.", registry=REGISTRY
-)
-FREE: Final = Gauge("slipstream_disk_free_bytes", "Free on the data's disk.", registry=REGISTRY)
-STATES: Final = ("waiting", "running", "done", "failed", "cancelled")
+GAUGES: Final = {
+    name: Gauge(f"slipstream_{name}", description, registry=REGISTRY)
+    for name, description in {
+        "oldest_wait_seconds": "How long the oldest waiting job waits.",
+        "samples_per_second": "Samples a second of running jobs.",
+        "trainer_restarts": "Restarts of the trainer.",
+        "disk_free_bytes": "Free on the data's disk.",
+    }.items()
+}
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"})
+FREE_NBYTES: Final = 1024 * MIB  # below, the service is not ready
+TRAINER_SILENT_S: Final = 30.0
 
 
-def count_request(scope: Scope, code: int, seconds: float) -> None:
+def count_request(method: str, route: str, code: int, seconds: float) -> None:
     """Count a request under its route; never under what a client wrote."""
-    route = getattr(scope.get("route"), "path", "none")
-    method = scope["method"] if scope["method"] in METHODS else "other"
-    REQUESTS.labels(method, route, str(code)).inc()
+    REQUESTS.labels(method if method in METHODS else "other", route, str(code)).inc()
     SECONDS.labels(route).observe(seconds)
 
 
-async def show(request: Request) -> Response:
-    """GET /metrics; with ``--metrics-key`` only for who has it."""
-    service = service_of(request)
+def show(call: Call) -> Response:
+    """Figures for Prometheus; with ``--metrics-key`` only for who has it."""
+    service = call.service
+    given = call.headers.get("authorization", "").removeprefix("Bearer ")
     wanted = service.options.metrics_key
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if wanted and not hmac.compare_digest(wanted.encode(), given.encode()):
-        raise unauthorized()
-    await service.call(_measure, service)
+        raise ApiError("Unauthorized", NO_KEY)
+    counts = service.database.run(
+        "SELECT state, COUNT(*) AS n, MIN(queued) AS oldest, SUM(samples_s) AS samples_s"
+        " FROM jobs GROUP BY state"
+    )
+    jobs = {row["state"]: row for row in counts}
+    for state in ("waiting", "running", "done", "failed", "cancelled"):
+        JOBS.labels(state).set(jobs[state]["n"] if state in jobs else 0)
+    now = now_ms()
+    figures = {
+        "oldest_wait_seconds": (now - jobs.get("waiting", {}).get("oldest", now)) / 1000,
+        "samples_per_second": jobs.get("running", {}).get("samples_s", 0),
+        "trainer_restarts": service.restarts,
+        "disk_free_bytes": service.directory.free_nbytes(),
+    }
+    for name, value in figures.items():
+        GAUGES[name].set(value)
     return Response(generate_latest(REGISTRY), media_type="text/plain; version=0.0.4")
 
 
-def _measure(service: Service) -> None:
-    with service.database.reading() as reading:
-        counts = reading.run(
-            "SELECT state, COUNT(*) AS n, MIN(queued) AS oldest, SUM(samples_s) AS samples_s"
-            " FROM jobs GROUP BY state"
-        )
-    by_state = {row["state"]: row for row in counts}
-    for state in STATES:
-        JOBS.labels(state).set(by_state[state]["n"] if state in by_state else 0)
-    oldest = by_state.get("waiting", {}).get("oldest")
-    OLDEST_S.set(0 if oldest is None else max(0, now_ms() - oldest) / 1000)
-    SAMPLES_S.set(by_state.get("running", {}).get("samples_s") or 0)
-    RESTARTS.set(service.restarts)
-    FREE.set(service.directory.free_nbytes())
+async def live(call: Call) -> dict[str, bool]:
+    """Whether the process answers."""
+    return {"live": True}
+
+
+def ready(call: Call) -> Response:
+    """Whether database, disk and trainer are well."""
+    service, database_answers = call.service, True
+    try:
+        service.database.run("DELETE FROM purges WHERE at < 0")
+    except DatabaseUnavailable:
+        database_answers = False
+    well = {
+        "database": database_answers,
+        "disk": service.directory.free_nbytes() >= FREE_NBYTES,
+        "trainer": service.trainer_silent_s() < TRAINER_SILENT_S,
+        "running": not service.stopping.is_set(),
+    }
+    all_well = all(well.values())
+    shown = {"ready": all_well, **well, "at": now_ms() // 1000}
+    return JSONResponse(shown) if all_well else JSONResponse(shown, 503, {"Retry-After": "5"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -9,23 +10,22 @@ from pathlib import Path
 from slipstream.service.answers import Model
 from slipstream.service.refusals import Damaged
 
-Identity = tuple[int, int, int]
+LOG = logging.getLogger("slipstream.service")
+File = tuple[Path, int, int, int]  # a changed file is another one
 
 
 class Models:
-    """Loads model files and keeps those used last.
+    """Loads model files, keeps those used last, and remembers which files are sound.
 
-    Args:
-        limit_nbytes: How much all of them may have; the one in use may be larger.
+    All of them have at most ``limit_nbytes``, or the one in use alone.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
         self._limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._models: OrderedDict[Path, tuple[Identity, Model]] = OrderedDict()
-        self._damaged: dict[Path, tuple[Identity, str]] = {}
-        self._sound: dict[Path, Identity] = {}
+        self._models: OrderedDict[File, Model] = OrderedDict()
+        self._checked: dict[File, str | None] = {}  # what is wrong with it
 
     def get(self, path: Path) -> Model:
         """The model of a file.
@@ -33,28 +33,16 @@ class Models:
         Raises:
             Damaged: The file is damaged, of an unknown format or gone.
         """
-        identity = _identity(path)
-        if (model := self._known(path, identity)) is not None:
+        file = _identify(path)
+        if (model := self._kept(file)) is not None:
             return model
-        with self._loading:
-            if (model := self._known(path, identity)) is not None:
-                return model
-            try:
-                model = Model.load(path)
-            except Damaged as error:
-                with self._lock:
-                    self._damaged[path] = (identity, str(error))
-                raise
-            except OSError as error:
-                raise Damaged(f"it cannot be read: {error.strerror}") from error
-            self._keep(path, identity, model)
-            return model
+        with self._loading:  # others may use the models that are kept meanwhile
+            return self._kept(file) or self._load(file)
 
     def damage(self, path: Path) -> str | None:
         """Why a file cannot be used, or None; a file that has not changed is not read again."""
         try:
-            identity = _identity(path)
-            if self._sound.get(path) != identity:
+            if self._checked.get(_identify(path), "unknown") is not None:
                 self.get(path)
         except Damaged as error:
             return str(error)
@@ -63,36 +51,37 @@ class Models:
     def forget(self, directory: Path) -> None:
         """Drop what was loaded from a directory."""
         with self._lock:
-            for kept in (self._models, self._damaged, self._sound):
-                for path in [path for path in kept if directory in path.parents]:
-                    del kept[path]
+            for file in [file for file in self._checked if directory in file[0].parents]:
+                del self._checked[file]
+                self._models.pop(file, None)
 
-    def _known(self, path: Path, identity: Identity) -> Model | None:
+    def _kept(self, file: File) -> Model | None:
         with self._lock:
-            damaged = self._damaged.get(path)
-            if damaged is not None and damaged[0] == identity:
-                raise Damaged(damaged[1])
-            found = self._models.get(path)
-            if found is None or found[0] != identity:
-                return None
-            self._models.move_to_end(path)
-            return found[1]
+            if (reason := self._checked.get(file)) is not None:
+                raise Damaged(reason)
+            if file in self._models:
+                self._models.move_to_end(file)
+            return self._models.get(file)
 
-    def _keep(self, path: Path, identity: Identity, model: Model) -> None:
+    def _load(self, file: File) -> Model:
+        try:
+            model = Model.load(file[0])
+        except Damaged as error:
+            LOG.warning("%s: %s", file[0], error)
+            self._checked[file] = str(error)
+            raise
         with self._lock:
-            self._models[path] = (identity, model)
-            self._models.move_to_end(path)
-            self._sound[path] = identity
-            while len(self._models) > 1 and self._nbytes() > self._limit_nbytes:
-                self._models.popitem(last=False)
-
-    def _nbytes(self) -> int:
-        return sum(model.nbytes for _, model in self._models.values())
+            self._models[file] = model
+            self._checked[file] = None
+            total = sum(kept.nbytes for kept in self._models.values())
+            while len(self._models) > 1 and total > self._limit_nbytes:
+                total -= self._models.popitem(last=False)[1].nbytes
+        return model
 
 
-def _identity(path: Path) -> Identity:
+def _identify(path: Path) -> File:
     try:
         found = path.stat()
     except OSError as error:
         raise Damaged(f"it cannot be read: {error.strerror}") from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return path, found.st_ino, found.st_size, found.st_mtime_ns

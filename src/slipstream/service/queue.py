@@ -14,16 +14,18 @@ from typing import Final
 
 import msgspec
 
-from slipstream.service.database import Row, Transaction
+from slipstream.service.database import Database, Row
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
 OURS: Final = "id = :id AND owner = :owner AND attempt = :attempt AND state = 'running'"
-UNFINISHED: Final = "state IN ('waiting', 'running')"
-
+WAITS: Final = "state = 'waiting', owner = NULL, lease_until = NULL"
+BLAMELESS: Final = WAITS + ", resumed_from = -1"
+NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
+CURVE: Final = ("at", "loss", "accuracy", "held_accuracy")
 CLAIM: Final = """
-UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1,
-  lease_until = :now + :lease, started = COALESCE(started, :now), attempt_started = :now,
+UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
+  lease_until = :now + :lease, started = COALESCE(started, :now),
   fruitless = CASE WHEN best_update > resumed_from THEN 0 ELSE fruitless + 1 END,
   resumed_from = best_update
 WHERE id = (
@@ -60,9 +62,11 @@ class Claim(msgspec.Struct, frozen=True):
     fruitless: int
     resumed_from: int
 
-    def key(self) -> dict[str, object]:
-        """The parameters of a fenced statement."""
-        return {"id": self.id, "owner": self.owner, "attempt": self.attempt}
+    def change(self, database: Database, change: str, also: str = "", **values: object) -> bool:
+        """Change the job. False if it is another's by now, or was deleted."""
+        key = {"id": self.id, "owner": self.owner, "attempt": self.attempt}
+        statement = f"UPDATE jobs SET {change} WHERE {OURS} {also} RETURNING id"
+        return bool(database.run(statement, **key, **values))
 
 
 # ---- decisions
@@ -79,23 +83,32 @@ def is_poisoned(fruitless: int, resumed_from: int, best_update: int) -> bool:
     return best_update <= resumed_from and fruitless + 1 >= FRUITLESS_ATTEMPTS
 
 
-def percent(best_update: int, total: int) -> int:
+def percent(job: Row) -> int:
     """How much is done. It does not fall when a job resumes from an older checkpoint.
 
-    >>> percent(41, 100), percent(0, 0), percent(7, 5)
-    (41, 0, 100)
+    >>> percent({"state": "running", "best_update": 41, "total": 100})
+    41
     """
-    return 0 if total <= 0 else min(100, 100 * best_update // total)
+    if job["state"] == "done":
+        return 100
+    return min(100, 100 * job["best_update"] // job["total"]) if job["total"] > 0 else 0
 
 
-def seconds_left(job: Row, now: int) -> int | None:
-    """An estimate from the rate of this attempt; None while there is none."""
-    made: int = job["best_update"] - max(0, job["resumed_from"])
-    if job["state"] != "running" or made <= 0 or not job["attempt_started"]:
+def seconds_left(job: Row) -> int | None:
+    """An estimate by the rate of this attempt; None while there is none.
+
+    >>> seconds_left({"state": "running", "updates": 40, "total": 100, "updates_s": 2.0})
+    30
+    """
+    if job["state"] != "running" or job["updates_s"] <= 0:
         return None
-    elapsed_ms: int = max(1, now - job["attempt_started"])
-    left: int = job["total"] - job["best_update"]
-    return max(0, round(left * elapsed_ms / made / 1000))
+    left: int = job["total"] - job["updates"]
+    return max(0, round(left / float(job["updates_s"])))
+
+
+def updates_per_s(first: Progress, last: Progress) -> float:
+    """The rate between two lines of progress: it leaves out the start of the processes."""
+    return 1000 * (last.updates - first.updates) / max(1, last.at - first.at)
 
 
 def minutes(seconds: int) -> str:
@@ -113,123 +126,88 @@ def minutes(seconds: int) -> str:
 # ---- statements
 
 
-def enqueue(transaction: Transaction, classifier: str, version: int, tenant: str, now: int) -> str:
-    """Add a waiting job; returns its id."""
-    job = secrets.token_hex(8)
-    transaction.run(
-        "INSERT INTO jobs (id, classifier, version, tenant, state, queued)"
-        " VALUES (:id, :classifier, :version, :tenant, 'waiting', :now)",
-        {"id": job, "classifier": classifier, "version": version, "tenant": tenant, "now": now},
-    )
-    return job
+def enqueue(database: Database, classifier: str, version: int, tenant: str, now: int) -> None:
+    """Add a waiting job."""
+    job = {"classifier": classifier, "version": version, "tenant": tenant}
+    database.insert("jobs", id=secrets.token_hex(8), state="waiting", queued=now, **job)
 
 
-def waiting(transaction: Transaction) -> int:
+def waiting(database: Database) -> int:
     """How many jobs wait."""
-    row = transaction.one("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'")
-    return int(row["n"]) if row else 0
+    return database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'")
 
 
-def ahead(transaction: Transaction, job: Row) -> int:
+def ahead(database: Database, job: Row) -> int:
     """How many jobs came before a waiting one and have not ended."""
-    row = transaction.one(
-        f"SELECT COUNT(*) AS n FROM jobs WHERE {UNFINISHED} AND id <> :id AND queued <= :queued",
-        {"id": job["id"], "queued": job["queued"]},
-    )
-    return int(row["n"]) if row else 0
+    earlier = "FROM jobs WHERE id <> :id AND queued <= :queued AND state IN ('waiting', 'running')"
+    if job["state"] != "waiting":
+        return 0
+    return database.number(f"SELECT COUNT(*) AS n {earlier}", id=job["id"], queued=job["queued"])
 
 
-def claim(transaction: Transaction, me: str, now: int) -> Claim | None:
+def claim(database: Database, me: str, now: int) -> Claim | None:
     """Take the next job: the tenant that started last comes last."""
-    lock = "FOR UPDATE SKIP LOCKED" if transaction.postgres else ""
-    values = {"me": me, "now": now, "lease": LEASE_MS}
-    row = transaction.one(CLAIM.format(lock=lock), values)
+    lock = "FOR UPDATE SKIP LOCKED" if database.postgres else ""
+    row = database.one(CLAIM.format(lock=lock), me=me, now=now, lease=LEASE_MS)
     return None if row is None else msgspec.convert(row, Claim)
 
 
-def beat(transaction: Transaction, held: Claim, now: int) -> bool:
+def beat(database: Database, held: Claim, now: int) -> bool:
     """Extend the lease. False: cancelled, deleted or taken over; end its processes."""
-    values = {**held.key(), "until": now + LEASE_MS}
-    statement = f"UPDATE jobs SET lease_until = :until WHERE {OURS} AND cancel = 0 RETURNING id"
-    return transaction.one(statement, values) is not None
+    return held.change(database, "lease_until = :until", "AND cancel = 0", until=now + LEASE_MS)
 
 
-def record(transaction: Transaction, held: Claim, lines: Sequence[Progress]) -> None:
-    """Write progress; ignored if the job is another's by now."""
+def record(
+    database: Database, held: Claim, lines: Sequence[Progress], updates_s: float = 0
+) -> None:
+    """Write progress and the attempt's rate; ignored if the job is another's by now."""
     last = max(lines, key=lambda line: line.at)
-    best = max(line.updates for line in lines)
-    values = {**held.key(), "best": best, **msgspec.structs.asdict(last)}
-    hit = transaction.one(
-        "UPDATE jobs SET epoch = :epoch, epochs = :epochs, updates = :updates, total = :total,"
-        " samples_s = :samples_s,"
-        " best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END"
-        f" WHERE {OURS} RETURNING id",
-        {
-            name: values[name]
-            for name in values
-            if name not in ("loss", "accuracy", "held_accuracy", "at")
-        },
+    newest = {name: getattr(last, name) for name in NEWEST} | {"updates_s": updates_s}
+    hit = held.change(
+        database,
+        ", ".join(f"{name} = :{name}" for name in newest)
+        + ", best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END",
+        best=max(line.updates for line in lines),
+        **newest,
     )
     curve = {line.epoch: line for line in lines if (line.loss, line.accuracy) != (None, None)}
     for line in curve.values() if hit else ():
-        transaction.run(
-            "INSERT INTO epochs (job, epoch, at, loss, accuracy, held_accuracy)"
-            " VALUES (:job, :epoch, :at, :loss, :accuracy, :held_accuracy)"
-            " ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at, loss = excluded.loss,"
-            " accuracy = excluded.accuracy, held_accuracy = excluded.held_accuracy",
-            {
-                "job": held.id,
-                **{
-                    name: getattr(line, name)
-                    for name in ("epoch", "at", "loss", "accuracy", "held_accuracy")
-                },
-            },
-        )
+        point = {"job": held.id, "epoch": line.epoch}
+        database.run("DELETE FROM epochs WHERE job = :job AND epoch = :epoch", **point)
+        database.insert("epochs", **point, **{name: getattr(line, name) for name in CURVE})
 
 
-def finish(transaction: Transaction, held: Claim, state: str, error: str | None, now: int) -> bool:
+def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:
     """End a job as done, failed or cancelled. False if it is another's by now."""
-    values = {**held.key(), "state": state, "error": error, "now": now}
-    statement = (
-        "UPDATE jobs SET state = CASE WHEN cancel = 1 AND :state = 'failed' THEN 'cancelled'"
-        " ELSE :state END, error = :error, finished = :now, owner = NULL, lease_until = NULL"
-        f" WHERE {OURS} RETURNING id"
+    return held.change(
+        database,
+        "state = CASE WHEN cancel = 1 AND :state = 'failed' THEN 'cancelled' ELSE :state END,"
+        " error = :error, finished = :now, owner = NULL, lease_until = NULL",
+        state=state,
+        error=error,
+        now=now,
     )
-    return transaction.one(statement, values) is not None
 
 
-def release(transaction: Transaction, held: Claim, *, blameless: bool) -> None:
+def release(database: Database, held: Claim, *, blameless: bool) -> None:
     """Let a job wait again. ``blameless``: it was stopped, so the attempt does not count."""
-    mark = ", resumed_from = -1" if blameless else ""
-    transaction.run(
-        f"UPDATE jobs SET state = 'waiting', owner = NULL, lease_until = NULL{mark} WHERE {OURS}",
-        held.key(),
-    )
+    held.change(database, BLAMELESS if blameless else WAITS)
 
 
-def release_all(transaction: Transaction, now: int, *, blameless: bool) -> None:
+def release_all(database: Database, now: int, *, blameless: bool) -> None:
     """Release every running job. Only for who knows that no trainer of this database lives."""
-    mark = ", resumed_from = -1" if blameless else ""
-    transaction.run(
-        "UPDATE jobs SET state = 'cancelled', finished = :now, owner = NULL"
-        " WHERE state = 'running' AND cancel = 1",
-        {"now": now},
-    )
-    transaction.run(
-        f"UPDATE jobs SET state = 'waiting', owner = NULL, lease_until = NULL{mark}"
-        " WHERE state = 'running'"
-    )
+    cancelled = "UPDATE jobs SET state = 'cancelled', finished = :now, owner = NULL"
+    database.run(f"{cancelled} WHERE state = 'running' AND cancel = 1", now=now)
+    database.run(f"UPDATE jobs SET {BLAMELESS if blameless else WAITS} WHERE state = 'running'")
 
 
-def cancel(transaction: Transaction, classifier: str, now: int) -> None:
+def cancel(database: Database, classifier: str, now: int) -> None:
     """Cancel what has not ended: at once if it waits, else by its trainer."""
-    values = {"classifier": classifier, "now": now}
-    transaction.run(
+    database.run(
         "UPDATE jobs SET state = 'cancelled', finished = :now"
         " WHERE classifier = :classifier AND state = 'waiting'",
-        values,
+        classifier=classifier,
+        now=now,
     )
-    transaction.run(
-        "UPDATE jobs SET cancel = 1 WHERE classifier = :classifier AND state = 'running'",
-        {"classifier": classifier},
-    )
+    running = "UPDATE jobs SET cancel = 1 WHERE classifier = :classifier AND state = 'running'"
+    database.run(running, classifier=classifier)

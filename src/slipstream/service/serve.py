@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 import uvicorn
@@ -21,24 +21,16 @@ from slipstream.runtime.launch.processes import Placement, inherited_environment
 from slipstream.service import keys, queue
 from slipstream.service.app import LOOPBACK, Gate
 from slipstream.service.context import Service
-from slipstream.service.data_directory import DataDirectory
-from slipstream.service.database import Database, now_ms, sqlite_path
+from slipstream.service.data_directory import MODEL, DataDirectory, remove
+from slipstream.service.database import now_ms
 from slipstream.service.deadlines import HEADER_NBYTES, with_limit
 from slipstream.service.serve_options import ServeOptions
 
 LOG = logging.getLogger("slipstream.service")
-REQUESTS_STOP_S = 10
-TRAINER_STOP_S = 25.0
-LONGEST_PAUSE_S = 60.0
-
-
-def open_database(options: ServeOptions, directory: DataDirectory) -> Database:
-    """The database of a service, with the newest schema."""
-    database = Database(options.database or sqlite_path(directory.path))
-    database.migrate()
-    with database.transaction() as transaction:
-        keys.add_tenant(transaction, keys.LOCAL, keys.LOCAL, options.quota)
-    return database
+REQUESTS_STOP_S: Final = 10
+TRAINER_STOP_S: Final = 25.0
+LONGEST_PAUSE_S: Final = 60.0
+POLL_S: Final = 0.1
 
 
 def prepare(options: ServeOptions) -> Service:
@@ -50,20 +42,23 @@ def prepare(options: ServeOptions) -> Service:
     os.umask(0o077)
     directory = DataDirectory(options.data)
     directory.lock()
-    database = open_database(options, directory)
-    with database.transaction() as transaction:
-        open_to_all = options.host not in LOOPBACK and not keys.any_key(transaction)
+    database = directory.database(options.database)
+    database.migrate()
+    with database.transaction():
+        keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
+        open_to_all = options.host not in LOOPBACK and not keys.any_key(database)
         if open_to_all and not options.no_auth:
             raise ConfigError(
                 f"{options.host} is not a loopback address, and there is no key: anybody could use "
                 "the service. Make one ('slipstream keys add NAME'), or give --no-auth"
             )
-        queue.release_all(transaction, now_ms(), blameless=True)  # no trainer of it lives
-        transaction.run("DELETE FROM purges")
-        known = {row["id"] for row in transaction.run("SELECT id FROM classifiers")}
-    directory.clear_incoming()
-    directory.remove_unknown(known)
-    return Service(options, directory, database, directory.secret())
+        queue.release_all(database, now_ms(), blameless=True)  # no trainer of it lives
+        database.run("DELETE FROM purges")
+        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
+    unknown = [path for path in directory.classifiers.iterdir() if path.name not in known]
+    for path in (*directory.incoming.iterdir(), *unknown):
+        remove(path)
+    return Service(options, directory, database, directory.secret(), keys.RateLimit(options.rate))
 
 
 class TrainerProcess:
@@ -73,25 +68,37 @@ class TrainerProcess:
         self._service = service
         self._process: subprocess.Popen[bytes] | None = None
         self._beat = time.monotonic()
-        service.trainer_beat = lambda: time.monotonic() - self._beat
+        service.trainer_silent_s = lambda: time.monotonic() - self._beat
 
     async def keep(self) -> None:
-        """Run it until the service stops. The main thread is its parent, as long as that lives."""
-        pause_s = 1.0
-        while not self._service.stopping.is_set():
+        """Run it until the service stops."""
+        pause_s, stopping = 1.0, self._service.stopping
+        while True:
             began = time.monotonic()
-            await self._watch(self._start())
-            if self._service.stopping.is_set():
+            try:
+                await asyncio.to_thread(self._release_jobs)
+                if not stopping.is_set():
+                    await self._watch(self._start())
+            except Exception as error:
+                # Whatever it is (disk, database, no process left) may pass; jobs must not wait on.
+                LOG.warning("the trainer cannot be run: %s", error)
+                self.end(0)
+            if stopping.is_set():
                 return
-            pause_s = 1.0 if time.monotonic() - began > LONGEST_PAUSE_S else pause_s
+            if time.monotonic() - began > LONGEST_PAUSE_S:
+                pause_s = 1.0
             LOG.warning("the trainer died; it starts again in %.0f s", pause_s)
             self._service.restarts += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._service.stopping.wait(), pause_s)
+                await asyncio.wait_for(stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            await self._service.call(self._release_jobs)
+
+    def _release_jobs(self) -> None:
+        with self._service.database.transaction() as database:
+            queue.release_all(database, now_ms(), blameless=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start it from the main thread: it lives as long as the thread that is its parent."""
         arguments = msgspec.json.encode(self._service.options).decode()
         self._process = start_process(
             [sys.executable, "-P", "-m", "slipstream.service.trainer", arguments],
@@ -106,77 +113,36 @@ class TrainerProcess:
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Read its pulse until it ends."""
         assert process.stdout is not None
-        reader = asyncio.StreamReader(limit=1024)
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
-        )
-        while await reader.read(1024):
-            self._beat = time.monotonic()
-        transport.close()
-        while process.poll() is None:
-            await asyncio.sleep(0.05)
-
-    def _release_jobs(self) -> None:
-        with self._service.database.transaction() as transaction:
-            queue.release_all(transaction, now_ms(), blameless=False)
+        with process.stdout as pulse:
+            os.set_blocking(pulse.fileno(), False)
+            while process.poll() is None:
+                if pulse.read(1024):
+                    self._beat = time.monotonic()
+                await asyncio.sleep(POLL_S)
 
     def stop(self) -> None:
         """Ask it to end; its jobs keep their last checkpoint and wait again."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def wait(self) -> None:
-        """Until it has ended; it is killed if that takes too long."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(TRAINER_STOP_S)
-        except subprocess.TimeoutExpired:
+    def end(self, grace_s: float) -> None:
+        """Wait until it has ended; kill it, and with it its jobs, if that takes too long."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
             self._process.kill()
             self._process.wait()
-
-
-class Server(uvicorn.Server):
-    """uvicorn that ends with 0 on SIGTERM, and tells the service at once."""
-
-    def __init__(self, config: uvicorn.Config, service: Service, trainer: TrainerProcess) -> None:
-        super().__init__(config)
-        self._service = service
-        self._trainer = trainer
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT in the loop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        yield
-
-    def _stop(self) -> None:
-        LOG.info("stopping")
-        self._service.stopping.set()
-        self._trainer.stop()
-        self.should_exit = True
 
 
 def serve(options: ServeOptions) -> None:
     """Serve until SIGTERM.
 
-    Args:
-        options: What the operator set.
-
     Raises:
         ConfigError: The service cannot start like this.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    service = prepare(options)
-    try:
-        listener = _listen(options)
-        asyncio.run(_serve(service, listener))
-    finally:
-        service.close()
-        service.directory.unlock()
+    with contextlib.closing(prepare(options)) as service:
+        asyncio.run(_serve(service, _listen(options)))
 
 
 def _listen(options: ServeOptions) -> socket.socket:
@@ -184,13 +150,13 @@ def _listen(options: ServeOptions) -> socket.socket:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         address = (options.host, options.port)
         listener = socket.create_server(address, family=family, backlog=1024)
-        # asyncio does not set it on these sockets; a small answer would wait 40 ms for an ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {options.host}:{options.port}: {error.strerror}; give another --port"
         ) from error
+    # asyncio does not set it on these sockets; a small answer would wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def _serve(service: Service, listener: socket.socket) -> None:
@@ -208,35 +174,38 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         timeout_keep_alive=65,
         timeout_graceful_shutdown=REQUESTS_STOP_S,
     )
-    trainer = TrainerProcess(service)
+    trainer, server = TrainerProcess(service), uvicorn.Server(config)
+    # Its own handler would end the process by the signal, once all is done.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+    def stop() -> None:
+        LOG.info("stopping")
+        service.stopping.set()
+        trainer.stop()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     keeping = asyncio.create_task(trainer.keep())
     host = f"[{options.host}]" if ":" in options.host else options.host
     LOG.info("ready at http://%s:%d", host, listener.getsockname()[1])
-    await Server(config, service, trainer).serve(sockets=[listener])
-    service.stopping.set()
-    trainer.stop()
-    await asyncio.get_running_loop().run_in_executor(None, trainer.wait)
+    await server.serve(sockets=[listener])
+    if not service.stopping.is_set():  # it ended by itself
+        stop()
+    await asyncio.to_thread(trainer.end, TRAINER_STOP_S)
     await keeping
 
 
 def check(options: ServeOptions) -> list[str]:
-    """Check a service that does not run, and put its log into the database file: then the
-    directory may be copied.
+    """Check a service that does not run, and put SQLite's log into its file: then the directory
+    may be copied.
 
     Returns:
         What is wrong.
     """
-    service = prepare(options)
-    try:
-        with service.database.reading() as reading:
-            rows = reading.run("SELECT id, active FROM classifiers WHERE active IS NOT NULL")
-        problems = []
-        for row in rows:
-            path = service.directory.version(row["id"], row["active"]) / "model.safetensors"
-            if (damage := service.models.damage(path)) is not None:
-                problems.append(f"{path}: {damage}")
+    with contextlib.closing(prepare(options)) as service:
+        rows = service.database.run("SELECT id, active FROM classifiers WHERE active IS NOT NULL")
+        paths = [service.directory.version(row["id"], row["active"]) / MODEL for row in rows]
+        damages = {path: service.models.damage(path) for path in paths}
         service.database.forget_deleted()
-        return problems
-    finally:
-        service.close()
-        service.directory.unlock()
+        return [f"{path}: {damage}" for path, damage in damages.items() if damage is not None]

@@ -7,23 +7,17 @@ from typing import Final
 
 import msgspec
 
-LANGUAGES: Final = ("ar", "de", "en", "es", "fr", "it", "ja", "ko", "pt")
+from slipstream.service.rows import Limits
+
 MIB: Final = 1024 * 1024
-NAME_CHARACTERS: Final = 256
-TEXT_CHARACTERS: Final = 2048
-PHRASES: Final = 30
-JSON_NBYTES: Final = 512 * 1024
-KEPT_VERSIONS: Final = 3
 LEASE_MS: Final = 30_000
-MODELS_NBYTES: Final = 512 * MIB
-FREE_NBYTES: Final = 1024 * MIB
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``slipstream serve``; its help says what each is.
 
-    >>> ServeOptions(data="/var/lib/slipstream").learners >= 1
-    True
+    >>> ServeOptions(data="/var/lib/slipstream").limits.max_rows
+    20000
     """
 
     data: str
@@ -35,9 +29,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: int = 64
     epochs: int = 200
     rate: int = 1500
-    quota: int = 8
-    max_rows: int = 20_000
-    max_classes: int = 3_000
+    limits: Limits = Limits()
     max_body: int = 96 * MIB
     max_model: int = 256 * MIB
     connections: int = 512

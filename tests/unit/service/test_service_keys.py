@@ -52,6 +52,18 @@ def test_a_key_from_its_birth_to_its_end() -> None:
                 keys.add_key(transaction, "local", 1)
 
 
+def test_a_quota_stays_unless_another_is_given() -> None:
+    with Database(":memory:") as database:
+        database.migrate()
+        key = keys.add_key(database, "team", 20)
+        keys.add_key(database, "team")
+        keys.add_key(database, "other")
+        tenant = keys.tenant_of(database, keys.key_hash(key))
+        assert tenant is not None
+        assert tenant.quota == 20
+        assert [row["quota"] for row in keys.list_keys(database)].count(8) == 1
+
+
 def test_the_rate_refills() -> None:
     now = [0.0]
     limit = keys.RateLimit(60, clock=lambda: now[0])

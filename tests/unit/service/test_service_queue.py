@@ -42,7 +42,9 @@ def job(database: Database, tenant: str, queued: int) -> str:
         transaction.run(
             "INSERT INTO classifiers (id, tenant, language, created, serial)"
             " VALUES (:id, :tenant, 'en', 0, :serial)",
-            {"id": name, "tenant": tenant, "serial": queued},
+            id=name,
+            tenant=tenant,
+            serial=queued,
         )
         queue.enqueue(transaction, name, 1, tenant, queued)
     return name
@@ -55,7 +57,7 @@ def claim(database: Database, now: int, me: str = "me") -> queue.Claim | None:
 
 def state(database: Database, classifier: str) -> str:
     with database.reading() as reading:
-        row = reading.one("SELECT state FROM jobs WHERE classifier = :c", {"c": classifier})
+        row = reading.one("SELECT state FROM jobs WHERE classifier = :c", c=classifier)
     assert row is not None
     return str(row["state"])
 
@@ -102,6 +104,22 @@ def test_progress_does_not_fall(database: Database) -> None:
         row = transaction.one("SELECT updates, best_update FROM jobs")
         assert row == {"updates": 20, "best_update": 50}
         assert transaction.run("SELECT epoch, loss FROM epochs") == [{"epoch": 1, "loss": 0.5}]
+
+
+def test_the_time_left_is_by_lines_of_progress(database: Database) -> None:
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    lines = [line(40), line(60)]  # 20 updates in 20 ms, long after the claim
+    with database.transaction() as transaction:
+        queue.record(transaction, held, lines[:1], queue.updates_per_s(lines[0], lines[0]))
+        row = transaction.one("SELECT * FROM jobs")
+        assert row is not None
+        assert queue.seconds_left(row) is None
+        queue.record(transaction, held, lines, queue.updates_per_s(lines[0], lines[1]) / 1000)
+        row = transaction.one("SELECT * FROM jobs")
+        assert row is not None
+        assert queue.seconds_left(row) == 40
 
 
 def test_attempts_without_progress_are_counted(database: Database) -> None:

@@ -1,0 +1,50 @@
+"""A database that another process locks, and the first key."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from service_process import ServiceProcess, environment
+
+pytestmark = pytest.mark.process
+
+
+def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--epochs", "40") as service:
+        classifier = service.created()
+        service.wait_for(lambda: service.state(classifier)["percent"] >= 5)
+        other = sqlite3.connect(service.data / "service.db", isolation_level=None)
+        with contextlib.closing(other):
+            other.execute("BEGIN IMMEDIATE")
+            service.trainer().kill()
+            service.wait_for(lambda: "the trainer cannot be run" in service.log.read_text())
+            assert service.get("/livez").status_code == 200
+            other.execute("ROLLBACK")
+        service.wait_status(classifier, "Available")
+
+
+def test_the_first_key_gets_what_was_made_without_one(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.created()
+        command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "--data"]
+        made = [
+            subprocess.run(
+                [*command, str(service.data), name],
+                env=environment(),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            for name in ("alice", "bob")
+        ]
+        assert "alice owns the classifiers that were made without one: 1." in made[0].stderr
+        assert made[1].stderr == ""
+        path = f"/v1/classifiers/{classifier}"
+        answers = [service.get(path, auth=("apikey", one.stdout.strip())) for one in made]
+        assert [answer.status_code for answer in answers] == [200, 404]
+        assert service.get(path).status_code == 401
