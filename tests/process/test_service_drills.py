@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -149,13 +148,15 @@ def test_events(tmp_path: Path) -> None:
         assert json.loads(last)["state"] == "done"
 
 
-@pytest.mark.skipif("SERVICE_POSTGRES" not in os.environ, reason="SERVICE_POSTGRES names no server")
-def test_postgresql(tmp_path: Path) -> None:
-    address = os.environ["SERVICE_POSTGRES"]
+def test_postgresql(postgres: str, tmp_path: Path) -> None:
+    address = postgres
     schema = f"test_{secrets.token_hex(4)}"
     with Database(address) as admin, admin.transaction() as transaction:
         transaction.run(f"CREATE SCHEMA {schema}")
-    options = ("--database", f"{address}?options=-csearch_path%3D{schema}")
+    options = (
+        "--database",
+        f"{address}{'&' if '?' in address else '?'}options=-csearch_path%3D{schema}",
+    )
     with ServiceProcess(tmp_path / "data", *options) as service:
         classifier = service.created()
         service.wait_status(classifier, "Available")
