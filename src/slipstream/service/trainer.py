@@ -48,6 +48,7 @@ class Running:
         self.directory = directory
         self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
         self.best = held.resumed_from
+        self._unrecorded: list[queue.Progress] = []
         self._kill_at = float("inf")
         job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
@@ -70,21 +71,24 @@ class Running:
             os.close(log)
 
     def progress(self) -> list[queue.Progress]:
-        """The whole lines since the last call."""
+        """The whole lines that are not recorded yet: a database that is away loses none."""
         try:
             with (self.directory / "progress.jsonl").open("rb") as file:
                 file.seek(self._offset)
                 block = file.read(PROGRESS_NBYTES)
         except OSError:
-            return []
+            return self._unrecorded
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
-        lines = []
         for line in whole.splitlines():
             with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
-                lines.append(msgspec.json.decode(line, type=queue.Progress))
-        self.best = max([self.best, *(line.updates for line in lines)])
-        return lines
+                self._unrecorded.append(msgspec.json.decode(line, type=queue.Progress))
+        self.best = max([self.best, *(line.updates for line in self._unrecorded)])
+        return self._unrecorded
+
+    def recorded(self) -> None:
+        """The database has all lines of the last call."""
+        self._unrecorded = []
 
     def end(self, why: str, grace_s: float) -> None:
         """Ask its processes to end; they are killed after ``grace_s``."""
@@ -176,7 +180,9 @@ class Trainer:
             alive = queue.beat(transaction, running.held, now_ms())
             if alive and lines:
                 queue.record(transaction, running.held, lines)
-        if not alive:
+        if alive:
+            running.recorded()
+        else:
             running.end("lost", CANCEL_S)
 
     def _claim(self) -> None:
@@ -203,6 +209,7 @@ class Trainer:
         if lines := running.progress():
             with self._database.transaction() as transaction:
                 queue.record(transaction, held, lines)
+            running.recorded()
         code = running.process.returncode
         if code == 0 and _is_complete(running.directory):
             self._done(held, running.directory)
