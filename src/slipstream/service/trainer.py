@@ -1,7 +1,7 @@
 """The trainer: claims jobs, runs each as ``slipstream run`` of its own, and watches it.
 
-A process of its own, started by the API process and killed with it. It writes a byte a second to
-its standard output; the API process takes that for its pulse.
+A process of its own, started by the API process and killed with it. It writes bytes to its
+standard output, one a second at least; the API process takes that for its pulse.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ STOP_S: Final = 20.0
 CANCEL_S: Final = 3.0
 LOG_TAIL_NBYTES: Final = 8192
 PROGRESS_NBYTES: Final = MIB
+ROOM_NBYTES: Final = 64 * MIB  # that have to be free for a job to begin
 REFUSED: Final = re.compile(r"refused: (.{1,500})")
 
 
@@ -143,15 +144,18 @@ class Trainer:
         self._me = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._running: list[Running] = []
         self._written = 0.0
+        self._had_room = True
         self.stopping = threading.Event()
 
     def run(self) -> None:
         """Work until ``stopping`` is set; then let the jobs wait again."""
         while not self.stopping.is_set() or self._running:
+            os.write(1, b".")
             try:
                 self._tick()
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
+                self.stopping.wait(WRITE_S)
             if self.stopping.is_set():
                 for running in self._running:
                     running.end("stopped", STOP_S)
@@ -167,11 +171,11 @@ class Trainer:
         if time.monotonic() - self._written < WRITE_S:
             return
         self._written = time.monotonic()
-        os.write(1, b".")
         for running in self._running:
             self._report(running)
         self._purge()
-        if not self.stopping.is_set() and len(self._running) < self._options.jobs:
+        full = self.stopping.is_set() or len(self._running) >= self._options.jobs
+        if not full and self._has_room():
             self._claim()
 
     def _report(self, running: Running) -> None:
@@ -219,6 +223,8 @@ class Trainer:
             self._fail(held, "cancelled")
         elif refusal := REFUSED.search(tail := running.log_tail()):
             self._fail(held, refusal[1])
+        elif not self._has_room():
+            self._release(held, blameless=True)
         elif queue.is_poisoned(held.fruitless, held.resumed_from, running.best):
             lines_of_log = [line for line in tail.splitlines() if line.strip()]
             self._fail(held, lines_of_log[-1][:500] if lines_of_log else f"exit status {code}")
@@ -255,6 +261,14 @@ class Trainer:
     def _release(self, held: queue.Claim, *, blameless: bool) -> None:
         with self._database.transaction() as transaction:
             queue.release(transaction, held, blameless=blameless)
+
+    def _has_room(self) -> bool:
+        """Whether jobs can write. What ends on a full disk is not to blame, and waits."""
+        room = self._directory.free_nbytes() >= ROOM_NBYTES
+        if self._had_room and not room:
+            LOG.warning("less than %d MiB are free: jobs wait", ROOM_NBYTES // MIB)
+        self._had_room = room
+        return room
 
     def _purge(self) -> None:
         """Remove the files of deleted classifiers, once none of their processes lives."""
