@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -94,8 +95,11 @@ class ServiceProcess:
 
     def trainer(self) -> psutil.Process:
         def find() -> psutil.Process | None:
-            found = [p for p in self.children() if "slipstream.service.trainer" in p.cmdline()]
-            return found[0] if found else None
+            for process in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    if "slipstream.service.trainer" in process.cmdline():
+                        return process
+            return None
 
         return self.wait_for(find)
 
