@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from slipstream.service.answers import Model
 from slipstream.service.refusals import Damaged
 
+LOG = logging.getLogger("slipstream.service")
 Identity = tuple[int, int, int]
 
 
@@ -42,6 +44,7 @@ class Models:
             try:
                 model = Model.load(path)
             except Damaged as error:
+                LOG.warning("%s: %s", path, error)
                 with self._lock:
                     self._damaged[path] = (identity, str(error))
                 raise
