@@ -49,6 +49,7 @@ def test_from_a_file_to_its_end(tmp_path: Path) -> None:
     assert out["checked"].startswith("trips.csv: 128 rows, ")
     assert out["title"] == "<img src=x onerror=alert(1)>"
     assert out["images"] == 0
+    assert out["drawn"][0] < out["drawn"][-1]  # the curve grew while one looked
     assert out["answers"][0].startswith("hotel")
     assert "Accuracy" in out["report"]
     assert "Classes, worst first" in out["tables"]

@@ -55,8 +55,18 @@ async function remove() {
   await shown("list-empty");
 }
 
-const points = () => page.evaluate(
-  () => (document.querySelector("polyline.loss")?.getAttribute("points") ?? "").split(" ").length);
+/** Runs in the page: how many points the curve had, each time it was drawn. */
+function watchCurve() {
+  window.drawn = [];
+  addEventListener("DOMContentLoaded", () => {
+    const plot = document.getElementById("plot");
+    const note = () => {
+      const points = plot.querySelector("polyline.loss")?.getAttribute("points");
+      if (points) window.drawn.push(points.split(" ").length);
+    };
+    new MutationObserver(note).observe(plot, { childList: true });
+  });
+}
 
 const scenarios = {
   async life() {
@@ -70,15 +80,13 @@ const scenarios = {
     const hostile = "<img src=x onerror=alert(1)>";
     await train(hostile);
     await shown("curve");
-    const before = await points();
-    await page.waitForFunction((before) =>
-      document.querySelector("polyline.loss").getAttribute("points").split(" ").length > before, before);
     await look("curve");
     await page.locator("#log summary").focus();
     await page.keyboard.press("Enter");
     await page.waitForFunction(() => document.getElementById("log-text").textContent !== "");
     await shown("try");
     await says("job", "Done");
+    out.drawn = await page.evaluate(() => window.drawn);
     out.title = await text("one-title");
     out.images = await page.locator("#one-title img").count();
     await tabTo("#sentence");
@@ -141,6 +149,7 @@ async function main() {
   try {
     page = await browser.newPage({ viewport: { width: 360, height: 740 } });
     page.setDefaultTimeout(LIMIT_MS);
+    await page.addInitScript(watchCurve);
     page.on("request", (request) => {
       if (!request.url().startsWith(url) && !/^(blob|data):/.test(request.url())) out.outside.push(request.url());
     });
