@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from postgres_server import PostgresServer, find_binaries
 
 # No test may depend on how fast the machine is.
 settings.register_profile(
@@ -45,3 +49,17 @@ def index_in(names: tuple[str, ...], name: str) -> int:
 def one_thread() -> None:
     """Of two, on cores that other tests use as well, each spins while it waits for the other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The address of a PostgreSQL server: SERVICE_POSTGRES, or one that is started here."""
+    if address := os.environ.get("SERVICE_POSTGRES"):
+        yield address
+        return
+    if (binaries := find_binaries()) is None:
+        pytest.skip("needs PostgreSQL: its programs are not here, and SERVICE_POSTGRES is not set")
+    server = PostgresServer(binaries)
+    server.start()
+    yield server.address
+    server.close()

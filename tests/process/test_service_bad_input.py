@@ -1,12 +1,47 @@
-"""Bad input, as clients send it: each gets its answer, and the service goes on."""
+"""Bad input, as clients send it: each gets its answer, and the service goes on.
+
+The rows of the specification's §12, and the tests that have them (here if no file is named):
+
+======= ==========================================================================================
+1-22    test_rows_that_are_accepted, test_rows_that_are_refused; more in unit/test_service_rows.py;
+        8, 9, 13, 19-22 trained by the real net: test_service_real.py
+23      test_names_that_are_refused, test_names_that_are_kept
+24      test_filenames_do_not_matter
+25      test_ids
+26      test_metadata_that_is_no_object, test_of_duplicate_keys_the_last_counts
+27      test_languages_that_are_refused, test_languages
+28, 29  test_parts, test_too_many_parts_and_headers
+30      test_boundaries, test_clients_that_go_away
+31      test_create_of_another_type, test_bodies_of_another_type
+32      test_rows_that_are_refused
+33      test_sizes, test_chunks_without_end
+34      test_gzip; its memory: test_service_crowds.py
+35      test_service_deadlines.py
+36      test_service_crowds.py; with few connections: test_service_deadlines.py
+37      test_headers_that_are_no_http
+38      test_methods, test_expect_100_continue
+39-41   test_texts_that_are_none, test_texts, test_bodies_that_are_no_json
+42      test_collections
+43      test_classify_without_a_model; test_service_crowds.py
+44      test_deleting_twice; in a loop: test_service_crowds.py
+45      test_quota; at once: test_service_crowds.py
+46      test_too_many_requests_and_jobs; by the SDKs: test_service_sdk_python.py, ..._node.py
+47      test_idempotency; at once: test_service_crowds.py
+48      test_hosts_and_origins
+49      test_service_sdk_python.py; expired: unit/test_service_keys.py
+50      test_a_damaged_model; another format: unit/test_service_answers.py
+======= ==========================================================================================
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import select
 import socket
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -71,6 +106,61 @@ def refused(answer: requests.Response, code: int, error: str) -> str:
     assert found["code"] == code
     assert set(found) == {"code", "error", "description"}
     return found["description"]
+
+
+MORE = "".join(f"text {number},class {number}\n" for number in range(20_001)).encode()
+ACCEPTED = {
+    "1: BOM": b"\xef\xbb\xbf" + CSV.encode(),
+    "2: CRLF": CSV.replace("\n", "\r\n").encode(),
+    "3: CR": CSV.replace("\n", "\r").encode(),
+    "4: no last line end": CSV.rstrip("\n").encode(),
+    "8: odd characters": (CSV + "a\x07b\u202e\N{GRINNING FACE},cafe\u0301\n").encode(),
+    "9: lines in a text": CSV.encode() + b'"two\nlines\tof text",conditions\n',
+    "13: header": b"text,class\n" + CSV.encode(),
+    "16: a class a row": MORE[: MORE.index(b"text 900,")],
+    "19: one row 10,000 times": CSV.encode() + b"again,conditions\n" * 10_000,
+    "20: 500 classes": CSV.encode() + b"x," + b",".join(b"c%d" % i for i in range(500)) + b"\n",
+    "21: formulas": CSV.encode() + b"=cmd|' /C calc'!A0,@SUM\n+1,+1\n",
+    "22: markup": CSV.encode() + b"<script>,{{7*7}}\n'; DROP TABLE,<script>\n",
+}
+REFUSED = {
+    "5: UTF-16": (CSV.encode("utf-16"), "Malformed data", "not UTF-8: line 1"),
+    "6: latin-1": (b"a,b\n" * 8_999 + b"caf\xe9,b\n", "Malformed data", "not UTF-8: line 9,000"),
+    "7: NUL": (CSV.encode() + b"a\0b,c\n", "Malformed data", "NUL character: line 7"),
+    "9: a line in a class": (CSV.encode() + b'x,"a\nb"\n', "Malformed data", "line 7 and column 2"),
+    "10: a quote without end": (CSV.encode() + b'"x,c\n' * 9_999, "Malformed data", "line 7"),
+    "11: text after a quote": (b'"a"b,c\n', "Malformed data", "line 1"),
+    "12: semicolons": (b"a;b\n", "Malformed data", "separated by ';'"),
+    "14: nothing": (b"", "Data too small", "= 0"),
+    "14: blank lines": (b"\n \r\n", "Data too small", "= 0"),
+    "14: four rows": (b"a,b\n" * 4, "Data too small", "= 4"),
+    "15: 20,001 rows": (MORE, "Too many data instances", "= 20,001"),
+    "16: one class": (b"a,b\n" * 5, "Too few classes", "1 class"),
+    "16: 3,001 classes": (MORE[: MORE.index(b"text 3001,")], "Too many classes", "3,001"),
+    "17: 1,025 characters": (CSV.encode() + b"x" * 1025 + b",a\n", "Phrase too long", "line 7"),
+    "17: a long class": (CSV.encode() + b"a," + b"x" * 257, "Class too long", "257"),
+    "18: empty text": (CSV.encode() + b",a\n", "Malformed data", "line 7 and column 1"),
+    "18: spaces": (CSV.encode() + b"  ,a\n", "Malformed data", "line 7 and column 1"),
+    "18: no class": (CSV.encode() + b"text,,\n", "Malformed data", "line 7 and column 2"),
+    "32: a spreadsheet": (b"PK\x03\x04" + bytes(99), "Malformed data", "export it as CSV"),
+    "32: a path": (b"data/train.csv", "Malformed data", "forgot the @?"),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_rows_that_are_accepted(service: ServiceProcess, case: str) -> None:
+    answer = post(service, META + part("training_data", ACCEPTED[case]) + END)
+    assert answer.status_code == 200, answer.text
+    one = answer.json()["classifier_id"]
+    assert service.get(f"/api/classifiers/{one}/data").content == ACCEPTED[case]
+    accepted(service, answer)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_are_refused(service: ServiceProcess, case: str) -> None:
+    data, error, said = REFUSED[case]
+    answer = post(service, META + part("training_data", data) + END)
+    assert said in refused(answer, 400, error)
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "a\0b", "a\nb", 7])
@@ -157,6 +247,63 @@ def test_sizes(service: ServiceProcess) -> None:
         b"POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000000\r\n"
         b"Content-Type: multipart/form-data; boundary=b\r\n\r\n",
     ).startswith(b"HTTP/1.1 413")
+
+
+def test_chunks_without_end(service: ServiceProcess) -> None:
+    where = urlsplit(service.url)
+    head = (
+        b"POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        b"Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    )
+    begin = META + DATA.rstrip(b"\r\n")
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(head + b"%x\r\n%b\r\n" % (len(begin), begin))
+        sent = 0
+        with suppress(ConnectionError):  # closed while we send
+            while not select.select([connection], [], [], 0)[0]:
+                connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                sent += 1
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+        assert sent >= 31  # the limit here is 2 MiB
+
+
+def test_expect_100_continue(service: ServiceProcess) -> None:
+    where = urlsplit(service.url)
+    body = META + DATA + END
+
+    def answer(length: int) -> bytes:
+        head = (
+            "POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+            "Connection: close\r\n"
+            f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {length}\r\n\r\n"
+        )
+        with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+            connection.sendall(head.encode())
+            first = connection.recv(65536)
+            if not first.startswith(b"HTTP/1.1 100 "):
+                return first
+            connection.sendall(body)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    made = answer(len(body))
+    assert made.startswith(b"HTTP/1.1 200"), made
+    number = json.loads(made.partition(b"\r\n\r\n")[2])["classifier_id"]
+    requests.delete(f"{service.url}/v1/classifiers/{number}", timeout=60)
+    assert answer(200_000_000).startswith(b"HTTP/1.1 413")  # before it sends anything
+
+
+def test_clients_that_go_away(service: ServiceProcess) -> None:
+    where = urlsplit(service.url)
+    before = service.log.read_text()
+    for sent in (META, META + DATA[:-20]):
+        with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+            head = "POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n"
+            kind = "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+            connection.sendall((head + kind).encode() + sent)
+    service.wait_for(lambda: not list((service.data / "incoming").iterdir()))
+    told = service.log.read_text().removeprefix(before)
+    assert "Traceback" not in told
+    assert "failed" not in told
 
 
 def test_gzip(service: ServiceProcess) -> None:
@@ -290,7 +437,21 @@ def test_a_damaged_model(service: ServiceProcess) -> None:
     path.write_bytes(damaged)
     service.wait_status(classifier, "Unavailable")
     refused(classify(service, classifier, b'{"text": "a"}'), 409, "Classifier not available")
+    assert "model.safetensors: it is no model" in service.log.read_text()  # the log says why
     requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
+
+
+def test_classify_without_a_model(service: ServiceProcess) -> None:
+    trains = service.created()
+    text = b'{"text": "a"}'
+    said = refused(classify(service, trains, text), 409, "Classifier not available")
+    assert "in its training phase" in said
+    fails = service.created(f"refuse me,a\n{CSV}")
+    service.wait_status(fails, "Failed")
+    said = refused(classify(service, fails, text), 409, "Classifier not available")
+    assert said.startswith("Training failed")
+    for classifier in (trains, fails):
+        requests.delete(f"{service.url}/v1/classifiers/{classifier}", timeout=30)
 
 
 def test_quota(service: ServiceProcess) -> None:

@@ -1,18 +1,36 @@
-"""Kills, stops, cancels and deletes while a job trains: nothing is lost, nothing is left."""
+"""Kills, stops, cancels and deletes while a job trains: nothing is lost, nothing is left.
+
+The specification's drills (§7), and the tests that have them (here if no file is named):
+
+=============================== ==================================================================
+kill of the API                 test_kill_of_everything_resumes
+of the trainer                  test_kill_of_the_trainer
+of a learner, the update server test_service_real.py
+of everything during an upload  test_kill_during_an_upload
+after the model, disk full,     test_service_faults.py
+database, PostgreSQL, clock
+SIGTERM                         test_stop_lets_the_job_wait, test_stop_during_requests
+DELETE while training           test_delete_while_it_trains
+500 classifications a second    benchmarks/service_load.py
+=============================== ==================================================================
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import secrets
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import requests
-from service_process import CSV, ServiceProcess, environment
+from service_process import CSV, LIMIT_S, ServiceProcess, environment
 
 from slipstream.service.database import Database
 
@@ -64,6 +82,59 @@ def test_stop_lets_the_job_wait(tmp_path: Path) -> None:
         gone(service, children)
         service.start()
         service.wait_status(classifier, "Available")
+
+
+def begin_upload(service: ServiceProcess) -> tuple[socket.socket, bytes]:
+    """A connection that has sent half of an upload, and the other half."""
+    part = '--b\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    parts = part.format("training_metadata", "{}") + part.format("training_data", CSV) + "--b--\r\n"
+    head = (
+        "POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: k\r\n"
+        f"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: {len(parts)}\r\n\r\n"
+    )
+    where = urlsplit(service.url)
+    connection = socket.create_connection((where.hostname, where.port), timeout=120)
+    cut = len(parts) - 40
+    connection.sendall((head + parts[:cut]).encode())
+    service.wait_for(lambda: list((service.data / "incoming").iterdir()))
+    return connection, parts[cut:].encode()
+
+
+def test_kill_during_an_upload(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        connection, _ = begin_upload(service)
+        with connection:
+            service.kill()
+        service.start()
+        assert not list((service.data / "incoming").iterdir())
+        assert service.get("/v1/classifiers").json() == {"classifiers": []}
+        again = [service.create(**{"Idempotency-Key": "k"}).json() for _ in range(2)]
+        [made] = service.get("/v1/classifiers").json()["classifiers"]
+        assert {one["classifier_id"] for one in again} == {made["classifier_id"]}
+
+
+def test_stop_during_requests(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", *LONG) as service:
+        trains = service.created()
+        stream = service.get(f"/api/classifiers/{trains}/events", stream=True)
+        connection, rest = begin_upload(service)
+        service.process.send_signal(signal.SIGTERM)
+        service.wait_for(lambda: " stopping" in service.log.read_text())
+        with contextlib.suppress(requests.ConnectionError):  # whoever comes now is sent away
+            assert service.create().status_code == 503
+        with connection:
+            try:  # who was there may end
+                connection.sendall(rest)
+                answer = connection.recv(65536)
+            except ConnectionError:
+                answer = b""
+        with contextlib.suppress(requests.RequestException):
+            assert "event: end" not in list(stream.iter_lines(decode_unicode=True))
+        assert service.process.wait(LIMIT_S) == 0
+        service.start()
+        known = service.get("/v1/classifiers").json()["classifiers"]
+        assert len(known) == (2 if answer.startswith(b"HTTP/1.1 200") else 1)
+        service.wait_status(trains, "Available")
 
 
 def test_delete_while_it_trains(tmp_path: Path) -> None:
@@ -149,13 +220,15 @@ def test_events(tmp_path: Path) -> None:
         assert json.loads(last)["state"] == "done"
 
 
-@pytest.mark.skipif("SERVICE_POSTGRES" not in os.environ, reason="SERVICE_POSTGRES names no server")
-def test_postgresql(tmp_path: Path) -> None:
-    address = os.environ["SERVICE_POSTGRES"]
+def test_postgresql(postgres: str, tmp_path: Path) -> None:
+    address = postgres
     schema = f"test_{secrets.token_hex(4)}"
     with Database(address) as admin, admin.transaction() as transaction:
         transaction.run(f"CREATE SCHEMA {schema}")
-    options = ("--database", f"{address}?options=-csearch_path%3D{schema}")
+    options = (
+        "--database",
+        f"{address}{'&' if '?' in address else '?'}options=-csearch_path%3D{schema}",
+    )
     with ServiceProcess(tmp_path / "data", *options) as service:
         classifier = service.created()
         service.wait_status(classifier, "Available")

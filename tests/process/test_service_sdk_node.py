@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from node_tools import FOLDER, MODULES, needs_node
 from service_process import CSV, ServiceProcess
 
-FOLDER = Path(__file__).parent / "service_node"
-MODULES = Path(os.environ.get("SERVICE_NODE_MODULES", FOLDER / "node_modules"))
-
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(shutil.which("node") is None, reason="needs node"),
-    pytest.mark.skipif(
-        not MODULES.exists(),
-        reason="needs npm ibm-watson: npm install in tests/process/service_node",
-    ),
-]
+pytestmark = [pytest.mark.process, *needs_node("ibm-watson")]
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +21,24 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         yield service
 
 
-@pytest.mark.parametrize(
-    ("form", "how"), [("stream", "none"), ("buffer", "iam"), ("string", "basic")]
-)
-def test_life_cycle(service: ServiceProcess, form: str, how: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text(CSV)
-    env = {**os.environ, "NODE_PATH": str(MODULES), "CSV_PATH": str(path)}
+def run(program: str, *arguments: str, csv: Path | None = None) -> dict:
+    env = {**os.environ, "NODE_PATH": str(MODULES), "CSV_PATH": str(csv)}
     done = subprocess.run(
-        ["node", str(FOLDER / "life_cycle.js"), service.url, form, how, "sk_any"],
+        ["node", str(FOLDER / program), *arguments],
         input=CSV,
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    out = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def life_cycle(service: ServiceProcess, form: str, how: str, folder: Path) -> None:
+    path = folder / "x.csv"
+    path.write_text(CSV)
+    out = run("life_cycle.js", service.url, form, how, "sk_any", csv=path)
     number = out["created"]["classifier_id"]
     assert out["created"]["name"] == "Wetter ü"
     assert out["listed"]["classifiers"][0]["classifier_id"] == number
@@ -58,3 +49,22 @@ def test_life_cycle(service: ServiceProcess, form: str, how: str, tmp_path: Path
     assert out["deleted"] == {}
     assert (out["gone"]["code"], out["gone"]["message"]) == (404, "Not found")
     assert len(out["transaction"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("form", "how"), [("stream", "none"), ("buffer", "iam"), ("string", "basic")]
+)
+def test_life_cycle(service: ServiceProcess, form: str, how: str, tmp_path: Path) -> None:
+    life_cycle(service, form, how, tmp_path)
+
+
+def test_the_real_net_by_node(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", real=True) as service:
+        life_cycle(service, "stream", "none", tmp_path)
+
+
+def test_retries_of_node_get_through(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--rate", "20") as service:
+        out = run("retries.js", service.url, "22")  # 20 at once, then one in 3 s
+        assert out["answers"] == [{"classifiers": []}] * 22
+        assert "GET '/v1/classifiers' 429" in service.log.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 from ibm_cloud_sdk_core import ApiException
 from ibm_cloud_sdk_core.authenticators import (
     BasicAuthenticator,
@@ -157,3 +159,42 @@ def test_keys(tmp_path: Path) -> None:
         with pytest.raises(ApiException) as revoked:
             mine.list_classifiers()
         assert revoked.value.code == 401
+
+
+def test_keys_that_are_none(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
+    made = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    with ServiceProcess(data) as service:
+        grant = "urn:ibm:params:oauth:grant-type:apikey"
+        form = {"grant_type": grant, "apikey": made.stdout.strip()}
+        token = requests.post(f"{service.url}/identity/token", data=form, timeout=60)
+        head, claims, signature = token.json()["access_token"].split(".")
+
+        def ask(credential: str) -> requests.Response:
+            return service.get("/v1/classifiers", headers={"Authorization": credential})
+
+        assert ask(f"Bearer {head}.{claims}.{signature}").status_code == 200
+        none = base64.urlsafe_b64encode(b'{"alg": "none", "typ": "JWT"}').decode().rstrip("=")
+        wrong = signature[:-2] + ("AA" if signature[-2:] != "AA" else "BB")
+        for credential in (
+            f"Bearer {none}.{claims}.",
+            f"Bearer {none}.{claims}.{signature}",
+            f"Bearer {head}.{claims}.{wrong}",
+            "Basic %%%",
+            "Basic /w==",
+            "Bearer",
+            "",
+        ):
+            answer = ask(credential)
+            assert (answer.status_code, answer.json()["error"]) == (401, "Unauthorized")
+            assert answer.headers["WWW-Authenticate"] == 'Basic realm="slipstream"'
+
+
+def test_retries_get_through(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--rate", "20") as service:
+        made = client(service, NoAuthAuthenticator())
+        made.enable_retries(max_retries=10, retry_interval=1)
+        for _ in range(22):  # 20 at once, then one in 3 s
+            assert made.list_classifiers().get_result() == {"classifiers": []}
+        assert "GET '/v1/classifiers' 429" in service.log.read_text()

@@ -29,10 +29,13 @@ def main() -> None:
     state = directory / "checkpoints" / "stand_in"
     done = int(state.read_text()) if state.exists() else 0
     state.parent.mkdir(exist_ok=True)
+    draft = state.with_suffix(".draft")
     total = job["epochs"] * 10
     for update in range(done + 1, total + 1):
         time.sleep(0.02)
-        state.write_text(str(update))
+        # Whole or not at all, for a kill may come at any moment; no fsync, which has its own pace.
+        draft.write_text(str(update))
+        draft.replace(state)
         line = {
             "updates": update,
             "total": total,

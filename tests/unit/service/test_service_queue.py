@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,25 +12,23 @@ from slipstream.service import keys, queue
 from slipstream.service.database import Database
 from slipstream.service.serve_options import LEASE_MS
 
-POSTGRES = os.environ.get("SERVICE_POSTGRES", "")
-NEEDS_POSTGRES = pytest.mark.skipif(not POSTGRES, reason="SERVICE_POSTGRES names no server")
 
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=NEEDS_POSTGRES)])
+@pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     if request.param == "sqlite":
         address, schema = str(tmp_path / "service.db"), ""
     else:
+        server = request.getfixturevalue("postgres")
         schema = f"test_{secrets.token_hex(4)}"
-        with Database(POSTGRES) as admin, admin.transaction() as transaction:
+        with Database(server) as admin, admin.transaction() as transaction:
             transaction.run(f"CREATE SCHEMA {schema}")
-        address = f"{POSTGRES}{'&' if '?' in POSTGRES else '?'}options=-csearch_path%3D{schema}"
+        address = f"{server}{'&' if '?' in server else '?'}options=-csearch_path%3D{schema}"
     with Database(address) as database:
         database.migrate()
         database.migrate()  # a second time changes nothing
         yield database
     if schema:
-        with Database(POSTGRES) as admin, admin.transaction() as transaction:
+        with Database(server) as admin, admin.transaction() as transaction:
             transaction.run(f"DROP SCHEMA {schema} CASCADE")
 
 
