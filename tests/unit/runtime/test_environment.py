@@ -226,10 +226,23 @@ def test_a_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert read_secret({}) is None
 
 
+def test_an_empty_secret_means_none(tmp_path: Path) -> None:
+    """Schedulers' manifests set variables that have no value."""
+    assert read_secret({"SLIPSTREAM_SECRET": ""}) is None
+    assert read_secret({"SLIPSTREAM_SECRET": "", "SLIPSTREAM_SECRET_FILE": ""}) is None
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    both = {"SLIPSTREAM_SECRET": "", "SLIPSTREAM_SECRET_FILE": str(file)}
+    assert read_secret(both) == SECRET.encode()
+    with pytest.raises(SecretError, match=r"set SLIPSTREAM_SECRET to the same random text"):
+        Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": ""}).require_secret()
+
+
 @pytest.mark.parametrize("text", ["", "short", "x" * 15])
 def test_a_secret_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(SecretError, match="shorter than 16"):
-        read_secret({"SLIPSTREAM_SECRET": text})
+    if text:
+        with pytest.raises(SecretError, match="shorter than 16"):
+            read_secret({"SLIPSTREAM_SECRET": text})
     file = tmp_path / "secret"
     file.write_text(text + "\n")
     with pytest.raises(SecretError, match="shorter than 16"):
