@@ -155,7 +155,12 @@ class Environment:
     @property
     def store_address(self) -> str:
         """The address of the rendezvous store; on one host, not reachable from other hosts."""
-        return LOOPBACK if self.one_host and not self.agent_store else self.master_addr
+        if self.agent_store:
+            return self.master_addr
+        if self.one_host:
+            return LOOPBACK
+        # On its own host a name may resolve to loopback, where the store does not listen.
+        return self.listen_host() if resolves_to_loopback(self.master_addr) else self.master_addr
 
     @property
     def encrypts(self) -> bool:

@@ -152,6 +152,17 @@ def test_all_workers_on_one_host_stay_on_loopback() -> None:
     assert Environment.read(told).listen_host() == "127.0.0.1"
 
 
+def test_on_its_own_host_a_name_may_resolve_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian sets up /etc/hosts; the store listens where other hosts reach it."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    told = {**TOGETHER, "MASTER_ADDR": "node01", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
+    assert Environment.read(told).store_address == "192.0.2.4"
+    agent = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert Environment.read(agent).store_address == "node01"
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.9")
+    assert Environment.read(told).store_address == "node01"
+
+
 def test_an_interface_of_a_job_that_meets_on_loopback_takes_a_secret() -> None:
     told = {**TOGETHER, "MASTER_ADDR": "localhost", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
     env = Environment.read(told)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import distributed
 
 from slipstream.errors import LaunchError, SecretError
-from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback, resolves_to_loopback
+from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 TRY_S = 2.0
@@ -59,7 +59,7 @@ def require_same_world(env: Environment) -> None:
 def connect_store(env: Environment, limit_s: float) -> Any:
     """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
     if not env.agent_store:
-        # Where torch's env:// looks, too: on one host the store listens on loopback only.
+        # Where torch's env:// looks for it, too.
         os.environ["MASTER_ADDR"] = env.store_address
     if env.rank == 0 and not env.agent_store:
         return host_store(env, limit_s)
@@ -185,10 +185,8 @@ def listening_fd(env: Environment) -> int:
         os.set_inheritable(env.store_fd, False)
         require_loopback(env, env.store_fd)
         return env.store_fd
-    address = env.store_address
     try:
-        # A host's own name may resolve to loopback, which other hosts cannot reach.
-        return bound_fd(env.listen_host() if resolves_to_loopback(address) else address, env)
+        return bound_fd(env.store_address, env)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             # MASTER_ADDR may be a name that forwards to this host.
