@@ -15,6 +15,7 @@ from slipstream.runtime.members import store
 from slipstream.runtime.members.rendezvous import Rendezvous
 from slipstream.runtime.members.store import (
     await_name,
+    connect_store,
     default_group_store,
     only_this_host,
     require_same_world,
@@ -112,3 +113,48 @@ def test_rank_0_says_that_its_address_is_of_this_host_only(monkeypatch: pytest.M
     with pytest.raises(WaitLimit, match=r"localhost is this host, .*; missing: rank 1"):
         rendezvous.meet()
     rendezvous.close()
+
+
+def reserved_port() -> socket.socket:
+    """As a launcher reserves it: bound, not listening."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def test_a_reserved_port_at_which_somebody_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    reserved = reserved_port()
+    port = reserved.getsockname()[1]
+    env = Environment(0, 2, master_port=port, store_fd=reserved.detach(), secret=b"x" * 16)
+    monkeypatch.setattr(store, "_used_fds", set())
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(LaunchError, match=rf"rank 0 cannot listen on 127\.0\.0\.1:{port}: .*free"),
+    ):
+        connect_store(env, 5.0)
+
+
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_a_process_has_one_server_for_torch_and_slipstream(
+    monkeypatch: pytest.MonkeyPatch, torch_first: bool
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(store, "_used_fds", set())
+    reserved = reserved_port()
+    port = reserved.getsockname()[1]
+    env = Environment(0, 2, master_port=port, store_fd=reserved.detach(), secret=b"x" * 16)
+
+    def of_torch() -> Any:
+        """As env:// opens it on rank 0."""
+        return distributed.TCPStore("127.0.0.1", port, None, True, multi_tenant=True)
+
+    first = of_torch() if torch_first else connect_store(env, 5.0)
+    first.set("key", "value")
+    second = connect_store(env, 5.0) if torch_first else of_torch()
+    del first
+    assert second.get("key") == b"value"
+    del second
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
