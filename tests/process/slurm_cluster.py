@@ -45,6 +45,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SlurmctldParameters=enable_configless
 ReturnToService=2
+FirstJobId={first}
 SchedulerType=sched/builtin
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -78,7 +79,9 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         (folder / "state").mkdir()
-        text = CONFIGURATION.format(host=host, port=free_port(), folder=folder)
+        # Ports come from the numbers of jobs; another cluster on this machine has others.
+        first = 1 + secrets.randbelow(1_000_000)
+        text = CONFIGURATION.format(host=host, port=free_port(), folder=folder, first=first)
         for name in NODES:
             text += NODE.format(name=name, port=free_port())
             (folder / f"spool-{name}").mkdir()
