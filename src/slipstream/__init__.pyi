@@ -50,6 +50,7 @@ from slipstream.routes import Prefer as Prefer
 from slipstream.routes import Route as Route
 from slipstream.routes import Rule as Rule
 from slipstream.routes import SharedMemory as SharedMemory
+from slipstream.runtime.telemetry import Watcher as Watcher
 from slipstream.schedules import AfterBackward as AfterBackward
 from slipstream.schedules import Merging as Merging
 from slipstream.schedules import Priority as Priority

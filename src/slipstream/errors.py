@@ -29,7 +29,19 @@ from contextlib import contextmanager
 
 
 class SlipstreamError(Exception):
-    """Root of the tree; catch it to catch everything slipstream raises on purpose."""
+    """Root of the tree; catch it to catch everything slipstream raises on purpose.
+
+    Copies and pickles keep the message and all fields.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default Python would call the class with the message only.
+        return restored, (type(self), self.args), self.__dict__
+
+
+def restored(kind: type[SlipstreamError], args: tuple[object, ...]) -> SlipstreamError:
+    """An error of a pickle, whose fields follow."""
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(SlipstreamError, ValueError):
@@ -147,9 +159,6 @@ class OutOfDescriptors(RuntimeFault):
             "docker), and see which program keeps so many connections to this host's ports open"
         )
 
-    def __reduce__(self) -> tuple[type[OutOfDescriptors], tuple[str, int]]:
-        return type(self), (self.doing, self.limit)
-
 
 class NonFiniteGradient(RuntimeFault):
     """A gradient has a NaN or an infinity, and the job is set to stop then.
@@ -173,9 +182,6 @@ class NonFiniteGradient(RuntimeFault):
         """The fault, without the advice."""
         how = f"became infinite in the cast to {self.cast}" if self.cast else "is not finite"
         return f"rank {self.rank}: the gradient of {self.tensor!r} {how} at step {self.step}"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.rank, self.tensor, self.step, self.cast)
 
 
 class FrameRefused(RuntimeFault):

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slipstream.job import Job
-from slipstream.runtime.environment import Environment, Nonfinite, nonfinite_in
+from slipstream.runtime.environment import Environment, Nonfinite, nonfinite_in, secret_of
 from slipstream.runtime.error_reporting import rank_reports, report_errors
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits, join
+from slipstream.runtime.members.store import require_same_world
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
+from slipstream.runtime.slurm import slurm_variables
 from slipstream.sessions.alone import AloneSession
 from slipstream.sessions.launched import LaunchedSession
 from slipstream.sessions.networked import NetworkedSession
 from slipstream.sessions.protocol import Session
+from slipstream.torch.threads import limit_threads
 from slipstream.transports.descriptors import raise_descriptor_limit
 from slipstream.transports.local_socket import is_socket
 
@@ -63,13 +66,14 @@ def init(
         SecretError: a secret is missing, or differs between ranks.
         ConfigError: an argument is invalid.
     """
-    rank = rank_in(os.environ)
+    variables = with_step(os.environ)
+    rank = rank_in(variables)
     # Other ranks cannot know why this one does not join: the first rank of each host reports it.
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first_here = variables.get("LOCAL_RANK", "0") == "0"
     rules = [lambda error: is_first_here or rank_reports(error, rank)]
     report_errors(rank, lambda error: rules[-1](error))
     raise_descriptor_limit()
-    env = with_arguments(os.environ, servers, secret, encrypt, interface, nonfinite)
+    env = with_arguments(variables, servers, secret, encrypt, interface, nonfinite)
     if env.world_size > 1:
         env.require_secret()
     rules.append(lambda error: rank_reports(error, rank))
@@ -91,7 +95,16 @@ def session_for(env: Environment, limits: Limits, presence: Presence) -> Session
         return LaunchedSession(env, limits, line, presence)
     if env.world_size > 1:
         return NetworkedSession(join(env, limits))
+    require_same_world(env)
     return AloneSession(env)
+
+
+def with_step(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment, with what a step of Slurm says instead of a launcher."""
+    found = slurm_variables(env)
+    if threads := found.pop("OMP_NUM_THREADS", None):
+        limit_threads(int(threads))
+    return {**env, **found}
 
 
 def with_arguments(
@@ -107,7 +120,7 @@ def with_arguments(
     return replace(
         env,
         servers=servers or env.servers,
-        secret=env.secret if secret is None else secret.encode(),
+        secret=secret_of(secret) if secret else env.secret,
         encrypt=env.encrypt if encrypt is None else encrypt,
         interface=interface or env.interface,
         nonfinite=env.nonfinite if nonfinite is None else nonfinite_in(nonfinite),

@@ -15,17 +15,16 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.job_figures import JobFigures, warn_of_dropped
+from slipstream.job_figures import warn_of_dropped
+from slipstream.job_metrics import JobMetrics
 from slipstream.plan import Plan
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import describe_error
 from slipstream.runtime.event_log import Field, log_event
 from slipstream.runtime.launch.presence import Presence
-from slipstream.runtime.servers.accounts import staleness_text
-from slipstream.runtime.summary import combine
-from slipstream.sessions.protocol import Pair, Session, Training
+from slipstream.sessions.default_group import DefaultGroup
+from slipstream.sessions.protocol import Pair, Session
 from slipstream.sessions.request import Request
-from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.mean_weights import MeanWeights
 from slipstream.torch.sampler import LeasedBatches
@@ -33,7 +32,7 @@ from slipstream.torch.sampler import LeasedBatches
 logger = logging.getLogger(__name__)
 
 
-class Job:
+class Job(JobMetrics):
     """This process's handle of a training job; use it as a context manager.
 
     ``slipstream.init`` makes it. Its session connects this process to the others; its training,
@@ -57,11 +56,11 @@ class Job:
     """
 
     def __init__(self, env: Environment, session: Session, presence: Presence) -> None:
+        super().__init__(env)
         self.summary: dict[str, Any] | None = None
         self._env, self._session, self._presence = env, session, presence
-        self._training: Training = Undistributed()
         self._request: Request | None = None
-        self._figures = JobFigures(env)
+        self._default_group = DefaultGroup(env, session.group_store)
         self._sampled = False
         if self.world_size > 1:
             self._presence.join()
@@ -238,6 +237,23 @@ class Job:
         """
         return self._session.share(value)
 
+    def init_process_group(self, backend: str = "gloo") -> None:
+        """Make torch's default process group, of all workers; every rank must call it.
+
+        For what needs one beside the training: torchmetrics, samplers, ``gather``. It ends with the
+        job. With gloo the ranks meet over the job's links, with other backends in its store.
+
+        >>> import slipstream
+        >>> with slipstream.init() as job:
+        ...     job.init_process_group()
+        ...     torch.distributed.get_world_size()
+        1
+
+        Raises:
+            ConfigError: there is another default group, or this worker was started again.
+        """
+        self._default_group.open(backend)
+
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and their distance from it; every rank must call it."""
         return self._training.mean_weights()
@@ -283,28 +299,6 @@ class Job:
         self._training.load(Path(path))
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 
-    # ---- metrics
-
-    def record(
-        self,
-        *,
-        loss: float | torch.Tensor | None = None,
-        accuracy: float | torch.Tensor | None = None,
-        samples: int = 0,
-        **figures: float,
-    ) -> None:
-        """Record metrics of this step for the summary, the run log and other outputs."""
-        given = {"loss": loss, "accuracy": accuracy, **figures}
-        self._figures.record(self._training, given, samples)
-
-    def stats(self) -> dict[str, Any]:
-        """This worker's metrics so far; ``summary`` holds those of all workers, at the end."""
-        return combine([self._figures.of_worker(self._training)]) | self._training.accounts()
-
-    def staleness_table(self) -> str:
-        """How many updates old gradients were when they were applied, layer by layer."""
-        return staleness_text(self._training.accounts().get("staleness", {}))
-
     # ---- the end
 
     def __enter__(self) -> Job:
@@ -327,9 +321,10 @@ class Job:
             error = late
             raise
         finally:
-            self._figures.close()
+            self._figures.close(None if error is None else describe_error(error))
             if error is not None:
                 self._session.abort(error)
+            self._default_group.close()
             self._session.close()
             self._log("left", error=None if error is None else describe_error(error))
 

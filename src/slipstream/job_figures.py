@@ -18,6 +18,7 @@ from slipstream.runtime.telemetry import (
     Prometheus,
     RunLog,
     TensorBoard,
+    Watcher,
     Watchers,
     reason_of,
     warn,
@@ -33,6 +34,7 @@ class JobFigures:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._watchers = Watchers()
+        self._given: list[Watcher] = []  # before training begins
         self._begun = time.monotonic()
         self._samples = 0
         self._latest: dict[str, float] = {}
@@ -42,15 +44,33 @@ class JobFigures:
         """Training begins: start the clock, and open the outputs."""
         self.strategy = strategy
         if self._env.rank == 0:
-            self._watch()
+            self._open_outputs()
+        given, self._given = self._given, []
+        for watcher in given:
+            self.watch(watcher)
         self._begun = time.monotonic()
 
-    def _watch(self) -> None:
+    def watch(self, watcher: Watcher) -> None:
+        """Add an output of the loop's own; see ``Job.watch``."""
+        if self._env.rank > 0:
+            return
+        if not self.strategy:
+            self._given.append(watcher)
+            return
+        self._watchers.add(lambda: watcher)
+        self._watchers.note_event("start", self._header, only=watcher)
+
+    @property
+    def _header(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, "workers": self._env.world_size}
+
+    def _open_outputs(self) -> None:
         log, board, port = self._env.log, self._env.tensorboard, self._env.prometheus
         again = self._env.started_again
         if log is not None:
-            header = {"strategy": self.strategy, "workers": self._env.world_size}
-            self._watchers.add(lambda: RunLog(log, header, self._env.incarnation), training=again)
+            self._watchers.add(
+                lambda: RunLog(log, self._header, self._env.incarnation), training=again
+            )
         if board is not None:
             self._watchers.add(lambda: TensorBoard(board), training=again)
         if port is not None:
@@ -106,8 +126,10 @@ class JobFigures:
                 f"here they are:\n{json.dumps(summary)}"
             )
 
-    def close(self) -> None:
-        """Close the outputs."""
+    def close(self, error: str | None = None) -> None:
+        """Close the outputs, after the error that has ended the job, if any."""
+        if error is not None:
+            self._watchers.note_event("failed", {"error": error})
         self._watchers.close()
 
 

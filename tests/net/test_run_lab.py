@@ -36,6 +36,15 @@ with open(f"rank{os.environ['RANK']}.pids.part", "w") as file:
 os.rename(file.name, file.name.removesuffix(".part"))
 time.sleep(1000)
 """
+GROUP = """
+import torch, slipstream
+with slipstream.init() as job:
+    job.init_process_group()
+    total = torch.tensor([job.rank + 1.0])
+    torch.distributed.all_reduce(total)
+    assert torch.distributed.new_group([0, 1]) is not None
+    print("sum", total.item())
+"""
 WHERE = "import os; print(os.environ['RANK'], os.environ['MASTER_ADDR'])"
 
 
@@ -78,6 +87,15 @@ def lab_of(addresses: str) -> str | None:
     _, high, low, _ = re.findall(r"\d+", addresses)[:4]
     named = f"slip{int(high):02x}{int(low):02x}"
     return next((name for name in existing() if name.startswith(named)), None)
+
+
+def test_torchs_default_group_spans_hosts(tmp_path: Path) -> None:
+    """By itself gloo takes the address of the host's name, which is often one of loopback."""
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    done = run(tmp_path, "--lab=2x1gbit", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall("sum 3.0", done.stdout)) == ["sum 3.0"] * 2
 
 
 def test_workers_and_servers_have_hosts_of_their_own_and_stats_agree_with_the_kernel(

@@ -229,18 +229,37 @@ os.write(1, (json.dumps(told) + "\\n").encode())
         assert len({env[shared] for env in envs.values()}) == 1
 
 
-def test_rank_zero_inherits_the_listening_port(stage: Stage) -> None:
+def test_rank_zero_inherits_the_port(stage: Stage) -> None:
+    """Bound, so nobody else gets it; it listens when rank 0 does."""
     worker = """
 import socket
+where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if NAME == "rank0":
     listener = socket.socket(fileno=int(os.environ["SLIPSTREAM_STORE_FD"]))
+    try:
+        socket.create_connection(where)
+    except ConnectionRefusedError:
+        print("nobody listens", end=", ")
+    listener.listen()
+    mark("listens")
     link, _ = listener.accept()
     print(link.recv(100).decode())
 else:
-    link = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-    link.sendall(b"met")
+    wait_for("listens")
+    socket.create_connection(where).sendall(b"met")
 """
-    assert stage.run(worker) == (0, "met\n", "")
+    assert stage.run(worker) == (0, "nobody listens, met\n", "")
+
+
+def test_torch_may_open_its_own_store_at_the_port(stage: Stage) -> None:
+    worker = """
+from torch import distributed
+distributed.init_process_group("gloo")
+mark(f"{NAME}.size", distributed.get_world_size())
+distributed.destroy_process_group()
+"""
+    assert stage.run(worker)[0] == 0
+    assert [(stage.folder / f"rank{rank}.size").read_text() for rank in range(2)] == ["2", "2"]
 
 
 def test_prefix_and_environment_of_a_placement(stage: Stage) -> None:

@@ -43,14 +43,17 @@ MAY_IMPORT = {
     "probing": GROUND | {"planning", "transports", "runtime"},
     "sessions": DECISIONS | {"systems", "transports", "runtime", "torch"},
     "job_figures": {"errors", "runtime", "sessions"},
-    "job": DECISIONS | {"systems", "runtime", "sessions", "torch", "job_figures"},
-    "initialization": {"errors", "job", "runtime", "sessions", "transports"},
+    "job_metrics": {"errors", "runtime", "sessions", "job_figures"},
+    "job": DECISIONS | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics"},
+    "initialization": {"errors", "job", "runtime", "sessions", "torch", "transports"},
     "cli": GROUND
     | {"input_files", "systems", "strategy", "routes", "planning", "runtime", "torch", "lab"}
     | {"bench", "probing", "service", ""},  # the last is the public face, as users see it
     # A user of the public face, as scripts are; the API knows how processes are started.
     "service": GROUND | {"runtime", "initialization", ""},
-    "__init__": DECISIONS | {"initialization", "job", "systems", "testing", "torch"},
+    # Users of the public face, each for one framework.
+    "integrations": {""},
+    "__init__": DECISIONS | {"initialization", "job", "runtime", "systems", "testing", "torch"},
 }
 EXCEPTIONS = {
     # A server that updates weights needs torch, and imports it when it learns that it must.
@@ -64,11 +67,13 @@ EXCEPTIONS = {
 TORCH_OUTSIDE = {
     "job.py",
     "job_figures.py",
+    "job_metrics.py",
     "cli/digits.py",
     "service/net.py",
     "service/batches.py",
     "service/learn.py",
     "runtime/members/rendezvous.py",  # its TCPStore
+    "runtime/members/store.py",
     "transports/collective.py",
 }
 # The stub is what ``slipstream`` takes its public names from.

@@ -109,7 +109,7 @@ class Environment:
     nonfinite: Annotated[Nonfinite, Variable("SLIPSTREAM_NONFINITE", nonfinite_in)] = "pass"
     # How often this worker was started again, in a job that continues without it.
     incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
-    agent_store: bool = False  # the rendezvous store is torchrun's
+    agent_store: bool = False  # the rendezvous store is torchrun's, or torch's default group's
     secret: bytes | None = None
 
     @classmethod
@@ -155,7 +155,12 @@ class Environment:
     @property
     def store_address(self) -> str:
         """The address of the rendezvous store; on one host, not reachable from other hosts."""
-        return LOOPBACK if self.one_host and not self.agent_store else self.master_addr
+        if self.agent_store:
+            return self.master_addr
+        if self.one_host:
+            return LOOPBACK
+        # On its own host a name may resolve to loopback, where the store does not listen.
+        return self.listen_host() if resolves_to_loopback(self.master_addr) else self.master_addr
 
     @property
     def encrypts(self) -> bool:
@@ -184,14 +189,19 @@ class Environment:
             )
         if self.agent_store:
             raise SecretError(
-                "torchrun's store listens on every address of this host, so a job secret is "
-                "needed: start with SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ..., or "
-                "with `slipstream run`, which makes a secret of its own"
+                "torch's store (torchrun's, or that of init_process_group) listens on every "
+                "address of this host, so a job secret is needed: start with "
+                "SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ..., or with `slipstream run`, "
+                "which makes a secret of its own"
             )
 
 
 def read_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret from the variable or the file; raises SecretError."""
+    """The secret from the variable or the file; an empty variable means none.
+
+    Raises:
+        SecretError: the secret cannot be read, or is too short.
+    """
     text = env.get("SLIPSTREAM_SECRET", "")
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
     if file and not text:
@@ -201,9 +211,14 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
             raise SecretError(f"cannot read the secret file {file}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise SecretError(f"cannot read the secret file {file}: it is not text") from error
-    if (file or "SLIPSTREAM_SECRET" in env) and len(text) < 16:
+    return secret_of(text) if file or text else None
+
+
+def secret_of(text: str) -> bytes:
+    """A secret as it was given; raises SecretError."""
+    if len(text) < 16:
         raise SecretError("the job secret is shorter than 16 characters; use a random one")
-    return text.encode() or None
+    return text.encode()
 
 
 def is_loopback(host: str) -> bool:

@@ -26,25 +26,52 @@ Figures = Mapping[str, float]
 
 
 class Watcher(ABC):
-    """Writes the metrics of each step.
+    """An output of a job's metrics, such as a log or a dashboard; ``job.watch`` takes one.
+
+    Calls come from the thread that calls ``job.record``. An error in one is a warning of the job.
+
+    >>> class Losses(Watcher):
+    ...     def __init__(self):
+    ...         self.of_steps = {}
+    ...     def note(self, step, figures):
+    ...         self.of_steps[step] = figures["loss"]
+    >>> losses = Losses()
+    >>> losses.note(1, {"loss": 0.5, "wait_s": 0.1})
+    >>> losses.of_steps, losses.name
+    ({1: 0.5}, 'Losses')
 
     Attributes:
-        name: in warnings.
+        name: in warnings; by default that of the class.
     """
 
-    name: str
+    name: str = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.name or cls.__name__
 
     @abstractmethod
     def note(self, step: int, figures: Figures) -> None:
-        """Write the metrics of one step."""
+        """Write the metrics of one step.
+
+        Args:
+            step: how many steps are completed.
+            figures: what the loop gave to ``job.record``, and ``samples``, ``sent_bytes``,
+                ``received_bytes`` and ``wait_s`` of this worker so far.
+        """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
-        """Write an event that is not a step; a watcher that shows only steps ignores it."""
+        """Write an event that is not a step; a watcher that shows only steps ignores it.
+
+        Args:
+            event: "start" (``strategy`` and ``workers``), "rounds" and "staleness" (accounts at the
+                end of some systems), "failed" (``error``).
+            content: plain data.
+        """
         return
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is left, and free all resources."""
+        return
 
 
 class Watchers:
@@ -72,9 +99,11 @@ class Watchers:
             with self._warning(watcher):
                 watcher.note(step, figures)
 
-    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
-        """Pass an event that is not a step to all watchers."""
-        for watcher in self._open:
+    def note_event(
+        self, event: str, content: Mapping[str, Any], only: Watcher | None = None
+    ) -> None:
+        """Pass an event that is not a step to all watchers, or to one."""
+        for watcher in self._open if only is None else [only]:
             with self._warning(watcher):
                 watcher.note_event(event, content)
 

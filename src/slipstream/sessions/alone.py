@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import SlipstreamError
@@ -15,6 +16,7 @@ from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import rank_reports
 from slipstream.runtime.event_log import log_event
 from slipstream.runtime.summary import WorkerFigures, combine
+from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training
 from slipstream.strategy import Strategy
 from slipstream.torch.averages import Averages
@@ -39,6 +41,9 @@ class AloneSession:
 
     def share(self, value: Any) -> Any:
         return value
+
+    def group_store(self, backend: str) -> GroupStore:
+        return GroupStore(distributed.HashStore())
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> AloneTraining:
         if self._training is not None:

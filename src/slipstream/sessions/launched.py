@@ -17,10 +17,11 @@ from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import rank_reports
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits, join
-from slipstream.runtime.members.rendezvous import close_listener
+from slipstream.runtime.members.store import close_listener, open_early
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.runtime.summary import WorkerFigures
 from slipstream.sessions.alone import AloneSession
+from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.networked import NetworkedSession, on_one_machine_only
 from slipstream.sessions.protocol import Pair, Session, Training
 from slipstream.sessions.shared_memory import SharedMemorySession
@@ -36,6 +37,7 @@ class LaunchedSession:
     ) -> None:
         self._env, self._limits, self._line, self._presence = env, limits, line, presence
         self._session: Session | None = None
+        self._store = open_early(env, limits.start_s)  # torch may ask for it before the ranks join
         self._reports: Callable[[SlipstreamError], bool] = self._is_first_to_report
         self._reported: dict[str, bool] = {}  # by error text: whether this process was the first
 
@@ -43,6 +45,10 @@ class LaunchedSession:
 
     def share(self, value: Any) -> Any:
         return self._joined("has called job.share before job.distribute").share(value)
+
+    def group_store(self, backend: str) -> GroupStore:
+        session = self._joined("has called job.init_process_group before job.distribute")
+        return session.group_store(backend)
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         session = self._session
@@ -52,9 +58,10 @@ class LaunchedSession:
             session = self._enter(self._join_network(f"asks for {strategy.name}", self._limits))
         elif strategy.shared_memory is not None and not self._is_for_learners:
             raise ConfigError(
-                f"job.share came before job.distribute, and {strategy.name} was not known yet: the "
-                "workers have joined over the network, and cannot share memory any more; call "
-                f"job.share after job.distribute, or start with --strategy {strategy.name}"
+                f"job.share or job.init_process_group came before job.distribute, and "
+                f"{strategy.name} was not known yet: the workers have joined over the network, and "
+                "cannot share memory any more; call it after job.distribute, or start with "
+                f"--strategy {strategy.name}"
             )
         return session.open(pairs, strategy)
 
@@ -82,6 +89,7 @@ class LaunchedSession:
     def _share_memory(self, strategy: Strategy) -> Session:
         if self._env.server_addresses:
             raise on_one_machine_only(strategy)
+        self._store = None
         close_listener(self._env)
         return SharedMemorySession(self._env, self._limits, self._line, self._presence)
 
@@ -90,7 +98,8 @@ class LaunchedSession:
             return AloneSession(self._env)
         self._line.joins_network(doing)
         self._reports = lambda error: rank_reports(error, self._env.rank)
-        return NetworkedSession(join(self._env, limits))
+        store, self._store = self._store, None
+        return NetworkedSession(join(self._env, limits, store))
 
     # ---- the end
 
@@ -120,6 +129,7 @@ class LaunchedSession:
         return self._reported[text]
 
     def close(self) -> None:
+        self._store = None
         if self._session is not None:
             self._session.close()
         self._line.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
@@ -22,8 +23,10 @@ from slipstream.runtime.error_reporting import describe_error, rank_reports
 from slipstream.runtime.event_log import log_event
 from slipstream.runtime.exchange.choices import layer_of
 from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.members.store import connect_store
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.collective_calls import CollectiveCalls
+from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.networked_weights import (
     LocalWeights,
     OwnWeights,
@@ -36,6 +39,7 @@ from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.gossip import come_back
 from slipstream.torch.inventory import whole_vector
+from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.replica import Replica, SharedParts
@@ -62,11 +66,22 @@ class NetworkedSession:
         self._training: Training = Undistributed()
         self._shared: SharedParts | None = None
         self._replicas: tuple[Replica, ...] = ()
+        self._link_store = LinkStore(membership.gathering)  # torch does not keep Python's object
+        self._groups = 0
 
     def share(self, value: Any) -> Any:
         # Every rank waits for all: if one continued at once, a rank that has not called this yet
         # could see it train.
         return self._calls.gather("share", value if self.membership.env.rank == 0 else None)[0]
+
+    def group_store(self, backend: str) -> GroupStore:
+        membership, self._groups = self.membership, self._groups + 1
+        # Only gloo works with a store that is not torch's own.
+        store: Any = self._link_store if backend == "gloo" else membership.rendezvous.store
+        if store is None:
+            store = connect_store(membership.env, membership.limits.start_s)
+        store = distributed.PrefixStore(f"default_group/{self._groups}", store)
+        return GroupStore(store, membership.host, membership.limits.wait_s)
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         if strategy.shared_memory is not None and self.membership.env.launcher is not None:

@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.table import as_tables, as_text
 from slipstream.runtime.summary import Traffic, WorkerFigures
+from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.torch.averages import lent
@@ -49,6 +50,9 @@ class Session(Protocol):
 
     def share(self, value: Any) -> Any:
         """One process's value, on all of them: see ``Job.share``."""
+
+    def group_store(self, backend: str) -> GroupStore:
+        """Where torch's default group of this job's ranks meets; every rank calls it."""
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         """Begin to train.

@@ -19,10 +19,12 @@ from slipstream.runtime.error_reporting import learner_reports
 from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits
+from slipstream.runtime.members.store import connect_store
 from slipstream.runtime.servers.accounts import ServerFigures, merge_figures
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.runtime.shared_memory.messages import Account, Hello
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
@@ -55,6 +57,10 @@ class SharedMemorySession:
         restarted learner gets the values that the other learners got."""
         self._shared += 1
         return self._line.share(f"share/{self._shared}", value)
+
+    def group_store(self, backend: str) -> GroupStore:
+        """Learners have no links: they meet in a store on loopback."""
+        return GroupStore(connect_store(self._env, self._limits.start_s))
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         route = strategy.shared_memory

@@ -134,12 +134,13 @@ def wire(
         reroute_around_the_lost(replicas, membership)
     elif plans[0].consistency.goes_on and plans[0].cluster.members:
         end_with_the_host(membership)
+    # Restarted workers and NCCL need the store; otherwise it is no longer needed. Before the last
+    # gathering: no rank that goes on may meet others, by torch, in a store that is about to close.
+    if not any(replica.needs_store for replica in replicas):
+        membership.close_store()
     # No rank trains before all ranks can receive a gradient.
     membership.gathering.gather(shared.key("distributed"), True, bool)
     membership.gathering.limit_s = membership.limits.wait_s
-    # Restarted workers and NCCL need the store; otherwise it is no longer needed.
-    if not any(replica.needs_store for replica in replicas):
-        membership.close_store()
     return replicas
 
 

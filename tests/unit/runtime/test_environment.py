@@ -152,6 +152,17 @@ def test_all_workers_on_one_host_stay_on_loopback() -> None:
     assert Environment.read(told).listen_host() == "127.0.0.1"
 
 
+def test_on_its_own_host_a_name_may_resolve_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian sets up /etc/hosts; the store listens where other hosts reach it."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    told = {**TOGETHER, "MASTER_ADDR": "node01", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
+    assert Environment.read(told).store_address == "192.0.2.4"
+    agent = {**told, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert Environment.read(agent).store_address == "node01"
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.9")
+    assert Environment.read(told).store_address == "node01"
+
+
 def test_an_interface_of_a_job_that_meets_on_loopback_takes_a_secret() -> None:
     told = {**TOGETHER, "MASTER_ADDR": "localhost", "SLIPSTREAM_INTERFACE": "192.0.2.4"}
     env = Environment.read(told)
@@ -226,10 +237,23 @@ def test_a_secret_may_be_in_a_file(tmp_path: Path) -> None:
     assert read_secret({}) is None
 
 
+def test_an_empty_secret_means_none(tmp_path: Path) -> None:
+    """Schedulers' manifests set variables that have no value."""
+    assert read_secret({"SLIPSTREAM_SECRET": ""}) is None
+    assert read_secret({"SLIPSTREAM_SECRET": "", "SLIPSTREAM_SECRET_FILE": ""}) is None
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    both = {"SLIPSTREAM_SECRET": "", "SLIPSTREAM_SECRET_FILE": str(file)}
+    assert read_secret(both) == SECRET.encode()
+    with pytest.raises(SecretError, match=r"set SLIPSTREAM_SECRET to the same random text"):
+        Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": ""}).require_secret()
+
+
 @pytest.mark.parametrize("text", ["", "short", "x" * 15])
 def test_a_secret_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(SecretError, match="shorter than 16"):
-        read_secret({"SLIPSTREAM_SECRET": text})
+    if text:
+        with pytest.raises(SecretError, match="shorter than 16"):
+            read_secret({"SLIPSTREAM_SECRET": text})
     file = tmp_path / "secret"
     file.write_text(text + "\n")
     with pytest.raises(SecretError, match="shorter than 16"):

@@ -84,7 +84,7 @@ def launch(
         locks = last.enter_context(DirectoryLocks(log_line))
         if learners is not None and learners.checkpoints is not None:
             locks.take(Path(learners.checkpoints))
-        listener = stack.enter_context(_listen(settings)) if _holds_port(settings) else None
+        listener = stack.enter_context(_reserve(settings)) if _holds_port(settings) else None
         process_group = stack.enter_context(
             ProcessGroup(limits or Limits(), may_lose=may_lose, restarts=restarts or 0)
         )
@@ -221,14 +221,17 @@ def _holds_port(settings: Settings) -> bool:
     return False
 
 
-def _listen(settings: Settings) -> socket.socket:
-    """The job's rendezvous socket. It listens before any worker starts, and rank 0 inherits it, so
-    that no other program can take the port in between."""
+def _reserve(settings: Settings) -> socket.socket:
+    """The job's rendezvous socket. It is bound before any worker starts, and rank 0 inherits it, so
+    that the system gives the port to no other program in between.
+
+    It does not listen yet: a script may let torch open the store at this port before it calls
+    ``slipstream.init``. Torch, too, sets SO_REUSEADDR, so it may bind the port again until then.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.address, settings.port))
-        listener.listen(socket.SOMAXCONN)
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()

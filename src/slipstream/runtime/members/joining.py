@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.members.gathering import URGENT, Gathering
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.members.rendezvous import Rendezvous, Run
+from slipstream.runtime.members.store import await_name, default_group_store
 from slipstream.transports.wire import Rejoin
 from slipstream.transports.zmq import ZmqTransport
 
@@ -64,18 +66,25 @@ class Membership:
         return tuple(hosts.values())
 
 
-def join(env: Environment, limits: Limits) -> Membership:
-    """Find the other ranks, connect to them, and start the heartbeat."""
+def join(env: Environment, limits: Limits, store: Any = None) -> Membership:
+    """Find the other ranks, connect to them, and start the heartbeat.
+
+    Args:
+        store: rank 0's store, if it is open already.
+    """
+    if default_group_store(env) is not None:
+        env = replace(env, agent_store=True)  # torch's: it may listen on every address
     env.require_secret()
+    await_name(env, limits.start_s)
     host = env.listen_host()
     try:
-        return _join(env, limits, host)
+        return _join(env, limits, host, store)
     except WaitLimit as late:
         raise LaunchError(str(late), missing=late.missing) from late
 
 
-def _join(env: Environment, limits: Limits, host: str) -> Membership:
-    rendezvous = Rendezvous(env, limit_s=limits.start_s)
+def _join(env: Environment, limits: Limits, host: str, store: Any) -> Membership:
+    rendezvous = Rendezvous(env, limit_s=limits.start_s, store=store)
     run = rendezvous.meet()
     name = f"rank {env.rank}"
     transport = ZmqTransport(

@@ -8,30 +8,29 @@ one of this run. After that, everything goes over authenticated links.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
-import os
-import queue
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 from torch import distributed
 
 from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
-from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback, resolves_to_loopback
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.members.store import (
+    LONGEST_PAUSE_S,
+    SHORTEST_PAUSE_S,
+    connect_store,
+    default_group_store,
+    only_this_host,
+)
 from slipstream.transports.credentials import Credentials, process_number, stretch
 
 NONCE_BYTES = SIGNATURE_BYTES = 32
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
-TRY_S = 2.0
 T = TypeVar("T")
 EVERYBODY = (
     "all ranks to join (a job secret has to be set on all of them or on none, and WORLD_SIZE "
@@ -39,7 +38,6 @@ EVERYBODY = (
 )
 
 _jobs = itertools.count()  # a process may run several, one after the other
-_used_fds: set[int] = set()  # the launcher's sockets that a store has used and closed
 
 
 class StoreClosed(PeerFailed):
@@ -62,12 +60,18 @@ class Run:
 
 
 class Rendezvous:
-    """One rank's view of the store, until the ranks have found each other."""
+    """One rank's view of the store, until the ranks have found each other.
 
-    def __init__(self, env: Environment, *, limit_s: float) -> None:
+    Args:
+        store: one that is open already; by default that of torch's default group, else rank 0's.
+    """
+
+    def __init__(self, env: Environment, *, limit_s: float, store: Any = None) -> None:
         self._env, self._limit_s = env, limit_s
         self._prefix = f"slipstream/{env.attempt}/{next(_jobs)}"
-        self.store: Any = distributed.PrefixStore(self._prefix, connect_store(env, limit_s))
+        self._in_group = (group_store := default_group_store(env)) is not None
+        store = group_store or store or connect_store(env, limit_s)
+        self.store: Any = distributed.PrefixStore(self._prefix, store)
         self._master = stretch(env.secret) if env.secret else b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
@@ -77,8 +81,8 @@ class Rendezvous:
         return process_number(self._nonce)
 
     def close(self) -> None:
-        """All ranks have joined: rank 0 stops listening, unless torchrun's agent hosts the
-        store."""
+        """All ranks have joined: rank 0 stops listening, unless torchrun's agent hosts the store,
+        or torch uses it too."""
         self.store = None
 
     def _shared_token(self) -> bytes:
@@ -101,7 +105,7 @@ class Rendezvous:
             try:
                 return self._meet()
             except StoreClosed:
-                if self._env.rank == 0 or time.monotonic() > deadline:
+                if self._env.rank == 0 or self._in_group or time.monotonic() > deadline:
                     raise
             self.store = None
             self.store = distributed.PrefixStore(
@@ -216,7 +220,7 @@ class Rendezvous:
         while not self._has(list(whom)):
             if time.monotonic() > deadline:
                 missing = [name for key, name in whom.items() if not self._has([key])]
-                raise WaitLimit(EVERYBODY, self._limit_s, missing)
+                raise WaitLimit(EVERYBODY + only_this_host(self._env), self._limit_s, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -228,114 +232,3 @@ class Rendezvous:
             return getattr(self.store, call)(*arguments)
         except (distributed.DistError, RuntimeError) as error:
             raise StoreClosed("rank 0", f"its store at {self._where} does not answer") from error
-
-
-def connect_store(env: Environment, limit_s: float) -> Any:
-    """Join the store at MASTER_ADDR:MASTER_PORT; rank 0 hosts it unless torchrun does."""
-    if env.rank == 0 and not env.agent_store:
-        return make_store(env, limit_s, listening_fd(env))
-    # On a thread: torch's limit does not cover a rank 0 that listens but never answers.
-    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            outcome.put(reach_store(env, limit_s))
-        except Exception as error:
-            outcome.put(error)
-
-    thread = threading.Thread(target=connect, name="slipstream store", daemon=True)
-    thread.start()
-    try:
-        store = outcome.get(timeout=limit_s + LONGEST_PAUSE_S)
-    except queue.Empty:
-        # If torch gave up while Python exits, it would crash the process.
-        thread.join(2 * TRY_S)
-        raise unreachable(env, limit_s) from None
-    if isinstance(store, Exception):
-        raise store
-    return store
-
-
-def reach_store(env: Environment, limit_s: float) -> Any:
-    """Try until rank 0 answers or the time is up."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            # Try a plain connection first: torch prints many lines if there is no listener.
-            left_s = max(LONGEST_PAUSE_S, deadline - time.monotonic())
-            socket.create_connection((env.store_address, env.master_port), left_s).close()
-            store = make_store(env, TRY_S)
-        except (OSError, distributed.DistError) as error:
-            if time.monotonic() > deadline:
-                raise unreachable(env, limit_s) from error
-            time.sleep(LONGEST_PAUSE_S)
-        else:
-            store.set_timeout(timedelta(seconds=limit_s))
-            return store
-
-
-def unreachable(env: Environment, limit_s: float) -> LaunchError:
-    """The error of a rank that cannot reach the store."""
-    return LaunchError(
-        f"rank {env.rank} cannot reach rank 0 at {env.store_address}:{env.master_port} within "
-        f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its",
-        missing=["rank 0"],
-    )
-
-
-def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
-    """A client of the store; also its server, if there is a socket to listen on."""
-    return distributed.TCPStore(
-        env.store_address,
-        env.master_port,
-        None,
-        is_master=listening is not None,
-        timeout=timedelta(seconds=limit_s),
-        wait_for_workers=False,
-        master_listen_fd=listening,
-    )
-
-
-def listening_fd(env: Environment) -> int:
-    """A socket for the store, on loopback only where all ranks are on one host."""
-    if env.store_fd is not None and env.store_fd not in _used_fds:
-        _used_fds.add(env.store_fd)
-        os.set_inheritable(env.store_fd, False)
-        require_loopback(env, env.store_fd)
-        return env.store_fd
-    address = env.store_address
-    try:
-        # A host's own name may resolve to loopback, which other hosts cannot reach.
-        return bound_fd(env.listen_host() if resolves_to_loopback(address) else address, env)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            # MASTER_ADDR may be a name that forwards to this host.
-            return bound_fd(env.listen_host(), env)
-        raise LaunchError(
-            f"rank 0 cannot listen on {address}:{env.master_port}: "
-            f"{os.strerror(error.errno or 0)}; choose a free MASTER_PORT"
-        ) from error
-
-
-def close_listener(env: Environment) -> None:
-    """Close the launcher's socket if workers do not join over the network."""
-    if env.store_fd is not None and env.store_fd not in _used_fds:
-        _used_fds.add(env.store_fd)
-        os.close(env.store_fd)
-
-
-def require_loopback(env: Environment, fd: int) -> None:
-    """Refuse a launcher's socket that other hosts reach, since they could read the token there."""
-    with socket.socket(fileno=os.dup(fd)) as listener:
-        host = str(listener.getsockname()[0])
-    if env.secret is None and not is_loopback(host):
-        raise SecretError(
-            f"SLIPSTREAM_STORE_FD listens on {host}, which other hosts reach: set "
-            "SLIPSTREAM_SECRET to a random text, or let it listen on " + LOOPBACK
-        )
-
-
-def bound_fd(host: str, env: Environment) -> int:
-    """A new listening socket at MASTER_PORT."""
-    with socket.create_server((host, env.master_port), backlog=2048) as server:
-        return server.detach()

@@ -1,0 +1,34 @@
+"""A job's metrics in MLflow: ``job.watch(MLflow())``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlflow
+
+import slipstream
+
+
+class MLflow(slipstream.Watcher):
+    """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are parameters.
+
+    They go to the run that the loop has open when training begins, else to a run of its own, which
+    ends with the job.
+    """
+
+    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
+        if event == "start":
+            self._own = mlflow.active_run() is None
+            self._run = (mlflow.active_run() or mlflow.start_run()).info.run_id
+            mlflow.log_params({f"slipstream/{name}": value for name, value in content.items()})
+        if event == "failed" and self._own:
+            mlflow.end_run("FAILED")
+
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        named = {f"slipstream/{name}": value for name, value in figures.items()}
+        mlflow.log_metrics(named, step=step, run_id=self._run)
+
+    def close(self) -> None:
+        if self._own:
+            mlflow.end_run()

@@ -1,0 +1,35 @@
+"""A job's metrics in Weights & Biases: ``job.watch(WandB())``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import wandb
+
+import slipstream
+
+
+class WandB(slipstream.Watcher):
+    """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are in the config.
+
+    They go to the run that the loop has open when training begins, else to a run of its own, which
+    ends with the job. Their x axis is ``slipstream/step``, so the loop may count its own steps.
+    """
+
+    def note_event(self, event: str, content: Mapping[str, Any]) -> None:
+        if event == "start":
+            self._own = wandb.run is None
+            self._run: Any = wandb.run or wandb.init()
+            self._run.config.update({"slipstream": dict(content)})
+            self._run.define_metric("slipstream/*", step_metric="slipstream/step")
+        if event == "failed" and self._own:
+            self._run.finish(exit_code=1)
+
+    def note(self, step: int, figures: Mapping[str, float]) -> None:
+        named = {"step": step, **figures}
+        self._run.log({f"slipstream/{name}": value for name, value in named.items()})
+
+    def close(self) -> None:
+        if self._own:
+            self._run.finish()
