@@ -129,7 +129,191 @@ def faults_of(copied: nn.Module, plain: dict[str, list[str]]) -> list[str]:
     return found
 
 
-KINDS = {"copies": copies}
+# ---- the script's own checkpoints
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.02),
+}
+
+
+def checkpointed(job: slipstream.Job, asked: Asked) -> Asked:
+    """Trains from ``begin`` to ``end``; saves and loads with torch alone, as scripts do."""
+    path, when = Path(asked["file"]), asked["when"]
+    model = net()
+    optimizer = OPTIMIZERS[asked["optimizer"]](model.parameters())
+
+    def resume() -> None:
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    if when == "before":
+        resume()
+    model, optimizer = job.distribute(model, optimizer, asked["strategy"])
+    if when == "after":
+        resume()
+    for step in range(asked["begin"], asked["end"]):
+        step_alone(model, optimizer, step, job.rank)
+        job.wait()  # a learner sees all of its updates
+    state = optimizer.state_dict()
+    if job.rank == 0 and when == "never":
+        torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    kept = {
+        str(number): {
+            key: float(torch.as_tensor(value).double().sum()) for key, value in entries.items()
+        }
+        for number, entries in state["state"].items()
+    }
+    shapes = [list(p.shape) for p in model.parameters()]
+    fits = all(
+        list(entry.shape) in ([], shapes[number])
+        for number, entries in state["state"].items()
+        for entry in entries.values()
+        if isinstance(entry, torch.Tensor)
+    )
+    return {"digest": digest(model), "state": kept, "fits": fits}
+
+
+# ---- what a loop does around its steps
+
+
+class Touch:
+    """One thing that a loop does; the reference does the same with each rank's own gradients."""
+
+    passes = 1
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        """Backward passes, and what the loop makes of the gradients."""
+        for number in range(self.passes):
+            loss_of(model, step + 1000 * number, rank).backward()
+
+    def advance(self, model: nn.Module, optimizer: Any) -> None:
+        optimizer.step()
+
+    def finish(self, model: nn.Module) -> None:
+        """After the step."""
+
+
+class TwoPasses(Touch):
+    passes = 2
+
+
+class Clipped(Touch):
+    begin = 0
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        super().gradients(model, optimizer, step, rank)
+        if step >= self.begin:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class ClippedLater(Clipped):
+    begin = 5
+
+
+class Scheduled(Touch):
+    """The rate changes after the backward pass."""
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        super().gradients(model, optimizer, step, rank)
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+
+
+class Scaled(Touch):
+    """Rank 1 finds an infinity once, and makes that step without gradients."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        loss = loss_of(model, step, rank)
+        if (step, rank) == (4, 1):
+            loss = loss * torch.inf
+        self.scaler.scale(loss).backward()
+
+    def advance(self, model: nn.Module, optimizer: Any) -> None:
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+class ScaledAndClipped(Scaled):
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        super().gradients(model, optimizer, step, rank)
+        self.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class Constrained(Touch):
+    def finish(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+TOUCHES = {
+    kind.__name__: kind
+    for kind in (
+        Touch, TwoPasses, Clipped, ClippedLater, Scheduled, Scaled, ScaledAndClipped, Constrained,
+    )
+}  # fmt: skip
+
+
+def touching(job: slipstream.Job, asked: Asked) -> Asked:
+    model, touch = net(), TOUCHES[asked["touch"]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    model, optimizer = job.distribute(model, optimizer, asked["strategy"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            touch.gradients(model, optimizer, step, job.rank)
+            touch.advance(model, optimizer)
+            touch.finish(model)
+    job.wait()
+    if job.rank == 0:
+        torch.save(model.state_dict(), asked["file"])
+    return {"warned": [str(warning.message) for warning in caught], "steps": job.step}
+
+
+def reference(kind: str, workers: int) -> dict[str, torch.Tensor]:
+    """The weights after the same steps in one process, of the mean of workers' gradients."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    touches = [TOUCHES[kind]() for _ in range(workers)]
+    for step in range(STEPS):
+        gradients = []
+        for rank, touch in enumerate(touches):
+            optimizer.zero_grad()
+            touch.gradients(model, optimizer, step, rank)
+            gradients.append(own_gradients(model, touch))
+        for parameter, each in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+            parameter.grad = torch.stack(each).mean(0)
+        optimizer.step()
+        touches[0].finish(model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def own_gradients(model: nn.Module, touch: Touch) -> list[torch.Tensor]:
+    """A worker's gradients as it sends them."""
+    trained = list(model.parameters())
+    gradients = [p.grad.clone() for p in trained if p.grad is not None]
+    assert len(gradients) == len(trained)
+    if isinstance(touch, Scaled):
+        scale = touch.scaler.get_scale() if not isinstance(touch, ScaledAndClipped) else 1.0
+        finite = all(bool(g.isfinite().all()) for g in gradients)
+        held = torch.optim.SGD(trained, lr=0.0)  # the scaler notes an infinity by optimizer
+        if not isinstance(touch, ScaledAndClipped):
+            touch.scaler.unscale_(held)
+            touch.scaler.step(held)
+        touch.scaler.update()
+        return [g / scale if finite else torch.zeros_like(g) for g in gradients]
+    return gradients
+
+
+KINDS = {"copies": copies, "checkpointed": checkpointed, "touching": touching}
 
 
 def main() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fork_server import ForkServer
 from launches import SLIPSTREAM, Launch
+from loops_worker import TOUCHES, reference
 
 from slipstream.systems import SYSTEMS
 
@@ -85,3 +87,103 @@ def test_copies_of_a_model_in_shared_memory_are_plain_ones(
     run = launch(*command, str(WORKER), str(plan), str(tmp_path))
     assert run.wait() == 0, run.stderr
     assert read(tmp_path, 0, 1)[0]["trouble"] == []
+
+
+# ---- the script's own checkpoints: torch.save of both state_dicts
+
+HALF, END = 4, 8
+UPDATED_BY_SERVERS = (
+    (BY_SERVERS, "adam"),
+    (BY_SERVERS, "adagrad"),
+    (BY_SERVERS, "sgd"),
+    ("backup_workers(first=2)", "adam"),
+    ("bounded_staleness(s=0)", "sgd"),
+    ("async_sgd", "adagrad"),
+)
+RESUMED = ("before", "after")  # job.distribute
+
+
+def own_checkpoints_plan(folder: Path) -> list[dict[str, Any]]:
+    plan = []
+    for number, (strategy, optimizer) in enumerate(UPDATED_BY_SERVERS):
+        common = {
+            "kind": "checkpointed",
+            "strategy": strategy,
+            "optimizer": optimizer,
+            "file": str(folder / f"{number}.pt"),
+        }
+        plan.append({**common, "begin": 0, "end": HALF, "when": "never"})
+        plan += [{**common, "begin": HALF, "end": END, "when": when} for when in RESUMED]
+        whole = {**common, "file": str(folder / "whole.pt")}
+        plan.append({**whole, "begin": 0, "end": END, "when": "never"})
+    return plan
+
+
+@pytest.fixture(scope="module")
+def own_checkpoints(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own_checkpoints")
+    plan = write_plan(folder, own_checkpoints_plan(folder))
+    run = fork_server.run(WORKER, str(plan), str(folder), ranks=WORKERS, limit_s=LIMIT_S)
+    assert set(run.codes.values()) == {0}, run.told()
+    assert run.remains.left() == []
+    return folder
+
+
+@pytest.mark.parametrize("case", UPDATED_BY_SERVERS, ids=" ".join)
+def test_a_run_resumed_from_the_scripts_own_checkpoint_ends_as_an_uninterrupted_one(
+    case: tuple[str, str], own_checkpoints: Path
+) -> None:
+    first = (1 + len(RESUMED) + 1) * UPDATED_BY_SERVERS.index(case)
+    half, *resumed, whole = (read(own_checkpoints, first + n, WORKERS) for n in range(4))
+    assert whole[0]["state"]
+    assert all(told["fits"] for told in (*half, *whole))
+    for again in resumed:
+        assert all(told["state"].keys() == whole[0]["state"].keys() for told in again)
+        if case[0] != "async_sgd":  # whose workers' order differs
+            assert [told["digest"] for told in again] == [told["digest"] for told in whole]
+            assert [told["state"] for told in again] == [told["state"] for told in whole]
+
+
+# ---- what loops do around their steps, where gradients may leave before
+
+TOUCHED = [
+    *((BY_SERVERS, touch) for touch in TOUCHES),
+    *(("backup_workers(first=2)", touch) for touch in ("Clipped", "Scaled", "TwoPasses")),
+    *((AHEAD, touch) for touch in ("Clipped", "ClippedLater", "ScaledAndClipped", "TwoPasses")),
+    ("bounded_staleness", "Clipped"),
+    ("async_sgd", "Scaled"),
+    ("ako", "Scaled"),
+]
+
+
+@pytest.fixture(scope="module")
+def touched(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("touched")
+    plan = [
+        {"kind": "touching", "strategy": s, "touch": t, "file": str(folder / f"{number}.pt")}
+        for number, (s, t) in enumerate(TOUCHED)
+    ]
+    written = write_plan(folder, plan)
+    run = fork_server.run(WORKER, str(written), str(folder), ranks=WORKERS, limit_s=LIMIT_S)
+    assert set(run.codes.values()) == {0}, run.told()
+    assert run.remains.left() == []
+    return folder
+
+
+@pytest.mark.parametrize("case", TOUCHED, ids=" ".join)
+def test_an_unchanged_loop_runs_where_gradients_may_leave_before_the_step(
+    case: tuple[str, str], touched: Path
+) -> None:
+    strategy, touch = case
+    number = TOUCHED.index(case)
+    told = read(touched, number, WORKERS)
+    warned = [message for each in told for message in each["warned"]]
+    if touch == "ClippedLater":  # the gradients of one step had left, and those of later ones not
+        (message,) = warned
+        assert "in step 5" in message
+    else:
+        assert warned == []
+    if strategy.startswith(("push_pull", "backup_workers")) and touch != "ClippedLater":
+        state, wanted = torch.load(touched / f"{number}.pt"), reference(touch, WORKERS)
+        for name, weights in wanted.items():
+            torch.testing.assert_close(state[name], weights)

@@ -37,6 +37,7 @@ from slipstream.torch.gossip import come_back
 from slipstream.torch.inventory import whole_vector
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
@@ -135,6 +136,13 @@ class NetworkedTraining(Training):
         if self.membership.env.incarnation:
             self._come_back()
         self._weights = self._weights_of(parts)
+        for replica in self.replicas:
+            if isinstance(replica.optimizer, RemoteOptimizer):
+                replica.optimizer.meet = self._meet
+
+    def _meet(self) -> None:
+        """Wait for all ranks, which load the same state."""
+        self._calls.gather("load_state_dict", None)
 
     def _weights_of(self, parts: Parts) -> Weights:
         channel = self.replica.partial

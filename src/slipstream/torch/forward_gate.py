@@ -16,8 +16,9 @@ class ForwardGate:
 
     A module waits for its own weights when it is called. Weights of modules that the first pass
     never called (``nn.MultiheadAttention`` reads its projection's weight without calling it) are
-    awaited when the model is called. So are all weights before a module is copied, pickled, or
-    gives its ``state_dict``. To read a weight otherwise, call ``job.wait()`` first.
+    awaited when the model is called. So are all weights before a module is copied, pickled, gives
+    its ``state_dict`` or loads one. Otherwise, call ``job.wait()`` before you read or change a
+    weight.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ForwardGate:
                 module.register_forward_pre_hook(entering, prepend=True),
                 module.register_forward_hook(leaving, always_call=True),
                 module.register_state_dict_pre_hook(reading),
+                module.register_load_state_dict_pre_hook(reading),
             ]
 
     def remove(self) -> None:

@@ -128,26 +128,33 @@ class PlainReduction:
 def additions_in(state: Mapping[str, Any]) -> list[Addition]:
     """All additions to a module, given its attributes."""
     values = list(state.values())
-    hooks = [hook for each in values if isinstance(each, dict) for hook in each.values()]
+    hooks = [unwrapped(hook) for each in values if isinstance(each, dict) for hook in each.values()]
     return [value for value in (*values, *hooks) if isinstance(value, Addition)]
+
+
+def unwrapped(hook: Any) -> Any:
+    """The hook itself: torch wraps those of ``load_state_dict``."""
+    return getattr(hook, "hook", hook)
 
 
 def without_additions(state: Mapping[str, Any]) -> dict[str, Any]:
     """A module's attributes as they were without additions; nothing is changed in place."""
-    ours = {
-        number
-        for hooks in state.values()
-        if isinstance(hooks, dict)
-        for number, hook in hooks.items()
-        if isinstance(hook, ModuleHook)
-    }
     plain = {name: value for name, value in state.items() if not isinstance(value, Addition)}
-    for name, value in plain.items():
-        if isinstance(value, dict) and (
-            name in HOOK_NOTES or any(isinstance(hook, ModuleHook) for hook in value.values())
-        ):
-            kept = value.copy()  # of the same type
-            for number in ours & kept.keys():
-                del kept[number]
-            plain[name] = kept
+    ours: set[Any] = set()  # numbers of hooks
+    for name, hooks in plain.items():
+        if isinstance(hooks, dict):
+            found = {n for n, hook in hooks.items() if isinstance(unwrapped(hook), ModuleHook)}
+            ours |= found
+            plain[name] = without(hooks, found) if found else hooks
+    for name in HOOK_NOTES:
+        if name in plain:
+            plain[name] = without(plain[name], ours)
     return plain
+
+
+def without(numbered: dict[Any, Any], numbers: set[Any]) -> dict[Any, Any]:
+    """A copy of the same type, without these."""
+    kept = numbered.copy()
+    for number in numbers & kept.keys():
+        del kept[number]
+    return kept

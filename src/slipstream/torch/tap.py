@@ -29,7 +29,7 @@ class BackwardTap:
         on_end: Callable[[], None],
     ) -> None:
         self.paused = False
-        self.on_paused: Callable[[], None] = lambda: None  # for each gradient while paused
+        self.on_paused: Callable[[int], None] = lambda _: None  # like on_ready, while paused
         self._open = False
         self._touched = False
         self._on_ready = on_ready
@@ -45,7 +45,7 @@ class BackwardTap:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
             if self.paused:
-                self.on_paused()
+                self.on_paused(index)
                 return
             self.touch()
             self._on_ready(index)
