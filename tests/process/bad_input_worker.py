@@ -59,6 +59,8 @@ def train(job: Any) -> None:
     if WRONG == "state":
         optimizer.state[model["first"].weight]["momentum_buffer"] = torch.zeros(3, 3)
     model, optimizer = job.distribute(model, optimizer, strategy)
+    if WRONG == "weights differ":
+        nn.init.constant_(model["first"].weight, job.rank)
     if WRONG == "distribute twice":
         job.distribute(model, optimizer, strategy)
     steps = STEPS

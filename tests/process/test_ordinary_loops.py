@@ -77,18 +77,6 @@ def test_copies_of_a_model_in_training_are_plain_ones(strategy: str, copies: Pat
         assert copying[0]["digest"] == undisturbed[0]["digest"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's")
-def test_copies_of_a_model_in_shared_memory_are_plain_ones(
-    launch: Callable[..., Launch], tmp_path: Path
-) -> None:
-    asked = {"kind": "copies", "strategy": GADEI, "copies": True, "exact": False}
-    plan = write_plan(tmp_path, [asked])
-    command = (SLIPSTREAM, "run", "--workers", "1", "--strategy", GADEI)
-    run = launch(*command, str(WORKER), str(plan), str(tmp_path))
-    assert run.wait() == 0, run.stderr
-    assert read(tmp_path, 0, 1)[0]["trouble"] == []
-
-
 # ---- the script's own checkpoints: torch.save of both state_dicts
 
 HALF, END = 4, 8
@@ -187,3 +175,64 @@ def test_an_unchanged_loop_runs_where_gradients_may_leave_before_the_step(
         state, wanted = torch.load(touched / f"{number}.pt"), reference(touch, WORKERS)
         for name, weights in wanted.items():
             torch.testing.assert_close(state[name], weights)
+
+
+# ---- learners on shared memory, each job in a command of its own
+
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="shared memory without a name is Linux's"
+)
+Learn = Callable[..., Callable[[], dict[str, Any]]]
+
+
+@pytest.fixture
+def learn(launch: Callable[..., Launch], tmp_path: Path) -> Learn:
+    """Starts one learner; the result waits for what it has written."""
+
+    def start(strategy: str = GADEI, **asked: Any) -> Callable[[], dict[str, Any]]:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        plan = write_plan(folder, [{"strategy": strategy, **asked}])
+        command = (SLIPSTREAM, "run", "--workers", "1", "--strategy", strategy)
+        run = launch(*command, str(WORKER), str(plan), str(folder))
+
+        def finish() -> dict[str, Any]:
+            assert run.wait() == 0, run.stderr
+            return read(folder, 0, 1)[0]
+
+        return finish
+
+    return start
+
+
+@on_linux
+def test_copies_of_a_model_in_shared_memory_are_plain_ones(learn: Learn) -> None:
+    assert learn(kind="copies", copies=True, exact=False)()["trouble"] == []
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("strategy", "resumed"),
+    [(GADEI, RESUMED), ("gadei(apply='direct', consistent=True)", ["after"])],
+)
+def test_a_learner_resumed_from_the_scripts_own_checkpoint_ends_as_an_uninterrupted_one(
+    strategy: str, resumed: Sequence[str], learn: Learn, tmp_path: Path
+) -> None:
+    common = {"kind": "checkpointed", "strategy": strategy, "optimizer": "adam"}
+    files = [str(tmp_path / name) for name in ("half.pt", "whole.pt")]
+    first = [
+        learn(**common, file=file, begin=0, end=end, when="never")
+        for file, end in zip(files, (HALF, END), strict=True)
+    ]
+    half, whole = (finish() for finish in first)
+    assert len(whole["state"]) == len(half["state"]) > 0
+    second = [learn(**common, file=files[0], begin=HALF, end=END, when=when) for when in resumed]
+    for again in (finish() for finish in second):
+        assert again == whole
+
+
+@on_linux
+def test_a_learners_loop_may_scale_and_clip_its_gradients(learn: Learn, tmp_path: Path) -> None:
+    asked = {"kind": "touching", "file": str(tmp_path / "learned.pt")}
+    finishes = [learn(**asked, touch=touch) for touch in ("Scaled", "ScaledAndClipped")]
+    assert [finish()["warned"] for finish in finishes] == [[], []]

@@ -140,9 +140,9 @@ class NetworkedTraining(Training):
             if isinstance(replica.optimizer, RemoteOptimizer):
                 replica.optimizer.meet = self._meet
 
-    def _meet(self) -> None:
-        """Wait for all ranks, which load the same state."""
-        self._calls.gather("load_state_dict", None)
+    def _meet(self, value: Any) -> list[Any]:
+        """The values of all ranks, which load the same state."""
+        return self._calls.gather("load_state_dict", value)
 
     def _weights_of(self, parts: Parts) -> Weights:
         channel = self.replica.partial

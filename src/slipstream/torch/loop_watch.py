@@ -102,5 +102,5 @@ class LoopWatch:
                 f"{what} changed between backward() and step() for the first time in step "
                 f"{synchronizer.step}, when gradients had already left: in this step the change "
                 "does not count. From the next step on gradients leave at step(), without overlap",
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,14 +39,14 @@ class RemoteOptimizer(LoopOptimizer):
 
     Attributes:
         keeper: Who has the state.
-        meet: Waits until all ranks have called it.
+        meet: Waits until all ranks have called it, and returns the values of all.
     """
 
     def __init__(self, local: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(local)
         self._trained = trained
         self.keeper: StateKeeper | None = None
-        self.meet: Callable[[], object] = lambda: None
+        self.meet: Callable[[Any], Sequence[Any]] = lambda value: [value]
 
     def own_state(self) -> State:
         """The state that was loaded here, and is for the keeper."""
@@ -64,7 +64,10 @@ class RemoteOptimizer(LoopOptimizer):
             RuntimeFault: The job is over, or has failed.
         """
         if self.keeper is None:
-            raise RuntimeFault("the job is over, and so is the process that had the state")
+            raise RuntimeFault(
+                "the job is over, and with it the process that had the optimizer's state: call "
+                "optimizer.state_dict() within the `with` block"
+            )
         held, before = self.keeper.fetch(), dict(self.state)
         try:
             for name, parameter in self._trained.items():

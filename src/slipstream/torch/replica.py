@@ -192,6 +192,8 @@ class Replica:
             self.shards.retire(worker, self.member)
 
     def close(self) -> None:
+        if isinstance(self.optimizer, RemoteOptimizer):
+            self.optimizer.keeper = None
         self.synchronizer.close()
         self.member.close()
         if self.channels.collective is not None:

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.runtime.engine import Applier
+from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.loop_watch import PROBED_STEPS, LoopWatch
 from slipstream.torch.remote_optimizer import RemoteOptimizer, State
@@ -31,11 +32,12 @@ class ServerUpdates:
     or gradients between ``backward()`` and ``step()``, both are sent at ``step()``: see
     ``LoopWatch``.
 
-    Weights that the loop changes after ``step()`` are rank 0's from then on, at the servers, too:
-    where all workers have the same weights after a step, all make the same change. In the first
+    Weights that the loop changes after ``step()`` are rank 0's from then on, at the servers, too,
+    where all workers have the same weights after a step: all make the same change. In the first
     steps, and in a loop that changes weights in these, ``step()`` waits for the new weights, so
-    that the loop changes those. Where workers have different weights, only weights that were
-    changed before the first step are taken, since later ones would undo other workers' updates.
+    that the loop changes those. Where workers have different weights, a change would undo other
+    workers' updates. Weights that were loaded before the first step are taken everywhere, just
+    before the first gradients leave.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
@@ -101,16 +103,27 @@ class ServerUpdates:
             driver.refresh()
 
     def _take_changed_weights(self) -> None:
-        """Give the servers what the loop has made of the weights, where nothing else is lost."""
-        changed = self._changed_weights()
-        if not changed or not (self._is_current if self.alike else self.made == 0):
-            return  # a step would be refused
-        if not self.alike:
-            self._optimizer.meet()  # no worker has sent a gradient
+        """Give the servers what the loop has made of the newest weights since the last step."""
+        if self.made and self.alike and self._is_current and (changed := self._changed_weights()):
+            self.hand_weights(changed)
+            self._changes_weights = True
+            self.begin_step()
+
+    def _take_loaded_weights(self, changed: Container[int]) -> None:
+        """Give the servers the weights with which all ranks begin.
+
+        Raises:
+            RuntimeFault: Ranks have different ones.
+        """
+        own = digest_of([tensor for _, tensor in self._trained])
+        if len(set(self._optimizer.meet(own))) > 1:
+            raise RuntimeFault(
+                "weights were changed after job.distribute, and not alike on all ranks: load the "
+                "same ones everywhere, or change them before job.distribute, which gives rank 0's "
+                "to all"
+            )
         self.hand_weights(changed)
-        if not self.alike:
-            self._optimizer.meet()
-        self._changes_weights |= self.made > 0
+        self._optimizer.meet(None)
         self.begin_step()
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
@@ -131,8 +144,10 @@ class ServerUpdates:
         synchronizer = self._synchronizer
         synchronizer.tap.end()
         synchronizer.gradients.refuse_unknown(self._optimizer)
-        if self._changed_weights():
-            raise RuntimeFault(self._why_not_taken())
+        if changed := self._changed_weights():
+            if self.made or synchronizer.driver.exchanged:
+                raise RuntimeFault(self._why_not_taken())
+            self._take_loaded_weights(changed)
         self._watch.examine(self._sent)
         synchronizer.end_exchange()
         self._sent = None
@@ -144,6 +159,11 @@ class ServerUpdates:
             self.wait()
 
     def _why_not_taken(self) -> str:
+        if not self.made:
+            return (
+                "weights were changed after job.distribute, and the first gradients have already "
+                "left: change weights before job.distribute"
+            )
         if not self.alike:
             return (
                 "weights were changed outside of the optimizer, but servers update them, and "
@@ -187,9 +207,9 @@ class StateAtServers:
                 "before the first step, on every rank"
             )
         self._updates.wait()
-        self._optimizer.meet()
+        self._optimizer.meet(None)
         self._servers.take_state(state)
-        self._optimizer.meet()
+        self._optimizer.meet(None)
 
 
 def keep_at_servers(
