@@ -214,6 +214,16 @@ class ClippedLater(Clipped):
     begin = 5
 
 
+class ClampedData(Touch):
+    """In a way that autograd does not count."""
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        super().gradients(model, optimizer, step, rank)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.clamp_(-0.001, 0.001)
+
+
 class Scheduled(Touch):
     """The rate changes after the backward pass."""
 
@@ -256,7 +266,8 @@ class Constrained(Touch):
 TOUCHES = {
     kind.__name__: kind
     for kind in (
-        Touch, TwoPasses, Clipped, ClippedLater, Scheduled, Scaled, ScaledAndClipped, Constrained,
+        Touch, TwoPasses, Clipped, ClippedLater, ClampedData, Scheduled, Scaled, ScaledAndClipped,
+        Constrained,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.errors import RuntimeFault
@@ -42,7 +43,8 @@ class LoopWatch:
         self._probes = plan.schedule.leaves_during_backward and not compact
         self._untouched = 0  # steps
         self._several = False  # backward passes
-        self._seen: dict[int, tuple[Tensor, int]] = {}  # by tensor: its gradient, and the version
+        # By tensor: its gradient, the version, and the sum: ``.grad.data`` has versions of its own.
+        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._settings_then: Any = None
         if self._probes:
             synchronizer.leave_at_step(self._accumulated)
@@ -56,7 +58,7 @@ class LoopWatch:
             self._settings_then = self._settings()
         self._several |= tensor in self._seen
         if gradient is not None:
-            self._seen[tensor] = gradient, gradient._version
+            self._seen[tensor] = gradient, gradient._version, gradient.detach().sum()
 
     def examine(self, settings_sent: Any = None) -> None:
         """The step is about to end: has the loop touched what leaves, or has left?
@@ -83,8 +85,10 @@ class LoopWatch:
     def _touched(self) -> bool:
         tensors = self._synchronizer.inventory.tensors
         changed = (
-            tensors[tensor].grad is not gradient or gradient._version != version
-            for tensor, (gradient, version) in self._seen.items()
+            tensors[tensor].grad is not gradient
+            or gradient._version != version
+            or not torch.equal(gradient.detach().sum(), total)
+            for tensor, (gradient, version, total) in self._seen.items()
         )
         return self._several or any(changed) or self._settings() != self._settings_then
 
