@@ -324,7 +324,40 @@ def own_gradients(model: nn.Module, touch: Touch) -> list[torch.Tensor]:
     return gradients
 
 
-KINDS = {"copies": copies, "checkpointed": checkpointed, "touching": touching}
+def constrained_critic(job: slipstream.Job, asked: Asked) -> Asked:
+    """Two pairs, as in a GAN whose critic's weights are clamped after each of its steps."""
+    torch.manual_seed(4)
+    generator, critic = nn.Linear(3, INPUTS), nn.Linear(INPUTS, 1)
+    trained = [
+        (model, torch.optim.RMSprop(model.parameters(), lr=0.01)) for model in (critic, generator)
+    ]
+    (critic, of_critic), (generator, of_generator) = job.distribute(trained, asked["strategy"])
+    for step in range(STEPS):
+        noise = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + job.rank))
+        for _ in range(2):
+            of_critic.zero_grad()
+            (
+                critic(generator(noise).detach()).mean() - critic(torch.ones(4, INPUTS)).mean()
+            ).backward()
+            nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+            of_critic.step()
+            with torch.no_grad():
+                for parameter in critic.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        of_generator.zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        of_generator.step()
+    largest = max(float(p.detach().abs().max()) for p in critic.parameters())
+    job.wait()
+    return {"digest": digest(critic) + digest(generator), "largest": largest}
+
+
+KINDS = {
+    "copies": copies,
+    "checkpointed": checkpointed,
+    "touching": touching,
+    "constrained critic": constrained_critic,
+}
 
 
 def main() -> None:

@@ -177,6 +177,19 @@ def test_an_unchanged_loop_runs_where_gradients_may_leave_before_the_step(
             torch.testing.assert_close(state[name], weights)
 
 
+def test_a_critics_weights_may_be_clamped_after_its_steps(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    plan = [{"kind": "constrained critic", "strategy": s} for s in (BY_SERVERS, "push_pull")]
+    written = write_plan(tmp_path, plan)
+    run = fork_server.run(WORKER, str(written), str(tmp_path), ranks=WORKERS, limit_s=LIMIT_S)
+    assert set(run.codes.values()) == {0}, run.told()
+    by_servers, by_workers = (read(tmp_path, number, WORKERS) for number in range(2))
+    for told in (*by_servers, *by_workers):
+        assert told["largest"] == by_workers[0]["largest"] == pytest.approx(0.05)
+    assert by_servers[0]["digest"] == by_servers[1]["digest"]
+
+
 # ---- learners on shared memory, each job in a command of its own
 
 on_linux = pytest.mark.skipif(
