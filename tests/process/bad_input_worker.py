@@ -55,8 +55,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train(job: Any) -> None:
     model = make_model()
     strategy = "all_to_all" if WRONG == "strategies" and ODD else STRATEGY
-    optimizer: torch.optim.Optimizer
-    model, optimizer = job.distribute(model, make_optimizer(model), strategy)
+    optimizer = make_optimizer(model)
+    if WRONG == "state":
+        optimizer.state[model["first"].weight]["momentum_buffer"] = torch.zeros(3, 3)
+    model, optimizer = job.distribute(model, optimizer, strategy)
+    if WRONG == "weights differ":
+        nn.init.constant_(model["first"].weight, job.rank)
     if WRONG == "distribute twice":
         job.distribute(model, optimizer, strategy)
     steps = STEPS
@@ -69,15 +73,15 @@ def train(job: Any) -> None:
     for step in range(steps):
         optimizer.zero_grad()
         times = 2 if WRONG == "more passes" and ODD and step == 2 else 1
-        times = 2 if WRONG == "second pass" else times
+        times = 2 if WRONG == "second pass" and step == steps - 1 else times
         for _ in range(times):
             hidden = torch.tanh(model["first"](values))
             model["second"](hidden).pow(2).mean().backward()
-        if WRONG == "clipping":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if WRONG == "setting changed":
-            optimizer.param_groups[0]["lr"] = 0.5 + step
         optimizer.step()
+        if WRONG == "weights changed" and step == steps - 2:
+            nn.init.zeros_(model["first"].weight)
+        if (WRONG == "state on one" and ODD and step == 1) or WRONG == "state too late":
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 start_servers_by_fork()

@@ -16,7 +16,6 @@ WORKER = Path(__file__).with_name("bad_input_worker.py")
 AT_A_TIME = 5
 SECRET = "a secret of sufficient length"
 SERVER = "push_pull(update='server')"
-SERVER_AFTER = "push_pull(update='server', overlap=False)"
 
 
 @dataclass
@@ -55,9 +54,12 @@ MISTAKES = [
     Mistake("foreign on one", ("rank 1", "not in the model", "(3, 7)")),
     Mistake("nothing to train", ("no parameter that requires a gradient",)),
     Mistake("lbfgs", ("update='server'", "LBFGS", "update='worker'"), SERVER),
-    Mistake("clipping", ("clipping", "update='worker'"), SERVER),
-    Mistake("clipping", ("clipping", "update='worker'"), SERVER_AFTER),
-    Mistake("setting changed", ("setting", "before backward()"), SERVER),
+    Mistake("weights changed", ("weights", "undo other", "parametrize"), "async_sgd"),
+    Mistake("weights changed", ("weights", "call job.wait()"), SERVER),
+    Mistake("weights differ", ("not alike on all ranks", "before job.distribute"), SERVER),
+    Mistake("state", ("state does not fit", "momentum_buffer", "(3, 3)"), SERVER),
+    Mistake("state on one", ("load_state_dict", "every rank", "rank 0"), SERVER),
+    Mistake("state too late", ("load_state_dict", "before the first step"), "async_sgd"),
     Mistake("second pass", ("second backward()", "accumulate"), SERVER),
     *(
         mistake

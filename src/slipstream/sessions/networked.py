@@ -42,6 +42,7 @@ from slipstream.torch.inventory import whole_vector
 from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
@@ -163,6 +164,13 @@ class NetworkedTraining(Training):
         if self.membership.env.incarnation:
             self._come_back()
         self._weights = self._weights_of(parts)
+        for replica in self.replicas:
+            if isinstance(replica.optimizer, RemoteOptimizer):
+                replica.optimizer.meet = self._meet
+
+    def _meet(self, value: Any) -> list[Any]:
+        """The values of all ranks, which load the same state."""
+        return self._calls.gather("load_state_dict", value)
 
     def _weights_of(self, parts: Parts) -> Weights:
         channel = self.replica.partial

@@ -31,7 +31,9 @@ from slipstream.strategy import Strategy
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import config_fingerprint
 from slipstream.torch.learner import Learner
+from slipstream.torch.learner_state import LearnerState
 from slipstream.torch.preparing import check_pairs, prepare_pairs
+from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
 from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Cluster
@@ -73,10 +75,16 @@ class SharedMemorySession:
         ((model, optimizer),) = pairs
         check_shareable(model, optimizer)
         (inventory,) = prepare_pairs(pairs, strategy)
+        check_own_state(optimizer, inventory.trained)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
         learner = self._join(pairs[0], route, plan)
-        pair = Pair(model, learner.start())
+        loop = learner.start()
+        pair = Pair(model, loop)
+        loop.keeper = LearnerState(pair, learner, self._line)
+        self._opened.callback(setattr, loop, "keeper", None)
+        if state := loop.own_state():
+            loop.keeper.take(state)
         self._ages = learner.ages
         self._training = SharedMemoryTraining(pair, strategy.name, plan, learner, self._line)
         return self._training

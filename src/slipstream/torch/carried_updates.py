@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.errors import RuntimeFault
 from slipstream.torch.learner_slots import SlotWriter
 from slipstream.torch.shared_weights import SharedWeights
 
@@ -115,6 +116,7 @@ class CarriedUpdates:
     ) -> None:
         self._slots, self._weights, self._copier = slots, weights, copier
         self._holding = holding
+        self._versions: list[int] = []
         self._seen = self._copied = self._take_all()
         # The model uses one, the copying thread fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
@@ -133,7 +135,13 @@ class CarriedUpdates:
     # ---- the training thread
 
     def end_step(self) -> None:
+        """Hand the gradients over.
+
+        Raises:
+            RuntimeFault: The loop has changed weights, which would be lost.
+        """
         self._slots.refuse_untracked()
+        self._take_changed_weights()
         step = FinishedStep(
             [parameter.grad for parameter in self._slots.parameters],
             [(view, own.detach().clone()) for view, own in self._weights.buffers()],
@@ -147,6 +155,24 @@ class CarriedUpdates:
         self._hand_over(step)
         self.steps += 1
         self._take_fresh()
+
+    def _take_changed_weights(self) -> None:
+        """Share weights that were changed before the first step: all learners have loaded them."""
+        if self._versions == self._versions_now():
+            return
+        if self.steps:
+            raise RuntimeFault(
+                "weights were changed outside of the optimizer, but this learner has a copy of the "
+                "shared ones, which replaces them: with consistent=False a model on the CPU has "
+                "the shared ones themselves; load weights before the first step"
+            )
+        if self._slots.version() == self._seen:  # else another learner has done so, and trains
+            self._weights.fill()
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """Neither switching buffers nor filling them changes a parameter's version."""
+        return [parameter._version for parameter in self._slots.parameters]
 
     def finish(self) -> None:
         """Wait until everything is copied; the model then has the current weights."""
@@ -167,6 +193,7 @@ class CarriedUpdates:
         with self._holding():
             version = self._slots.version()
             self._weights.copy_in()
+        self._versions = self._versions_now()
         return version
 
     def _hand_over(self, step: FinishedStep | None) -> None:

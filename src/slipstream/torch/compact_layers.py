@@ -14,7 +14,6 @@ uses of the layer in a pass has run; it does not count if the pass is aborted be
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slipstream.planning.costs import Form, LayerShape
+from slipstream.torch.plain_copies import ModuleHook, ReplacedForward, keep_copies_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +262,11 @@ linear: Callable[..., Tensor] = _Linear.apply
 embedding: Callable[..., Tensor] = _Embedding.apply
 
 
-class Forward:
+class Forward(ReplacedForward):
     """Replaces a layer's ``forward``; a copy of the layer gets the original forward back."""
 
     def __init__(self, layer: CompactLayer, ports: Ports) -> None:
+        super().__init__(layer.module)
         self.layer, self.ports = layer, ports
         self._parameters = layer.parameters
 
@@ -273,12 +274,12 @@ class Forward:
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
         weight, bias = self.layer.parameters
         if weight is not self._parameters[0] or bias is not self._parameters[1]:
-            return self._plain(self.layer.module)(input)  # functional_call replaces the parameters
+            return self.plain()(input)  # functional_call replaces the parameters
         self._count(input)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         captures = torch.is_grad_enabled() and trained and self.ports.may_take(self.layer)
         if not captures:
-            return self._plain(self.layer.module)(input)
+            return self.plain()(input)
         self._refuse_hooks(weight, bias)
         use = Use(self.layer, self.ports)
         port = gradient_port(weight, bias, use)
@@ -306,18 +307,6 @@ class Forward:
                 "layer travels dense"
             )
 
-    @staticmethod
-    def _plain(module: nn.Module) -> Callable[..., Tensor]:
-        return types.MethodType(type(module).forward, module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.layer.module))
-        return self if copied is None else self._plain(copied)
-
-    def __reduce__(self) -> Any:
-        """On unpickling, the module has no attributes yet: use its class's forward."""
-        return getattr, (self.layer.module, "forward")
-
 
 def recomputing() -> bool:
     """Whether a forward runs within a backward pass, as with checkpointing."""
@@ -337,9 +326,11 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
     """Let the layers hand over their gradients; returns a function that ends this."""
     handles: list[Any] = []
     for layer in layers:
+        keep_copies_plain(layer.module)
         if hasattr(layer.module, "on_factors"):  # an emulated device provides factors itself
             layer.module.on_factors = partial(_offered, layer, ports)
-            handles.append(layer.module.register_forward_pre_hook(partial(_count_rows, layer)))
+            counting = ModuleHook(partial(_count_rows, layer))
+            handles.append(layer.module.register_forward_pre_hook(counting))
         else:
             layer.module.forward = Forward(layer, ports)
         for parameter in layer.parameters:

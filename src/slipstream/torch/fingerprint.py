@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.torch.inventory import whole_state
 from slipstream.torch.staging import Staging
@@ -24,6 +24,16 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         staging.fetch(key, tensor)
         digest.update(staging.readable(key, tensor).data)
+    return digest.hexdigest()
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """SHA-256 over the values of tensors."""
+    digest = hashlib.sha256()
+    staging = Staging()
+    for key, tensor in enumerate(tensors):
+        staging.fetch(key, tensor.detach())
+        digest.update(staging.readable(key, tensor.detach()).data)
     return digest.hexdigest()
 
 

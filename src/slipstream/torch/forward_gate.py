@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+
+from slipstream.torch.plain_copies import ModuleHook, keep_copies_plain
 
 
 class ForwardGate:
@@ -14,8 +16,9 @@ class ForwardGate:
 
     A module waits for its own weights when it is called. Weights of modules that the first pass
     never called (``nn.MultiheadAttention`` reads its projection's weight without calling it) are
-    awaited when the model is called. To read a weight outside of any forward, call
-    ``job.wait()`` first.
+    awaited when the model is called. So are all weights before a module is copied, pickled, gives
+    its ``state_dict`` or loads one. Otherwise, call ``job.wait()`` before you read or change a
+    weight.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class ForwardGate:
         self._all = frozenset(index_of.values())
         self._awaited_at_call: set[int] = set()
         self._depth = 0
-        self._handles = []
+        self._handles: list[Any] = []
         for module in model.modules():
             own = tuple(
                 index_of[id(tensor)]
@@ -40,11 +43,15 @@ class ForwardGate:
                 ]
                 if id(tensor) in index_of
             )
-            self._handles.append(
-                module.register_forward_pre_hook(self._entering(own), prepend=True)
-            )
-            self._handles.append(module.register_forward_hook(self._leaving, always_call=True))
-        self._handles.append(model.register_state_dict_pre_hook(lambda *_: wait(None)))
+            keep_copies_plain(module)
+            entering = ModuleHook(self._entering(own), before_copy=partial(wait, None))
+            leaving, reading = ModuleHook(self._leaving), ModuleHook(lambda *_: wait(None))
+            self._handles += [
+                module.register_forward_pre_hook(entering, prepend=True),
+                module.register_forward_hook(leaving, always_call=True),
+                module.register_state_dict_pre_hook(reading),
+                module.register_load_state_dict_pre_hook(reading),
+            ]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -60,9 +67,7 @@ class ForwardGate:
                 self._wait(own)
                 self._awaited_at_call.update(own)
 
-        hook: Callable[..., None] = torch.compiler.disable(entering)
-        return hook
+        return entering
 
-    @torch.compiler.disable
     def _leaving(self, *_: Any) -> None:
         self._depth -= 1

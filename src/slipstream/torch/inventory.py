@@ -62,6 +62,12 @@ class Inventory:
     def parameter_names(self) -> list[str]:
         return [self.specs[i].name for i in self.parameters]
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters, by name."""
+        found = ((self.specs[i].name, self.tensors[i]) for i in self.parameters)
+        return {name: tensor for name, tensor in found if isinstance(tensor, nn.Parameter)}
+
     def of_optimizer(
         self, optimizer: torch.optim.Optimizer, without: Collection[int] = ()
     ) -> Inventory:

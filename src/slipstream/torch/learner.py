@@ -24,7 +24,7 @@ from slipstream.torch.carried_updates import (
 )
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
-from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
@@ -33,7 +33,11 @@ TICK_S = 0.2  # how often a wait in native code lets Python handle signals
 
 
 class Learner:
-    """Binds the model, fills slots, and waits where it must."""
+    """Binds the model, fills slots, and waits where it must.
+
+    Attributes:
+        own: The optimizer of a learner that updates by itself; else the server has it.
+    """
 
     def __init__(
         self,
@@ -57,18 +61,19 @@ class Learner:
         self.wait_s = 0.0
         self.moved = 0
         self.updates: SlotUpdates | CarriedUpdates | None = None
+        self.own: SharedOptimizer | None = None
 
     @property
     def steps(self) -> int:
         """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
 
-    def start(self) -> torch.optim.Optimizer:
+    def start(self) -> RemoteOptimizer:
         """Hook into the model; returns the optimizer for the loop."""
         self.rings.release_dead(self.rank)  # locks and slots of an earlier incarnation
         deliver = self._publish
         if self._direct:
-            self._own = SharedOptimizer(
+            self.own = SharedOptimizer(
                 self._plan, type(self._optimizer).__name__, settings_of(self._optimizer)
             )
             self._all = self._memory.view(self.rings.weights_at, self._plan.weights_nbytes)
@@ -88,8 +93,17 @@ class Learner:
         else:
             self.weights.bind()
             self.updates = SlotUpdates(self._model, self._plan, slots, self.weights)
-        loop = LoopOptimizer(self._optimizer)
-        loop.end_step = self.updates.end_step
+        named = zip(slots.names, slots.parameters, strict=True)
+        loop = RemoteOptimizer(
+            self._optimizer, {name: p for name, p in named if isinstance(p, nn.Parameter)}
+        )
+        end_step = self.updates.end_step
+
+        def end() -> None:
+            end_step()
+            loop.forget_state()
+
+        loop.end_step = end
         return loop
 
     def _copier(self) -> DeviceCopier:
@@ -115,8 +129,9 @@ class Learner:
     def _apply(self, slot: Slot) -> None:
         """Apply a slot as the server would, with this learner's own optimizer state."""
         self.moved += slot.filled_nbytes
+        assert self.own is not None
         with self._writing():
-            self._own.apply(self._all, slot.whole)
+            self.own.apply(self._all, slot.whole)
         before = self.rings.advance() - 1
         self.ages[max(0, before - slot.version)] += 1
         # One more step of this learner; its slot is free again.

@@ -125,6 +125,7 @@ class SlotWriter:
         version: The version of the shared weights.
 
     Attributes:
+        names: Of the trained parameters.
         parameters: The trained ones, in the order of the slots' gradients.
         settings: Returns the optimizer's settings in the slots' format.
     """
@@ -141,9 +142,9 @@ class SlotWriter:
         version: Callable[[], int],
         finite: FiniteGradients | None = None,
     ) -> None:
-        self._names = [plan.tensors[gradient.tensor].name for gradient in plan.gradients]
+        self.names = [plan.tensors[gradient.tensor].name for gradient in plan.gradients]
         named = dict(model.named_parameters())
-        self.parameters: list[Tensor] = [named[name] for name in self._names]
+        self.parameters: list[Tensor] = [named[name] for name in self.names]
         self.settings, self.version = Settings(optimizer), version
         known = {id(parameter) for parameter in self.parameters}
         self._untracked = [
@@ -172,7 +173,7 @@ class SlotWriter:
             NonFiniteGradient: There is one, and the job is set to stop then.
         """
         self._finite.step = step
-        for index, (form, name) in enumerate(zip(forms, self._names, strict=True)):
+        for index, (form, name) in enumerate(zip(forms, self.names, strict=True)):
             if form != ABSENT and not self._finite.admits(name, slot.magnitude(index, form)):
                 forms[index] = ABSENT
                 slot.written[index] = None  # it is not applied, so its rows are not set to zero

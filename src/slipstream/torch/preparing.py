@@ -23,6 +23,7 @@ from slipstream.torch.inventory import (
     config_fingerprint,
     groups_of,
 )
+from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shard_optimizer import check_elementwise
 
 
@@ -69,11 +70,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     if not strategy.update.user_at_holder or strategy.shared_memory is not None:
         return inventory
     check_elementwise(optimizer)
-    if optimizer.state:
-        raise ConfigError(
-            "the optimizer already has state, which update='server' would not take over: give a "
-            "new one, and use job.load to continue from a checkpoint"
-        )
+    check_own_state(optimizer, inventory.trained)
     return inventory.of_optimizer(optimizer)
 
 

@@ -54,9 +54,10 @@ from slipstream.torch.outer_weights import OuterState, OuterWeights, as_torch
 from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
 from slipstream.torch.rate_share import RateShare
+from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
-from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
+from slipstream.torch.server_updates import ServerUpdates, keep_at_servers
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.slots import GradientPlaces, LiveTensors
 from slipstream.torch.speeds import measure_speeds
@@ -191,6 +192,8 @@ class Replica:
             self.shards.retire(worker, self.member)
 
     def close(self) -> None:
+        if isinstance(self.optimizer, RemoteOptimizer):
+            self.optimizer.keeper = None
         self.synchronizer.close()
         self.member.close()
         if self.channels.collective is not None:
@@ -225,7 +228,7 @@ class Wiring:
         self._finite = FiniteGradients(
             membership.env.nonfinite,
             membership.env.rank,
-            lambda: membership.gathering.is_first(self._key("nonfinite")),
+            self._is_first("nonfinite"),
         )
         self._slots = LiveTensors(plan, inventory, Staging(), self._finite)
         self._layers = compact_layers(self._model, plan, inventory)
@@ -234,6 +237,10 @@ class Wiring:
     def _key(self, what: str) -> str:
         """The name of a gathering of this pair."""
         return f"{what}/pair {self._member.pair}" if self._member.pair else what
+
+    def _is_first(self, what: str) -> Callable[[], bool]:
+        """Whether this worker is the first one of which this is asked; the first one warns."""
+        return lambda: self._membership.gathering.is_first(self._key(what))
 
     def configure(self) -> Callable[[], None]:
         """Servers work out the plan; the result waits for them."""
@@ -255,6 +262,8 @@ class Wiring:
             self._model, self._plan, self._inventory, self._slots, channels.all, applier
         )
         state = self._state(optimizer, averages, service)
+        if isinstance(state, ServerState):
+            keep_at_servers(optimizer, synchronizer.applier, state)
         if compact is not None:
             synchronizer.capture_compact(compact)
         return Replica(
@@ -392,12 +401,20 @@ class Wiring:
         if plan.update.holder_applies:
             sender = links or channels.rounds  # a worker whose host another one speaks for has none
             assert sender is not None
-            remote = self._loop or RemoteOptimizer(own)
-            return remote, partial(ServerUpdates, loop=remote, sender=sender)
+            remote = self._loop or RemoteOptimizer(own, self._inventory.trained)
+            assert isinstance(remote, RemoteOptimizer)
+            is_first = self._is_first("overlap")
+            return remote, partial(ServerUpdates, loop=remote, sender=sender, is_first=is_first)
         if plan.runs_ahead:
             assert isinstance(links, UpdateStream)
             loop = self._loop or LoopOptimizer(own)
-            return loop, partial(StreamedUpdates, loop=loop, stream=links, on_applied=on_applied)
+            return loop, partial(
+                StreamedUpdates,
+                loop=loop,
+                stream=links,
+                on_applied=on_applied,
+                is_first=self._is_first("overlap"),
+            )
         if slices is not None:
             loop = self._loop or LoopOptimizer(own)
             return loop, partial(PartialUpdates, loop=loop, channel=slices, on_applied=on_applied)

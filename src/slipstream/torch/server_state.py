@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
 
@@ -51,13 +52,31 @@ class ServerState:
             self._send_weights()
             self._service.accounts()  # answered after the weights have arrived
 
-    def _send_weights(self) -> None:
-        """Send this worker's weights to the servers."""
+    def _send_weights(self, of: Container[int] | None = None) -> None:
+        """Send this worker's weights to the servers.
+
+        Args:
+            of: The tensors whose chunks are sent, while averages go on; None: everything, anew.
+        """
         flat = {i: as_real(tensor).cpu().reshape(-1) for i, tensor in enumerate(self._tensors)}
         for chunk in self._plan.chunks:
+            if of is not None and not any(s.tensor in of for s in chunk.segments):
+                continue
             frames = [bytes_of(flat[s.tensor][s.start : s.stop]) for s in chunk.segments]
-            body = Load(chunk.index, checksum(frames))
+            body = Load(chunk.index, checksum(frames), anew=of is None)
             self._member.send(self._server(chunk), body, frames, priority=-1)
+
+    def take_weights(self, tensors: Container[int]) -> None:
+        """Rank 0's weights of these tensors, which the loop has changed, are the servers' now."""
+        if self._member.is_hub:
+            self._send_weights(tensors)
+            self._service.accounts()  # answered after all of it has arrived
+
+    def take_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Rank 0's optimizer state is the servers' now."""
+        if self._member.is_hub:
+            self._send_state(as_tensors(state))
+            self._service.accounts()
 
     def fetch(self) -> Held:
         """The servers' whole state of every tensor, put together."""
@@ -104,10 +123,7 @@ class ServerState:
         """Rank 0 hands everything back to whichever servers hold it now."""
         if not self._member.is_hub:
             return
-        state = {
-            name: {k: torch.as_tensor(v) for k, v in entries.items() if v is not None}
-            for name, entries in saved.state.items()
-        }
+        state = as_tensors(saved.state)
         for name, average in held.averages.items():
             state.setdefault(name, {})[AVERAGE] = average
         self._send_weights()
@@ -125,7 +141,7 @@ class ServerState:
                     if not is_scalar(entry):
                         part = as_real(value).reshape(-1)[segment.start : segment.stop]
                     entries.append((s, entry, dtype_text(part.dtype)))
-                    frames.append(bytes_of(part))
+                    frames.append(bytes_of(part.cpu()))
             body = State(chunk.index, entries, checksum(frames))
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
@@ -141,3 +157,11 @@ class ServerState:
             raise FrameRefused(f"checksum of the state of chunk {index} does not match")
         with self._member.updating():
             self._answers[index] = message
+
+
+def as_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """An optimizer's state without what is not set."""
+    return {
+        name: {k: torch.as_tensor(v) for k, v in entries.items() if v is not None}
+        for name, entries in state.items()
+    }

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
-from slipstream.errors import RuntimeFault
+import torch
+
+from slipstream.errors import ConfigError, RuntimeFault
+from slipstream.runtime.engine import Applier
+from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.forward_gate import ForwardGate
-from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.loop_watch import PROBED_STEPS, LoopWatch
+from slipstream.torch.remote_optimizer import RemoteOptimizer, State
+from slipstream.torch.server_state import ServerState
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.transports.wire import Settings
@@ -22,25 +28,50 @@ class SettingsSender(Protocol):
 class ServerUpdates:
     """Waits for results layer by layer, before the next forward; implements ``Applier``.
 
-    The learning rate and other settings are sent with each gradient, so a change between
-    ``backward()`` and ``step()`` comes too late; so does a change of the gradients. Both are
-    refused, not ignored.
+    The learning rate and other settings are sent with each gradient. Where the loop changes these
+    or gradients between ``backward()`` and ``step()``, both are sent at ``step()``: see
+    ``LoopWatch``.
+
+    Weights that the loop changes after ``step()`` are rank 0's from then on, at the servers, too,
+    where all workers have the same weights after a step: all make the same change. In the first
+    steps, and in a loop that changes weights in these, ``step()`` waits for the new weights, so
+    that the loop changes those. Where workers have different weights, a change would undo other
+    workers' updates. Weights that were loaded before the first step are taken everywhere, just
+    before the first gradients leave.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
         sender: The channel that sends the settings.
+        is_first: Whether this worker is the one that warns.
+
+    Attributes:
+        made: Steps of this worker in this job.
+        alike: Whether all workers have the same weights after a step.
+        hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
     """
 
     single_pass = "update='server'"
 
     def __init__(
-        self, synchronizer: Synchronizer, loop: LoopOptimizer, sender: SettingsSender
+        self,
+        synchronizer: Synchronizer,
+        loop: RemoteOptimizer,
+        sender: SettingsSender,
+        is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         self._synchronizer, self._optimizer = synchronizer, loop
         loop.end_step, sender.settings = self.end_step, self.settings
+        self.hand_weights: Callable[[Container[int]], None] = lambda _: None
+        self.made = 0
+        self.alike = synchronizer.plan.delivers_every_result
         self._sent: Settings | None = None
         self._refreshed_for = -1
-        places = {id(tensor): i for i, tensor in enumerate(synchronizer.inventory.tensors)}
+        self._is_current = True  # whether this worker has waited for all weights since its step
+        self._changes_weights = False
+        self._watch = LoopWatch(synchronizer, lambda: settings_of(loop), is_first)
+        tensors = synchronizer.inventory.tensors
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self._trained = [(i, tensors[i]) for i in synchronizer.inventory.parameters]
         self.hooks = [ForwardGate(synchronizer.model, places, self.wait, self._begin_forward)]
         self.begin_step()
 
@@ -53,60 +84,141 @@ class ServerUpdates:
     def begin_step(self) -> None:
         # Arrived weights are written without autograd's knowledge: a changed version is the user's
         # write.
-        self._weights = [
-            (p, p._version) for group in self._optimizer.param_groups for p in group["params"]
-        ]
+        self._versions = [tensor._version for _, tensor in self._trained]
+
+    def _changed_weights(self) -> set[int]:
+        """The tensors that the loop has changed since this step began."""
+        known = zip(self._trained, self._versions, strict=True)
+        return {i for (i, tensor), version in known if tensor._version != version}
 
     def _begin_forward(self) -> None:
         """Apply weights that have arrived; once per step, so that no layer changes during a
         pass."""
         driver = self._synchronizer.driver
-        if self._refreshed_for != driver.step and not driver.frozen:
+        if driver.frozen:
+            return
+        self._take_changed_weights()
+        if self._refreshed_for != driver.step:
             self._refreshed_for = driver.step
             driver.refresh()
 
+    def _take_changed_weights(self) -> None:
+        """Give the servers what the loop has made of the newest weights since the last step."""
+        if self.made and self.alike and self._is_current and (changed := self._changed_weights()):
+            self.hand_weights(changed)
+            self._changes_weights = True
+            self.begin_step()
+
+    def _take_loaded_weights(self, changed: Container[int]) -> None:
+        """Give the servers the weights with which all ranks begin.
+
+        Raises:
+            RuntimeFault: Ranks have different ones.
+        """
+        own = digest_of([tensor for _, tensor in self._trained])
+        if len(set(self._optimizer.meet(own))) > 1:
+            raise RuntimeFault(
+                "weights were changed after job.distribute, and not alike on all ranks: load the "
+                "same ones everywhere, or change them before job.distribute, which gives rank 0's "
+                "to all"
+            )
+        self.hand_weights(changed)
+        self._optimizer.meet(None)
+        self.begin_step()
+
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         self._synchronizer.driver.wait(tensors)
+        self._is_current |= tensors is None
 
     def pass_ended(self) -> None:
         if self._synchronizer.plan.schedule.leaves_during_backward:
             self._synchronizer.flush()
-        self._synchronizer.gradients.note_left()
+            self._synchronizer.gradients.note_left()
 
     def end_step(self) -> None:
         """Send what has not been sent yet; new weights are awaited before they are used.
 
         Raises:
-            RuntimeFault: Weights, gradients or settings were changed too late.
+            RuntimeFault: Weights were changed where the servers cannot take them.
         """
         synchronizer = self._synchronizer
         synchronizer.tap.end()
         synchronizer.gradients.refuse_unknown(self._optimizer)
-        if any(p._version != version for p, version in self._weights):
-            raise RuntimeFault(
-                "weights were changed outside of the optimizer, but with update='server' they live "
-                "at the servers: use update='worker', or job.load for a checkpoint"
-            )
-        if synchronizer.gradients.changed_since():
-            raise RuntimeFault(
-                "gradients were changed between backward() and step() (clipping?), but with "
-                "update='server' they are not the averaged ones: use update='worker' to see and "
-                "change those"
-            )
+        if changed := self._changed_weights():
+            if self.made or synchronizer.driver.exchanged:
+                raise RuntimeFault(self._why_not_taken())
+            self._take_loaded_weights(changed)
+        self._watch.examine(self._sent)
         synchronizer.end_exchange()
-        if self._sent is not None and settings_of(self._optimizer) != self._sent:
-            raise RuntimeFault(
-                "an optimizer setting was changed between backward() and step(), but with "
-                "update='server' it travels with the gradients: change it before backward()"
-            )
         self._sent = None
+        self._optimizer.forget_state()
+        self.made += 1
+        self._is_current = False
         synchronizer.end_step()
+        if self._changes_weights or self.made < PROBED_STEPS:
+            self.wait()
 
-
-class RemoteOptimizer(LoopOptimizer):
-    """Its ``step`` only marks the end of a step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeFault(
-            "with update='server' the optimizer's state lives at the servers: job.save keeps it"
+    def _why_not_taken(self) -> str:
+        if not self.made:
+            return (
+                "weights were changed after job.distribute, and the first gradients have already "
+                "left: change weights before job.distribute"
+            )
+        if not self.alike:
+            return (
+                "weights were changed outside of the optimizer, but servers update them, and "
+                "workers are not in step: the change would undo other workers' updates. Constrain "
+                "weights by torch.nn.utils.parametrize, use push_pull(), or job.load before the "
+                "first step for a checkpoint"
+            )
+        if self._is_current:
+            return (
+                "weights were changed between a forward pass and step(), but the servers update "
+                "them: change them after step()"
+            )
+        return (
+            "weights were changed after a step, but new ones were still on their way from the "
+            f"servers, since the first {PROBED_STEPS} steps changed none: call job.wait() before "
+            "you change weights"
         )
+
+
+class StateAtServers:
+    """The optimizer's state is at the servers; implements ``StateKeeper``."""
+
+    def __init__(
+        self, updates: ServerUpdates, optimizer: RemoteOptimizer, servers: ServerState
+    ) -> None:
+        self._updates, self._optimizer, self._servers = updates, optimizer, servers
+
+    def fetch(self) -> State:
+        self._updates.wait()
+        return self._servers.fetch().state
+
+    def take(self, state: State) -> None:
+        """Wait for the steps that were made with the old state, and replace it everywhere.
+
+        Raises:
+            ConfigError: Workers are not in step, so other workers may be in the midst of theirs.
+        """
+        if self._updates.made and not self._updates.alike:
+            raise ConfigError(
+                "servers update, and workers are not in step: optimizer.load_state_dict comes "
+                "before the first step, on every rank"
+            )
+        self._updates.wait()
+        self._optimizer.meet(None)
+        self._servers.take_state(state)
+        self._optimizer.meet(None)
+
+
+def keep_at_servers(
+    optimizer: torch.optim.Optimizer, updates: Applier, servers: ServerState
+) -> None:
+    """Let the optimizer's state be the servers', also what it has when it is distributed."""
+    assert isinstance(optimizer, RemoteOptimizer)
+    assert isinstance(updates, ServerUpdates)
+    updates.hand_weights = servers.take_weights
+    optimizer.keeper = StateAtServers(updates, optimizer, servers)
+    if state := optimizer.own_state():
+        servers.take_state(state)

@@ -143,7 +143,7 @@ class ShardOptimizer:
             FrameRefused: They are damaged, or do not match the chunk.
         """
         refuse_damaged(message, message.body.crc)
-        self._chunk(message.body.chunk).load(message.frames)
+        self._chunk(message.body.chunk).load(message.frames, anew=message.body.anew)
 
     def load_state(self, message: Message[State]) -> None:
         """Load optimizer state and averages.
@@ -245,14 +245,15 @@ class ChunkOptimizer:
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             group.update({key: restored(value) for key, value in settings[index].items()})
 
-    def load(self, frames: Sequence[Any]) -> None:
+    def load(self, frames: Sequence[Any], *, anew: bool = True) -> None:
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         if [memoryview(frame).nbytes for frame in frames] != sizes:
             raise FrameRefused(f"weights of chunk {self._chunk.index} have other sizes")
         with torch.no_grad():
             for parameter, frame in zip(self._parameters, frames, strict=True):
                 parameter.copy_(tensor_of(frame, self._dtype))
-        self._begin_averages()
+        if anew:
+            self._begin_averages()
 
     def _begin_averages(self) -> None:
         """Start the averages with the current weights."""

@@ -16,11 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture, named_forms
 from slipstream.torch.learner_slots import Slot, SlotWriter
+from slipstream.torch.plain_copies import ReplacedForward, keep_copies_plain
 from slipstream.torch.shared_weights import SharedWeights
 
 # For smaller layers, a copy costs less than the layer's own node in autograd.
@@ -192,11 +194,28 @@ class SlotUpdates:
             end()
 
 
+class SparseForward(ReplacedForward):
+    """An embedding's forward with a gradient in rows; copies of the embedding do not have it."""
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+        table = self.module
+        return F.embedding(
+            input,
+            table.weight,
+            table.padding_idx,
+            table.max_norm,
+            table.norm_type,
+            table.scale_grad_by_freq,
+            sparse=True,
+        )
+
+
 def make_sparse(module: nn.Embedding) -> Callable[[], None]:
     """Let torch compute its gradient in rows; returns a function that undoes this."""
-    before, module.sparse = module.sparse, True
+    keep_copies_plain(module)
+    vars(module)["forward"] = SparseForward(module)
 
     def undo() -> None:
-        module.sparse = before
+        vars(module).pop("forward", None)
 
     return undo

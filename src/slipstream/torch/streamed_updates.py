@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.errors import RuntimeFault
 from slipstream.runtime.engine import Hook
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.torch.inventory import group_settings
 from slipstream.torch.layer_math import is_shared
 from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.loop_watch import LoopWatch
 from slipstream.torch.synchronizer import Synchronizer
 
 Settings = list[dict[str, Any]]  # by parameter group
@@ -33,6 +33,7 @@ class StreamedUpdates:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
         stream: Receives the updates; they are in ``synchronizer.slots.results``.
         on_applied: Called after each update of the weights.
+        is_first: Whether this worker is the one that warns.
     """
 
     hooks: Sequence[Hook] = ()
@@ -43,6 +44,7 @@ class StreamedUpdates:
         loop: LoopOptimizer,
         stream: UpdateStream,
         on_applied: Callable[[], None],
+        is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         plan, inventory = synchronizer.plan, synchronizer.inventory
         self.single_pass = str(plan.consistency)
@@ -56,6 +58,7 @@ class StreamedUpdates:
         layers = (unit.layer for unit in plan.units if unit.layer is not None)
         self._of_layers = [tensor for layer in layers for tensor in layer.tensors]
         self._clock = 0
+        self._watch = LoopWatch(synchronizer, is_first=is_first)
 
     def begin_step(self) -> None:
         """Nothing to do: clocks continue, whatever the step."""
@@ -66,20 +69,11 @@ class StreamedUpdates:
             self._synchronizer.gradients.note_left()
 
     def end_step(self) -> None:
-        """Send this step's contribution, and apply updates until the next step may begin.
-
-        Raises:
-            RuntimeFault: Gradients were changed that had already been sent.
-        """
+        """Send this step's contribution, and apply updates until the next step may begin."""
         synchronizer = self._synchronizer
         synchronizer.gradients.refuse_unknown(self._optimizer)
         synchronizer.tap.end()
-        if synchronizer.gradients.changed_since():
-            raise RuntimeFault(
-                "gradients were changed between backward() and step() (clipping, a GradScaler?), "
-                f"but with {self.single_pass} they have already left: use overlap=False, or "
-                "staleness=0 to see and change the averaged ones"
-            )
+        self._watch.examine()
         self._timeline.note(self._clock)
         if self._steps:
             synchronizer.gradients.clear_refused()  # before they enter the optimizer's state

@@ -30,6 +30,7 @@ class Synchronizer:
 
     Attributes:
         leaves_at_step: Whether gradients are sent at ``step()``, and not during backward.
+        accumulating: Whether the loop is within ``job.accumulate()``.
     """
 
     def __init__(
@@ -44,20 +45,20 @@ class Synchronizer:
         self.model, self.plan, self.inventory, self.slots = model, plan, inventory, slots
         self.driver = Driver(channels)
         self.gradients = LocalGradients(inventory, slots.finite, plan.update.clip_norm)
-        self.leaves_at_step = False
+        self.leaves_at_step = self.accumulating = False
         self._copying: list[int] = []
         self._end_capture: Callable[[], None] = lambda: None
         self._compact: CompactGradients | None = None
         # Autograd runs a thread for each device; a model may use several devices.
         self._lock = threading.Lock()
         self._devices = [tensor.device.type for tensor in inventory.tensors]
-        self.applier = applier(self)
         self.tap = BackwardTap(
             model,
             [(i, inventory.tensors[i]) for i in inventory.parameters],
             on_ready=self._gradient_ready,
-            on_end=self.applier.pass_ended,
+            on_end=lambda: self.applier.pass_ended(),
         )
+        self.applier = applier(self)
 
     def capture_compact(self, compact: CompactGradients) -> None:
         """Let layers hand over compact gradients instead of dense ones, where these are needed."""
@@ -93,8 +94,8 @@ class Synchronizer:
         if self.driver.exchanged and self.applier.single_pass:
             raise RuntimeFault(
                 f"a second backward() before step(), but with {self.applier.single_pass} the first "
-                "one's gradients have already left: put all passes but the last into `with "
-                "job.accumulate():`, or use overlap=False"
+                "one's gradients have already left, as in the steps before, which had one: put all "
+                "passes but the last into `with job.accumulate():`, or use overlap=False"
             )
         self.gradients.refuse_converted(tensor)
         with self._lock:
@@ -162,21 +163,41 @@ class Synchronizer:
         finally:
             self.tap.paused = before
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """Backward passes within only accumulate gradients; nothing is exchanged."""
-        return self._paused(True)
+        before, self.accumulating = self.accumulating, True
+        try:
+            with self._paused(True):
+                yield
+        finally:
+            self.accumulating = before
 
     def leaving_during_backward(self) -> AbstractContextManager[None]:
         """Within, gradients are sent as soon as they are ready."""
         return self._paused(False)
 
-    def leave_at_step(self) -> None:
+    def leave_at_step(self, on_gradient: Callable[[int], None] = lambda _: None) -> None:
         """From now on gradients are sent at ``step()``, and not during backward.
 
-        With several pairs, a backward pass of one may run through the models of others.
+        With several pairs, a backward pass of one may run through the models of others. And a loop
+        may change gradients between ``backward()`` and ``step()``.
+
+        Args:
+            on_gradient: Called when a backward pass has added to a tensor's gradient.
         """
         self.leaves_at_step = self.tap.paused = True
-        self.tap.on_paused = self._refuse_addition
+
+        def on_paused(tensor: int) -> None:
+            self._refuse_addition()
+            on_gradient(tensor)
+
+        self.tap.on_paused = on_paused
+
+    def leave_during_backward(self) -> None:
+        """From now on gradients are sent as soon as they are ready."""
+        self.leaves_at_step = self.tap.paused = False
+        self.tap.on_paused = lambda _: None
 
     def _refuse_addition(self) -> None:
         if self.driver.exchanged:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from slipstream.torch.plain_copies import ModuleHook, keep_copies_plain
+
 
 class BackwardTap:
     """Hooks on a model's parameters and outputs.
@@ -27,14 +29,15 @@ class BackwardTap:
         on_end: Callable[[], None],
     ) -> None:
         self.paused = False
-        self.on_paused: Callable[[], None] = lambda: None  # for each gradient while paused
+        self.on_paused: Callable[[int], None] = lambda _: None  # like on_ready, while paused
         self._open = False
         self._touched = False
         self._on_ready = on_ready
         self._on_end = on_end
         # The output's gradient comes first, in the outermost pass: re-entrant checkpointing runs
         # nested passes, whose end is not the end of backward.
-        self._handles = [model.register_forward_hook(self._mark_outputs)]
+        keep_copies_plain(model)
+        self._handles = [model.register_forward_hook(ModuleHook(self._mark_outputs))]
         for index, parameter in parameters:
             hook = self._hook(index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -42,7 +45,7 @@ class BackwardTap:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
             if self.paused:
-                self.on_paused()
+                self.on_paused(index)
                 return
             self.touch()
             self._on_ready(index)
@@ -54,21 +57,6 @@ class BackwardTap:
         self._begin()
         self._touched = True
 
-    def __deepcopy__(self, _memo: object) -> BackwardTap:
-        return self._inert()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the model is an ordinary one: it is not exchanged."""
-        return BackwardTap._inert, ()
-
-    @staticmethod
-    def _inert() -> BackwardTap:
-        copied = BackwardTap.__new__(BackwardTap)
-        copied.paused, copied._open, copied._touched = True, False, False
-        copied._handles, copied.on_paused = [], lambda: None
-        return copied
-
-    @torch.compiler.disable
     def _mark_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return

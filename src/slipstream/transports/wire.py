@@ -358,10 +358,12 @@ class Piece(Body, tag="piece", frozen=True):
 
 
 class Load(Body, tag="load", frozen=True):
-    """The weights of a chunk, one frame per segment, for a server that updates them."""
+    """The weights of a chunk, one frame per segment, for a server that updates them; ``anew``:
+    averages begin with them."""
 
     chunk: Count
     crc: Checksum
+    anew: bool = True
 
 
 class Fetch(Body, tag="fetch", frozen=True):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slipstream._native import Rings, format_segment, segment_nbytes
+from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.carried_updates import CarriedUpdates, HostCopier, Pairs
 from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
@@ -233,4 +234,33 @@ def test_trouble_reaches_the_loop(bench: Bench) -> None:
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         bench.updates.finish()
     with pytest.raises(ZeroDivisionError, match="on purpose"):
+        bench.step()
+
+
+def test_weights_that_are_loaded_before_the_first_step_are_shared(bench: Bench) -> None:
+    nn.init.constant_(bench.model.out.weight, 3.0)
+    bench.step()
+    bench.updates.finish()
+    assert any((view == 3.0).all() for view in bench.weights.trained())
+    for number in range(3):  # new weights are not the user's change
+        bench.change(0.25)
+        bench.updates.finish()
+        bench.step()
+        assert (bench.model.out.weight == 3.25 + 0.25 * number).all()
+
+
+def test_weights_that_another_learner_has_loaded_and_trained_stay(bench: Bench) -> None:
+    nn.init.constant_(bench.model.out.weight, 3.0)
+    bench.change(0.25)
+    before = [view.clone() for view in bench.weights.trained()]
+    bench.step()
+    bench.updates.finish()
+    for view, old in zip(bench.weights.trained(), before, strict=True):
+        assert torch.equal(view, old)
+
+
+def test_weights_that_are_changed_later_are_refused(bench: Bench) -> None:
+    bench.step()
+    nn.init.constant_(bench.model.out.weight, 3.0)
+    with pytest.raises(RuntimeFault, match="consistent=False"):
         bench.step()

@@ -40,6 +40,7 @@ CALLS = {
     "ended": "the end of the `with` block",
     "save": "job.save",
     "load": "job.load",
+    "load_state_dict": "load_state_dict, where servers update",
 }
 
 

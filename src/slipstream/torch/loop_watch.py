@@ -1,0 +1,110 @@
+"""What a training loop does between ``backward()`` and ``step()``, and when gradients leave.
+
+A gradient that has left cannot be changed any more. So in the first steps gradients leave at
+``step()``, and it is found out whether the loop touches them before: clips or unscales them, makes
+several backward passes, or changes the optimizer's settings. Only a loop that touches nothing gets
+overlap: its gradients leave during the backward pass from then on. If it touches them later, it is
+told once, and its gradients leave at ``step()`` again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import RuntimeFault
+from slipstream.torch.synchronizer import Synchronizer
+
+PROBED_STEPS = 3  # in which gradients leave at step()
+
+
+class LoopWatch:
+    """Watches one worker's loop; each worker decides for itself when its gradients leave.
+
+    Args:
+        settings: The optimizer's settings, where these leave with the gradients.
+        is_first: Whether this worker is the one that warns.
+    """
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        settings: Callable[[], Any] = lambda: None,
+        is_first: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._synchronizer, self._settings, self._is_first = synchronizer, settings, is_first
+        plan = synchronizer.plan
+        # Layers in compact form have no gradient to touch before it has left.
+        compact = any(unit.layer is not None for unit in plan.units)
+        self._probes = plan.schedule.leaves_during_backward and not compact
+        self._untouched = 0  # steps
+        self._several = False  # backward passes
+        # By tensor: its gradient, the version, and the sum: ``.grad.data`` has versions of its own.
+        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._settings_then: Any = None
+        if self._probes:
+            synchronizer.leave_at_step(self._accumulated)
+
+    def _accumulated(self, tensor: int) -> None:
+        """A backward pass has added to a gradient, which has not left."""
+        if not self._probes or self._synchronizer.accumulating:
+            return
+        gradient = self._synchronizer.inventory.tensors[tensor].grad
+        if not self._seen:
+            self._settings_then = self._settings()
+        self._several |= tensor in self._seen
+        if gradient is not None:
+            self._seen[tensor] = gradient, gradient._version, gradient.detach().sum()
+
+    def examine(self, settings_sent: Any = None) -> None:
+        """The step is about to end: has the loop touched what leaves, or has left?
+
+        Args:
+            settings_sent: The settings that have left with the gradients; None: none have.
+
+        Raises:
+            RuntimeFault: Within ``job.backward_for``, where the loop has asked for overlap.
+        """
+        if self._synchronizer.driver.exchanged:
+            if settings_sent is not None and settings_sent != self._settings():
+                self._stop_overlap("an optimizer setting was")
+            elif self._synchronizer.gradients.changed_since():
+                self._stop_overlap("gradients were")
+        elif self._probes and self._seen:
+            self._untouched = 0 if self._touched() else self._untouched + 1
+            self._probes = 0 < self._untouched < PROBED_STEPS
+            if self._untouched == PROBED_STEPS:
+                self._synchronizer.leave_during_backward()
+        self._several = False
+        self._seen.clear()
+
+    def _touched(self) -> bool:
+        tensors = self._synchronizer.inventory.tensors
+        changed = (
+            tensors[tensor].grad is not gradient
+            or gradient._version != version
+            or not torch.equal(gradient.detach().sum(), total)
+            for tensor, (gradient, version, total) in self._seen.items()
+        )
+        return self._several or any(changed) or self._settings() != self._settings_then
+
+    def _stop_overlap(self, what: str) -> None:
+        synchronizer = self._synchronizer
+        if synchronizer.leaves_at_step:
+            raise RuntimeFault(
+                f"{what} changed between backward() and step(), but within job.backward_for(...) "
+                "gradients leave during backward(): leave job.backward_for out, or change them "
+                "before backward()"
+            )
+        synchronizer.leave_at_step()
+        if self._is_first():
+            warnings.warn(
+                f"{what} changed between backward() and step() for the first time in step "
+                f"{synchronizer.step}, when gradients had already left: in this step the change "
+                "does not count. From the next step on gradients leave at step(), without overlap",
+                stacklevel=6,
+            )
