@@ -45,6 +45,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         parameters.append(nn.Parameter(torch.zeros(3, 7)))
     if WRONG == "foreign on one" and ODD:
         parameters.append(nn.Parameter(torch.zeros(3, 7)))
+    if WRONG == "unheld":
+        parameters = list(model["first"].parameters())
     if WRONG == "lbfgs":
         return torch.optim.LBFGS(parameters)
     if WRONG == "optimizers" and ODD:
@@ -75,6 +77,10 @@ def train(job: Any) -> None:
             model["second"](hidden).pow(2).mean().backward()
         if WRONG == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if WRONG == "by hand":
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+            continue
         if WRONG == "setting changed":
             optimizer.param_groups[0]["lr"] = 0.5 + step
         optimizer.step()

@@ -72,6 +72,21 @@ MISTAKES = [
         Mistake("converted", ("rank 1", "float64", "float32", "before"), strategy)
         for strategy in ("push_pull", SERVER, "allreduce", "all_to_all", "poseidon", "ako")
     ),
+    *(
+        Mistake("unheld", ("'second.weight'", "no optimizer", "requires_grad_(False)"), strategy)
+        for strategy in (
+            "ako",
+            SERVER,
+            SERVER_AFTER,
+            "backup_workers(first=2)",
+            "async_sgd",
+            "parameter_flow(staleness=1)",
+        )
+    ),
+    *(
+        Mistake("by hand", ("optimizer.step()", "on its own", "allreduce()"), strategy)
+        for strategy in ("ako", SERVER_AFTER, "diloco(every=2)")
+    ),
     Mistake("distribute twice", ("the same optimizer twice",)),
     Mistake("save too early", ("after job.distribute",)),
     Mistake(

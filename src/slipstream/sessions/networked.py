@@ -30,7 +30,7 @@ from slipstream.sessions.networked_weights import (
     Weights,
     WeightsAtServers,
 )
-from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.gossip import come_back
@@ -323,6 +323,9 @@ class NetworkedTraining(Training):
         return as_tables([table_of(replica) for replica in self.replicas])
 
     def finish(self) -> None:
+        each = [replica.synchronizer for replica in self.replicas]
+        if any(one.never_left for one in each) and not any(one.ended for one in each):
+            raise never_stepped(self._name)
         self._weights.finish()
 
 

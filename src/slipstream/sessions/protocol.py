@@ -253,6 +253,17 @@ class Training(Protocol):
         self.wait()
 
 
+def never_stepped(name: str) -> RuntimeFault:
+    """The error at the end of a loop that has updated weights by hand, where this exchanges
+    nothing."""
+    return RuntimeFault(
+        f"backward() was called, but no optimizer.step(), and with {name} nothing is exchanged "
+        "before that: every worker has trained on its own; let the optimizer that job.distribute "
+        "has returned make the steps, or use allreduce(), where .grad is the mean gradient when "
+        "backward() returns, and the loop may use it as it likes"
+    )
+
+
 def catch_up(scheduler: Any, steps: int) -> None:
     """Step a scheduler for steps that this worker missed; torch would warn if it has made none."""
     with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from slipstream.runtime.servers.accounts import ServerFigures, merge_figures
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.runtime.shared_memory.messages import Account, Hello
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
-from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.finite_gradients import FiniteGradients
@@ -168,6 +168,11 @@ class SharedMemoryTraining(Training):
         moved = self._learner.moved
         traffic = Traffic(sent=moved, local=moved, by_scheme={"dense/memory": moved})
         return TrainingFigures(traffic=traffic, wait_s=self._learner.wait_s)
+
+    def finish(self) -> None:
+        if self.own_steps == 0 and self._learner.had_gradients:
+            raise never_stepped(self._name)
+        self.wait()
 
     def accounts(self) -> dict[str, Any]:
         return as_accounts(self._line.account(), self._learner.ages)

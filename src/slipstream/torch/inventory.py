@@ -176,6 +176,15 @@ def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
     )
 
 
+def unheld_gradient(name: str) -> RuntimeFault:
+    """The error for a parameter with a gradient whose changes no other worker would get."""
+    return RuntimeFault(
+        f"the parameter {name!r} has a gradient, but no optimizer that job.distribute was given "
+        "holds it, so no other worker would get its changes: put it into one of these optimizers, "
+        "or freeze it with requires_grad_(False)"
+    )
+
+
 def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """One line for each item that must be equal on all ranks."""
     lines = [

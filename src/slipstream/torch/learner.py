@@ -23,7 +23,7 @@ from slipstream.torch.carried_updates import (
     pin,
 )
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
+from slipstream.torch.learner_slots import FirstGradient, Slot, SlotWriter, slots_of
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import SlotUpdates
@@ -57,11 +57,19 @@ class Learner:
         self.wait_s = 0.0
         self.moved = 0
         self.updates: SlotUpdates | CarriedUpdates | None = None
+        self._first: FirstGradient | None = None
+        self._opened = False
 
     @property
     def steps(self) -> int:
         """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
+
+    @property
+    def had_gradients(self) -> bool:
+        """Whether any backward pass has given a trained parameter a gradient."""
+        # Backward opens a slot for large layers itself, and torch calls no hook for them.
+        return self._opened or (self._first is not None and self._first.seen)
 
     def start(self) -> torch.optim.Optimizer:
         """Hook into the model; returns the optimizer for the loop."""
@@ -88,6 +96,7 @@ class Learner:
         else:
             self.weights.bind()
             self.updates = SlotUpdates(self._model, self._plan, slots, self.weights)
+        self._first = FirstGradient(slots.parameters)
         loop = LoopOptimizer(self._optimizer)
         loop.end_step = self.updates.end_step
         return loop
@@ -101,6 +110,7 @@ class Learner:
     # ---- slots
 
     def _reserve(self) -> int:
+        self._opened = True
         begun = time.monotonic()
         while (slot := self.rings.reserve(self.rank, TICK_S)) is None:
             if time.monotonic() - begun > self._limit_s:

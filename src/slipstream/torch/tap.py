@@ -27,6 +27,7 @@ class BackwardTap:
         on_end: Callable[[], None],
     ) -> None:
         self.paused = False
+        self.used = False  # whether any parameter has had a gradient
         self.on_paused: Callable[[], None] = lambda: None  # for each gradient while paused
         self._open = False
         self._touched = False
@@ -41,6 +42,7 @@ class BackwardTap:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
+            self.used = True
             if self.paused:
                 self.on_paused()
                 return
@@ -64,7 +66,7 @@ class BackwardTap:
     @staticmethod
     def _inert() -> BackwardTap:
         copied = BackwardTap.__new__(BackwardTap)
-        copied.paused, copied._open, copied._touched = True, False, False
+        copied.paused, copied.used, copied._open, copied._touched = True, False, False, False
         copied._handles, copied.on_paused = [], lambda: None
         return copied
 
