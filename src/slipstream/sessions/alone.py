@@ -40,6 +40,9 @@ class AloneSession:
     def share(self, value: Any) -> Any:
         return value
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        return [value]
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> AloneTraining:
         if self._training is not None:
             self._training.close()

@@ -66,6 +66,9 @@ class NetworkedSession:
         # could see it train.
         return self._calls.gather("share", value if self.membership.env.rank == 0 else None)[0]
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        return self._calls.gather(call, value)
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         if strategy.shared_memory is not None and self.membership.env.launcher is not None:
             raise on_one_machine_only(strategy)

@@ -25,8 +25,8 @@ from slipstream.runtime.summary import Traffic, WorkerFigures
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.torch.averages import lent
-from slipstream.torch.fingerprint import fingerprint_of
-from slipstream.torch.inventory import whole_vector
+from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
+from slipstream.torch.inventory import as_texts, group_settings, whole_vector
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.preparing import Pair, distinct_models
 from slipstream.torch.sampler import LeasedBatches
@@ -49,6 +49,13 @@ class Session(Protocol):
 
     def share(self, value: Any) -> Any:
         """One process's value, on all of them: see ``Job.share``."""
+
+    def gather(self, call: str, value: Any) -> list[Any]:
+        """Every process's value, on all of them; ``call`` is the method of ``Job``.
+
+        Raises:
+            ConfigError: the processes of this job do not wait for each other.
+        """
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         """Begin to train.
@@ -240,9 +247,14 @@ class Training(Protocol):
         """What servers and channels report: rounds, ages of gradients, partial exchange."""
         return {}
 
-    def fingerprint(self) -> str | None:
-        """A digest of this worker's weights, if it has any."""
-        return fingerprint_of(distinct_models(self.pairs)) if self.pairs else None
+    def fingerprints(self) -> Fingerprints | None:
+        """Digests of this worker's weights, if it has any."""
+        return fingerprints_of(distinct_models(self.pairs)) if self.pairs else None
+
+    def settings(self) -> list[dict[str, str]]:
+        """The optimizers' settings as text, by parameter group."""
+        groups = [group for pair in self.pairs for group in pair.optimizer.param_groups]
+        return [as_texts(group_settings(group)) for group in groups]
 
     def plan_table(self) -> str:
         """The plan as text."""

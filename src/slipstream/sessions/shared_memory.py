@@ -56,6 +56,15 @@ class SharedMemorySession:
         self._shared += 1
         return self._line.share(f"share/{self._shared}", value)
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        if self._env.world_size == 1:
+            return [value]
+        raise ConfigError(
+            f"job.{call} waits for every rank, and learners that share memory do not wait for each "
+            "other: use job.share(value), which gives all learners the value of the first that "
+            "calls it"
+        )
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         route = strategy.shared_memory
         if route is None:

@@ -146,6 +146,14 @@ def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """A group's settings as text, for comparisons between ranks."""
+    return {
+        key: f"{float(value) if isinstance(value, torch.Tensor) else value!r}"
+        for key, value in sorted(settings.items())
+    }
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Every parameter the optimizer holds must be the model's.
 
@@ -196,8 +204,7 @@ def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
     kind = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         settings = ", ".join(
-            f"{key}={float(value) if isinstance(value, torch.Tensor) else value!r}"
-            for key, value in sorted(group_settings(group).items())
+            f"{key}={value}" for key, value in as_texts(group_settings(group)).items()
         )
         lines.append(f"{kind} group {index}: {len(group['params'])} parameters, {settings}")
     return lines
