@@ -64,8 +64,7 @@ class Job:
         self._figures = JobFigures(env)
         self._sampled = False
         self._end = JobEnd(env, session, presence, self._figures, self._finish)
-        if self.world_size > 1:
-            self._presence.join()
+        presence.join() if self.world_size > 1 else presence.begin()
 
     # ---- rank, size, plan
 
