@@ -54,9 +54,9 @@ MISTAKES = [
     Mistake("foreign", ("not in the model", "(3, 7)")),
     Mistake("foreign on one", ("rank 1", "not in the model", "(3, 7)")),
     Mistake("nothing to train", ("no parameter that requires a gradient",)),
-    Mistake("lbfgs", ("update='server'", "LBFGS", "update='worker'"), SERVER),
-    Mistake("clipping", ("clipping", "update='worker'"), SERVER),
-    Mistake("clipping", ("clipping", "update='worker'"), SERVER_AFTER),
+    Mistake("lbfgs", ("servers", "LBFGS", "push_pull()"), SERVER),
+    Mistake("clipping", ("clipping", "push_pull()"), SERVER),
+    Mistake("clipping", ("clipping", "push_pull()"), SERVER_AFTER),
     Mistake("setting changed", ("setting", "before backward()"), SERVER),
     Mistake("second pass", ("second backward()", "accumulate"), SERVER),
     *(

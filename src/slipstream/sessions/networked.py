@@ -328,7 +328,7 @@ class NetworkedTraining(Training):
     def finish(self) -> None:
         each = [replica.synchronizer for replica in self.replicas]
         if any(one.never_left for one in each) and not any(one.ended for one in each):
-            raise never_stepped(self._name)
+            raise never_stepped(self._name, len(each))
         self._weights.finish()
 
 

@@ -265,14 +265,17 @@ class Training(Protocol):
         self.wait()
 
 
-def never_stepped(name: str) -> RuntimeFault:
+def never_stepped(name: str, pairs: int = 1) -> RuntimeFault:
     """The error at the end of a loop that has updated weights by hand, where this exchanges
     nothing."""
+    with_one_pair = (
+        ", or use allreduce(), where .grad is the mean gradient when backward() returns, and the "
+        "loop may use it as it likes"
+    )
     return RuntimeFault(
         f"backward() was called, but no optimizer.step(), and with {name} nothing is exchanged "
         "before that: every worker has trained on its own; let the optimizer that job.distribute "
-        "has returned make the steps, or use allreduce(), where .grad is the mean gradient when "
-        "backward() returns, and the loop may use it as it likes"
+        f"has returned make the steps{with_one_pair if pairs == 1 else ''}"
     )
 
 

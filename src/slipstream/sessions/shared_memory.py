@@ -74,8 +74,8 @@ class SharedMemorySession:
             )
         check_pairs(pairs, strategy)
         ((model, optimizer),) = pairs
-        check_shareable(model, optimizer)
         (inventory,) = prepare_pairs(pairs, strategy)
+        check_shareable(model, optimizer)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
         learner = self._join(pairs[0], route, plan)

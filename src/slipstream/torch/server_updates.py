@@ -31,7 +31,7 @@ class ServerUpdates:
         sender: The channel that sends the settings.
     """
 
-    single_pass = "update='server'"
+    single_pass = "updates at servers"
 
     def __init__(
         self, synchronizer: Synchronizer, loop: LoopOptimizer, sender: SettingsSender
@@ -84,20 +84,20 @@ class ServerUpdates:
         synchronizer.gradients.refuse_unknown(self._optimizer)
         if any(p._version != version for p, version in self._weights):
             raise RuntimeFault(
-                "weights were changed outside of the optimizer, but with update='server' they live "
-                "at the servers: use update='worker', or job.load for a checkpoint"
+                "weights were changed outside of the optimizer, but they live at the servers: use "
+                "push_pull(), in which workers update, or job.load for a checkpoint"
             )
         if synchronizer.gradients.changed_since():
             raise RuntimeFault(
-                "gradients were changed between backward() and step() (clipping?), but with "
-                "update='server' they are not the averaged ones: use update='worker' to see and "
-                "change those"
+                "gradients were changed between backward() and step() (clipping?), but where "
+                "servers update they are not the averaged ones: use push_pull(), in which workers "
+                "update, to see and change those"
             )
         synchronizer.end_exchange()
         if self._sent is not None and settings_of(self._optimizer) != self._sent:
             raise RuntimeFault(
-                "an optimizer setting was changed between backward() and step(), but with "
-                "update='server' it travels with the gradients: change it before backward()"
+                "an optimizer setting was changed between backward() and step(), but where servers "
+                "update it is sent with the gradients: change it before backward()"
             )
         self._sent = None
         synchronizer.end_step()
@@ -108,5 +108,5 @@ class RemoteOptimizer(LoopOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeFault(
-            "with update='server' the optimizer's state lives at the servers: job.save keeps it"
+            "where servers update, they have the optimizer's state: job.save keeps it"
         )
