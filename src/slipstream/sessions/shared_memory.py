@@ -7,12 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan import Plan
+from slipstream.planning.table import as_text
 from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import learner_reports
@@ -171,6 +173,15 @@ class SharedMemoryTraining(Training):
             raise ConfigError(f"with {self._name} job.load comes before the first step")
         self._line.load(str(path.absolute()))
         self._learner.begin_anew()
+
+    def plan_table(self) -> str:
+        """Of embeddings only used rows are written, where backward can write them."""
+        in_rows = self._learner.in_rows
+        rows = [
+            replace(row, scheme="rows/memory", why="used rows only") if row.name in in_rows else row
+            for row in self.plan.rows({})
+        ]
+        return as_text(rows)
 
     def figures(self) -> TrainingFigures:
         """Gradients went through memory; nothing was sent."""

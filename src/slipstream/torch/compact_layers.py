@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slipstream.planning.costs import Form, LayerShape
+from slipstream.torch.embedding_bags import embedding_bags
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,17 +270,28 @@ class Forward:
         self._parameters = layer.parameters
 
     @torch.compiler.disable
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+    def __call__(
+        self,
+        input: Tensor,  # noqa: A002 - torch's own names
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """The arguments after the first are those of an ``nn.EmbeddingBag``."""
         weight, bias = self.layer.parameters
+        of_bags = isinstance(self.layer.module, nn.EmbeddingBag)
+        more = (offsets, per_sample_weights) if of_bags else ()
         if weight is not self._parameters[0] or bias is not self._parameters[1]:
-            return self._plain(self.layer.module)(input)  # functional_call replaces the parameters
+            # functional_call replaces the parameters
+            return self._plain(self.layer.module)(input, *more)
         self._count(input)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         if not (torch.is_grad_enabled() and trained):
-            return self._plain(self.layer.module)(input)
+            return self._plain(self.layer.module)(input, *more)
         self._refuse_hooks(weight, bias)
         use = Use(self.layer, self.ports)
         port = gradient_port(weight, bias, use)
+        if of_bags:
+            return embedding_bags(input, weight.detach(), *more, port, self.layer.module, use)
         if self.layer.shape.form == "rows":
             return embedding(input, weight.detach(), port, use)
         x, w, b = autocast(input, weight.detach(), bias)
@@ -405,7 +417,7 @@ def form_of(module: nn.Module) -> Form | None:
     """The compact form that a layer's gradient has; None if it has none."""
     if isinstance(module, nn.Linear):
         return "factors"
-    return "rows" if isinstance(module, nn.Embedding) else None
+    return "rows" if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
 
 
 def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bool) -> str:
@@ -417,8 +429,9 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
         return "its weight is not trained"
     if not weight.numel():
         return "its weight is empty"
-    plain = nn.Linear.forward if form == "factors" else nn.Embedding.forward
-    if getattr(module.forward, "__func__", None) is not plain and not hasattr(module, "on_factors"):
+    plain = (nn.Linear.forward, nn.Embedding.forward, nn.EmbeddingBag.forward)
+    own = getattr(module.forward, "__func__", None) not in plain
+    if own and not hasattr(module, "on_factors"):
         return f"this {type(module).__name__} has a forward of its own"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "its weight is used without calling it"
@@ -435,6 +448,8 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
         return "the model is compiled"
     if form == "rows" and (module.max_norm is not None or module.scale_grad_by_freq):
         return "max_norm or scale_grad_by_freq changes its gradient"
+    if getattr(module, "mode", "sum") == "max":
+        return "the maximum of rows has a gradient of single values"
     return ""
 
 

@@ -71,6 +71,17 @@ class Learner:
         # Backward opens a slot for large layers itself, and torch calls no hook for them.
         return self._opened or (self._first is not None and self._first.seen)
 
+    @property
+    def in_rows(self) -> set[str]:
+        """The names of parameters of which only used rows are written into slots."""
+        plan, known = self._plan, dict(self._model.named_parameters())
+        names = {plan.tensors[each.tensor].name for each in plan.gradients if each.width}
+        if not isinstance(self.updates, CarriedUpdates):
+            return names
+        # Copies of the weights: torch's own gradient is copied, sparse or not.
+        sparse = {id(m.weight) for m in self._model.modules() if getattr(m, "sparse", False)}
+        return {name for name in names if id(known[name]) in sparse}
+
     def start(self) -> torch.optim.Optimizer:
         """Hook into the model; returns the optimizer for the loop."""
         self.rings.release_dead(self.rank)  # locks and slots of an earlier incarnation

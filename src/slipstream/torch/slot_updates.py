@@ -65,12 +65,12 @@ class SlotUpdates:
                     layers.append(layer)
         return layers
 
-    def _in_rows(self, model: nn.Module, plan: SegmentPlan) -> list[nn.Embedding]:
+    def _in_rows(self, model: nn.Module, plan: SegmentPlan) -> list[nn.Embedding | nn.EmbeddingBag]:
         rows = {id(p) for p, g in zip(self._parameters, plan.gradients, strict=True) if g.width}
         return [
             module
             for module in model.modules()
-            if isinstance(module, nn.Embedding) and id(module.weight) in rows
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in rows
         ]
 
     def _watch(self, parameter: Tensor) -> Callable[[], None]:
@@ -186,7 +186,7 @@ class SlotUpdates:
             end()
 
 
-def make_sparse(module: nn.Embedding) -> Callable[[], None]:
+def make_sparse(module: nn.Embedding | nn.EmbeddingBag) -> Callable[[], None]:
     """Let torch compute its gradient in rows; returns a function that undoes this."""
     before, module.sparse = module.sparse, True
 
