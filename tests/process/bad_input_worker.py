@@ -66,18 +66,19 @@ def train(job: Any) -> None:
     if WRONG == "converted" and ODD:
         model.double()
         values = values.double()
-    if ODD and WRONG in ("leaves early", "stays longer"):
-        steps += -2 if WRONG == "leaves early" else 2
+    if ODD and WRONG.endswith(("leaves early", "stays longer")):
+        steps += -2 if WRONG.endswith("leaves early") else 2
     for step in range(steps):
         optimizer.zero_grad()
         times = 2 if WRONG == "more passes" and ODD and step == 2 else 1
+        times = 2 if WRONG == "last pass" and ODD and step == STEPS - 1 else times
         times = 2 if WRONG == "second pass" else times
         for _ in range(times):
             hidden = torch.tanh(model["first"](values))
             model["second"](hidden).pow(2).mean().backward()
         if WRONG == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        if WRONG == "by hand":
+        if WRONG.startswith("by hand"):
             for parameter in model.parameters():
                 parameter.data.add_(parameter.grad, alpha=-0.1)
             continue

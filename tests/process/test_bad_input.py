@@ -66,6 +66,9 @@ MISTAKES = [
             Mistake("more passes", ("different numbers of backward passes",), strategy),
             Mistake("leaves early", ("rank 1", "same number of steps"), strategy),
             Mistake("stays longer", ("rank 1", "same number of steps"), strategy),
+            Mistake("last pass", ("rank 1", "same number of steps"), strategy),
+            Mistake("by hand, leaves early", ("rank 1", "same number of steps"), strategy),
+            Mistake("by hand, stays longer", ("rank 1", "same number of steps"), strategy),
         )
     ),
     *(

@@ -129,6 +129,7 @@ class CollectiveChannel:
         self._fired: set[int] = set()
         self._skipped: Collection[int] = ()
         self._next = 0
+        self._round = 0  # exchanges that this worker has begun
         self._launched: list[Bucket] = []
 
     def _bucket(self, chunk: Chunk) -> Bucket:
@@ -234,7 +235,9 @@ class CollectiveChannel:
         self._launch_complete()
         self._fired.clear()
         self._next = 0
-        self._member.round = max(self._member.round, self.step + 1)
+        # A step may have several exchanges, or a loop no steps: others count these, too.
+        self._round += 1
+        self._member.round = max(self._member.round, self._round, self.step + 1)
 
     def refresh(self) -> None:
         """Nothing to do: results arrive only when awaited."""
