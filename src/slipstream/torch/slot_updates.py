@@ -48,7 +48,13 @@ class SlotUpdates:
         self._rows: dict[int, tuple[int, int]] = {}  # how many rows, and the gradient's version
         self._seen = slots.version()
         self.steps = 0
-        ports = Ports(lambda *_: None, lambda _: True, lambda _: None, self._layer_finished)
+        ports = Ports(
+            lambda *_: None,
+            lambda _: True,
+            lambda _: None,
+            self._layer_finished,
+            "use gadei(consistent=True), which takes torch's own gradients, or async_sgd()",
+        )
         self._ends: list[Callable[[], None]] = [capture(self._factored(model), ports)]
         for module in self._in_rows(model, plan):
             self._ends += [self._watch(module.weight), make_sparse(module)]
