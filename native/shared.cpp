@@ -233,7 +233,8 @@ Rule rule_for(const std::string& name) {
     if (name == "sgd") return Rule::sgd;
     if (name == "adam") return Rule::adam;
     if (name == "rmsprop") return Rule::rmsprop;
-    refuse("rule must be sgd, adam or rmsprop, not '" + name + "'");
+    if (name == "adagrad") return Rule::adagrad;
+    refuse("rule must be sgd, adam, rmsprop or adagrad, not '" + name + "'");
 }
 
 Update make_update(const std::string& rule, const std::vector<Told>& told, std::size_t groups) {

@@ -84,6 +84,19 @@ void rmsprop(T* __restrict w, const T* __restrict g, T* __restrict v, T* __restr
 }
 
 template <typename T>
+void adagrad(T* __restrict w, const T* __restrict g, T* __restrict sum, std::size_t count,
+             const double* s, std::uint64_t step) {
+    const auto up = static_cast<T>(s[5] != 0.0 ? -1.0 : 1.0);
+    const auto rate = static_cast<T>(s[0] / (1.0 + static_cast<double>(step - 1) * s[1]));
+    const auto epsilon = static_cast<T>(s[2]), decay = static_cast<T>(s[3]);
+    for (std::size_t i = 0; i < count; ++i) {
+        const T slope = up * g[i] + decay * w[i];
+        sum[i] += slope * slope;
+        w[i] -= rate * (slope / (std::sqrt(sum[i]) + epsilon));
+    }
+}
+
+template <typename T>
 const T* as(const std::byte* bytes) {
     return reinterpret_cast<const T*>(bytes);
 }
@@ -173,11 +186,20 @@ void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::s
         return;
     }
     T* first = as<T>(memory.first + place.weights_at);
+    if (forms_[tensor] >= kRows && rule_ == Rule::adagrad && settings[3] == 0.0) {
+        for (const std::int64_t number : numbers_[tensor]) {
+            const std::size_t at = row_at(number);
+            adagrad(w + at, g + at, first + at, place.width, settings, steps);
+            clear(number);
+        }
+        return;
+    }
     T* second = as<T>(memory.second + place.weights_at);
     T* third = as<T>(memory.third + place.weights_at);
     switch (rule_) {
         case Rule::sgd: sgd(w, g, first, place.count, settings, steps); break;
         case Rule::adam: adam(w, g, first, second, place.count, settings, steps); break;
+        case Rule::adagrad: adagrad(w, g, first, place.count, settings, steps); break;
         case Rule::rmsprop: rmsprop(w, g, first, second, third, place.count, settings); break;
     }
     for (const std::int64_t number : numbers_[tensor]) clear(number);

@@ -26,6 +26,7 @@ enum class Rule {
     sgd,      // lr, momentum, dampening, weight decay, nesterov, maximize
     adam,     // lr, beta1, beta2, epsilon, weight decay, decoupled, maximize
     rmsprop,  // lr, alpha, epsilon, weight decay, momentum, centered, maximize
+    adagrad,  // lr, lr decay, epsilon, weight decay, initial sum, maximize
 };
 
 struct Place {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-import warnings
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.job_figures import warn_of_dropped
+from slipstream.job_end import JobEnd, finish
+from slipstream.job_figures import number
 from slipstream.job_metrics import JobMetrics
 from slipstream.plan import Plan
 from slipstream.runtime.environment import Environment
-from slipstream.runtime.error_reporting import describe_error
 from slipstream.runtime.event_log import Field, log_event
 from slipstream.runtime.launch.presence import Presence
 from slipstream.sessions.default_group import DefaultGroup
@@ -62,8 +62,8 @@ class Job(JobMetrics):
         self._request: Request | None = None
         self._default_group = DefaultGroup(env, session.group_store)
         self._sampled = False
-        if self.world_size > 1:
-            self._presence.join()
+        self._end = JobEnd(env, session, presence, self._figures, self._default_group, self._finish)
+        presence.join() if self.world_size > 1 else presence.begin()
 
     # ---- rank, size, plan
 
@@ -254,6 +254,28 @@ class Job(JobMetrics):
         """
         self._default_group.open(backend)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank, on every rank; every rank must call it.
+
+        The value is plain data, as for ``share``. Workers that were lost are left out.
+
+        Raises:
+            ConfigError: learners that share memory (``gadei``) do not wait for each other.
+        """
+        return self._session.gather("gather", value)
+
+    def mean(self, value: float | torch.Tensor) -> float:
+        """The mean of every rank's number, on every rank; every rank must call it.
+
+        For schedules that follow a loss: ``plateau.step(job.mean(loss))`` lowers the learning rate
+        on all ranks in the same step, which synchronous systems need.
+
+        Raises:
+            ConfigError: it is not one number; or see ``gather``.
+        """
+        given = self._session.gather("mean", number(f"job.mean({value!r})", value))
+        return math.fsum(given) / len(given)
+
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and their distance from it; every rank must call it."""
         return self._training.mean_weights()
@@ -310,36 +332,12 @@ class Job(JobMetrics):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, SystemExit) and not error.code:
-            error = None
-        try:
-            if error is None:
-                self.wait()
-                self.summary = self._finish()
-                self._presence.leave()
-        except BaseException as late:
-            error = late
-            raise
-        finally:
-            self._figures.close(None if error is None else describe_error(error))
-            if error is not None:
-                self._session.abort(error)
-            self._default_group.close()
-            self._session.close()
-            self._log("left", error=None if error is None else describe_error(error))
+        ended_well = isinstance(error, SystemExit) and not error.code
+        self._end.end(None if ended_well else error)
 
-    def _finish(self) -> dict[str, Any] | None:
-        if self._request is None and self.world_size > 1 and self.rank == 0:
-            warnings.warn(
-                "job.distribute was never called: every worker trained on its own", stacklevel=3
-            )
-        self._training.finish()
-        summary = self._session.leave(self._figures.of_worker(self._training))
-        if summary is not None:
-            if self._request is not None and not (self._sampled or self.plan.keeps_dropped):
-                warn_of_dropped(summary)
-            self._figures.publish(summary)
-        return summary
+    def _finish(self) -> None:
+        parts = (self._env, self._session, self._training, self._figures)
+        self.summary = finish(*parts, dealt=self._sampled)
 
     def _log(self, event: str, **fields: Field) -> None:
         log_event(logger, event, level=logging.INFO, rank=self.rank, **fields)

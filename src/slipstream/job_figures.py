@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.plan import Plan
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.files.record_file import write_json
 from slipstream.runtime.summary import WorkerFigures
@@ -79,7 +80,11 @@ class JobFigures:
     def record(self, training: Training, given: Mapping[str, Figure], samples: int) -> None:
         """Record metrics of a step, and write them to the outputs."""
         self._samples += samples
-        now = {key: number(key, value) for key, value in given.items() if value is not None}
+        now = {
+            key: number(f"job.record({key}={value!r})", value)
+            for key, value in given.items()
+            if value is not None
+        }
         self._latest.update(now)
         if self._watchers:
             cost = training.figures()
@@ -94,7 +99,7 @@ class JobFigures:
     def of_worker(self, training: Training) -> WorkerFigures:
         """This worker's metrics so far."""
         training.wait()  # the fingerprint needs weights that are up to date
-        cost = training.figures()
+        cost, prints = training.figures(), training.fingerprints()
         return WorkerFigures(
             strategy=self.strategy,
             workers=self._env.world_size,
@@ -104,10 +109,13 @@ class JobFigures:
             samples=self._samples,
             loss=self._latest.get("loss"),
             accuracy=self._latest.get("accuracy"),
-            weights_sha256=training.fingerprint(),
+            weights_sha256=prints and prints.whole,
             traffic=cost.traffic,
             wait_s=cost.wait_s,
             faults={"refused_frames": cost.refused},
+            rank=self._env.rank,
+            parameters_sha256=prints and prints.parameters,
+            settings=training.settings(),
         )
 
     def publish(self, summary: dict[str, Any]) -> None:
@@ -133,6 +141,51 @@ class JobFigures:
         self._watchers.close()
 
 
+def warn_of(summary: Mapping[str, Any], plan: Plan, *, dealt: bool) -> None:
+    """Warn about results that are not what the strategy stands for.
+
+    Args:
+        dealt: whether the loop's batches came from ``job.sampler``.
+    """
+    if not (dealt or plan.keeps_dropped):
+        warn_of_dropped(summary)
+    if plan.delivers_every_result and plan.rotation is None and plan.local_steps is None:
+        warn_of_difference(summary, plan.strategy.name)
+
+
+def warn_of_difference(summary: Mapping[str, Any], name: str) -> None:
+    """Warn about replicas that should be equal and are not, with the cause if it is known."""
+    first, *others = summary["per_worker"] or [{}]
+    for other in others:
+        if other["parameters_sha256"] == first["parameters_sha256"]:
+            continue
+        rank = other["rank"]
+        warnings.warn(
+            f"rank {rank} has ended with other weights than rank 0, although {name} keeps them "
+            f"equal: {cause_of_difference(rank, first['settings'], other['settings'])}. A learning "
+            "rate must follow the same loss on all ranks: scheduler.step(job.mean(loss))",
+            stacklevel=7,
+        )
+        return
+
+
+def cause_of_difference(
+    rank: int, first: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]]
+) -> str:
+    """Why a rank's weights differ from rank 0's, by the settings of the optimizers' groups."""
+    for group, (one, two) in enumerate(zip(first, other, strict=False)):
+        for key in sorted(one.keys() & two.keys()):
+            if one[key] != two[key]:
+                return (
+                    f"{key} of the optimizer's group {group} was {two[key]} there at the end, and "
+                    f"{one[key]} on rank 0"
+                )
+    return (
+        "the optimizers' settings differed for a while, or weights were changed outside of the "
+        "optimizer"
+    )
+
+
 def warn_of_dropped(summary: Mapping[str, Any]) -> None:
     """Warn about workers whose gradients were dropped more often than not."""
     rounds = summary.get("rounds", {"made": {}, "dropped": {}})
@@ -143,13 +196,13 @@ def warn_of_dropped(summary: Mapping[str, Any]) -> None:
                 f"{number} of rank {rank}'s {number + made} gradients came too late to count: if "
                 "data are dealt by rank (DistributedSampler), most of its samples were never "
                 "learnt from; job.sampler(dataset) deals them to fast workers",
-                stacklevel=4,
+                stacklevel=7,
             )
 
 
-def number(name: str, value: float | torch.Tensor) -> float:
-    """One number as the user gave it to ``job.record``; raises ConfigError for anything else."""
+def number(call: str, value: float | torch.Tensor) -> float:
+    """One number as the user gave it to a call; raises ConfigError for anything else."""
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"job.record({name}={value!r}): give one number") from error
+        raise ConfigError(f"{call}: give one number") from error

@@ -271,7 +271,7 @@ class Cheapest(Part, frozen=True):
         given: Routes, of which one at least is dense; of two that cost the same, the better one
             first. A ``Rule`` in the place of a route keeps it to the tensors that fit.
         by: ``ByTime``, which predicts seconds, or ``ByBytes``, the paper's own rule.
-        dense: Names of layers that are always sent dense.
+        dense: Names of layers that are always sent dense, or patterns of them such as "head.*".
 
     Raises:
         ConfigError: No route is dense.
@@ -309,16 +309,16 @@ class Cheapest(Part, frozen=True):
         dense = [route for route in routes if route.up.form == "dense"]
         dense = [route for route in dense if not route.obstacle(spec)] or dense
         compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
-        if spec.layer in self.dense:
+        if any(fnmatchcase(spec.layer, pattern) for pattern in self.dense):
             compact = []
         return (*compact[:1], cheapest_dense(dense, cluster))
 
     def check(self, specs: Sequence[Spec]) -> None:
-        """Raise if the model has no layer of such a name."""
+        """Raise if the model has no layer that a name or pattern fits."""
         known = {spec.layer for spec in specs if spec.layer}
         known |= {spec.name.rpartition(".")[0] for spec in specs}
         for name in self.dense:
-            if name not in known:
+            if not any(fnmatchcase(layer, name) for layer in known):
                 raise ConfigError(f"dense={name!r}: the model has no such layer")
 
 

@@ -45,6 +45,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         parameters.append(nn.Parameter(torch.zeros(3, 7)))
     if WRONG == "foreign on one" and ODD:
         parameters.append(nn.Parameter(torch.zeros(3, 7)))
+    if WRONG == "unheld":
+        parameters = list(model["first"].parameters())
     if WRONG == "lbfgs":
         return torch.optim.LBFGS(parameters)
     if WRONG == "optimizers" and ODD:
@@ -68,15 +70,20 @@ def train(job: Any) -> None:
     if WRONG == "converted" and ODD:
         model.double()
         values = values.double()
-    if ODD and WRONG in ("leaves early", "stays longer"):
-        steps += -2 if WRONG == "leaves early" else 2
+    if ODD and WRONG.endswith(("leaves early", "stays longer")):
+        steps += -2 if WRONG.endswith("leaves early") else 2
     for step in range(steps):
         optimizer.zero_grad()
         times = 2 if WRONG == "more passes" and ODD and step == 2 else 1
+        times = 2 if WRONG == "last pass" and ODD and step == STEPS - 1 else times
         times = 2 if WRONG == "second pass" and step == steps - 1 else times
         for _ in range(times):
             hidden = torch.tanh(model["first"](values))
             model["second"](hidden).pow(2).mean().backward()
+        if WRONG.startswith("by hand"):
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+            continue
         optimizer.step()
         if WRONG == "weights changed" and step == steps - 2:
             nn.init.zeros_(model["first"].weight)

@@ -245,7 +245,7 @@ def mistaken() -> None:
         model: nn.Module = nn.Linear(4, 3 if what == "models" and job.rank == 1 else 2)
         if what == "dtype":
             model = model.to(torch.bfloat16)
-        kind = torch.optim.Adagrad if what == "optimizer" else torch.optim.SGD
+        kind = torch.optim.Adadelta if what == "optimizer" else torch.optim.SGD
         optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
         other = what == "strategy" or (what == "one strategy" and job.rank == 1)
         strategy = slipstream.push_pull() if other else STRATEGY

@@ -16,6 +16,7 @@ WORKER = Path(__file__).with_name("bad_input_worker.py")
 AT_A_TIME = 5
 SECRET = "a secret of sufficient length"
 SERVER = "push_pull(update='server')"
+SERVER_AFTER = "push_pull(update='server', overlap=False)"
 
 
 @dataclass
@@ -53,7 +54,7 @@ MISTAKES = [
     Mistake("foreign", ("not in the model", "(3, 7)")),
     Mistake("foreign on one", ("rank 1", "not in the model", "(3, 7)")),
     Mistake("nothing to train", ("no parameter that requires a gradient",)),
-    Mistake("lbfgs", ("update='server'", "LBFGS", "update='worker'"), SERVER),
+    Mistake("lbfgs", ("servers", "LBFGS", "push_pull()"), SERVER),
     Mistake("weights changed", ("weights", "undo other", "parametrize"), "async_sgd"),
     Mistake("weights changed", ("weights", "call job.wait()"), SERVER),
     Mistake("weights differ", ("not alike on all ranks", "before job.distribute"), SERVER),
@@ -68,11 +69,29 @@ MISTAKES = [
             Mistake("more passes", ("different numbers of backward passes",), strategy),
             Mistake("leaves early", ("rank 1", "same number of steps"), strategy),
             Mistake("stays longer", ("rank 1", "same number of steps"), strategy),
+            Mistake("last pass", ("rank 1", "same number of steps"), strategy),
+            Mistake("by hand, leaves early", ("rank 1", "same number of steps"), strategy),
+            Mistake("by hand, stays longer", ("rank 1", "same number of steps"), strategy),
         )
     ),
     *(
         Mistake("converted", ("rank 1", "float64", "float32", "before"), strategy)
         for strategy in ("push_pull", SERVER, "allreduce", "all_to_all", "poseidon", "ako")
+    ),
+    *(
+        Mistake("unheld", ("'second.weight'", "no optimizer", "requires_grad_(False)"), strategy)
+        for strategy in (
+            "ako",
+            SERVER,
+            SERVER_AFTER,
+            "backup_workers(first=2)",
+            "async_sgd",
+            "parameter_flow(staleness=1)",
+        )
+    ),
+    *(
+        Mistake("by hand", ("optimizer.step()", "on its own", "allreduce()"), strategy)
+        for strategy in ("ako", SERVER_AFTER, "diloco(every=2)")
     ),
     Mistake("distribute twice", ("the same optimizer twice",)),
     Mistake("save too early", ("after job.distribute",)),

@@ -495,7 +495,10 @@ def test_every_sample_is_learnt_from_once_an_epoch(tmp_path: Path) -> None:
     ("what", "message"),
     [
         ("models", " differs from who came first: it has parameter 'weight': ("),
-        ("optimizer", "gadei updates shared weights with SGD, Adam, AdamW, RMSprop, not Adagrad"),
+        (
+            "optimizer",
+            "gadei updates shared weights with SGD, Adam, AdamW, RMSprop, Adagrad, not Adadelta",
+        ),
         ("exception", "ZeroDivisionError: on purpose"),
     ],
 )

@@ -104,6 +104,45 @@ def test_workers_may_tidy_up_on_the_first_signal_and_are_killed_on_the_second(
     assert stage.left_running == []
 
 
+BEGUN = 'os.write(int(os.environ["SLIPSTREAM_PRESENCE_FD"]), b"b")\n'
+SAVES = """
+try:
+    mark(f"{NAME}.pid", os.getpid())
+    forever()
+except KeyboardInterrupt:
+    mark(f"{NAME}.saved")
+"""
+
+
+def test_ctrl_c_runs_a_scripts_own_handler(stage: Stage) -> None:
+    stage.start(BEGUN + SAVES, limits=PATIENT | {"interrupt_s": 600.0})
+    stage.pid("rank0"), stage.pid("rank1")
+    stage.send(signal.SIGINT)
+    assert stage.finish() == (130, "", "slipstream: stopped by Ctrl-C\n")
+    assert sorted(file.name for file in stage.folder.glob("*.saved")) == [
+        "rank0.saved",
+        "rank1.saved",
+    ]
+    assert stage.left_running == []
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_handler_that_hangs_is_ended(stage: Stage, again: bool) -> None:
+    """At once by a second Ctrl-C, and else after the limit, by SIGTERM."""
+    patient = PATIENT | {"interrupt_s": 600.0}
+    stage.start(
+        BEGUN + SAVES + "    forever()\n", limits=patient if again else {"interrupt_s": 0.2}
+    )
+    stage.pid("rank0"), stage.pid("rank1")
+    stage.send(signal.SIGINT)
+    for name in ("rank0.saved", "rank1.saved") if again else ():
+        until((stage.folder / name).exists, f"{name}")
+    if again:
+        stage.send(signal.SIGINT)
+    assert stage.finish() == (130, "", "slipstream: stopped by Ctrl-C\n")
+    assert stage.left_running == []
+
+
 def test_nohup_is_respected(stage: Stage) -> None:
     stage.launcher = subprocess.Popen(
         ["nohup", *stage.arguments(READY + "wait_for('go')")],

@@ -42,9 +42,11 @@ MAY_IMPORT = {
     | {"input_files", "lab", "systems", "runtime", "transports", "initialization", ""},
     "probing": GROUND | {"planning", "transports", "runtime"},
     "sessions": DECISIONS | {"systems", "transports", "runtime", "torch"},
-    "job_figures": {"errors", "runtime", "sessions"},
+    "job_figures": {"errors", "plan", "runtime", "sessions"},
     "job_metrics": {"errors", "runtime", "sessions", "job_figures"},
-    "job": DECISIONS | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics"},
+    "job_end": {"job_figures", "runtime", "sessions"},
+    "job": DECISIONS
+    | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics", "job_end"},
     "initialization": {"errors", "job", "runtime", "sessions", "torch", "transports"},
     "cli": GROUND
     | {"input_files", "systems", "strategy", "routes", "planning", "runtime", "torch", "lab"}

@@ -91,6 +91,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"lr": 0.01}),
     ("RMSprop", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "alpha": 0.9}),
     ("RMSprop", {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    ("Adagrad", {"lr": 0.1}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.2, "eps": 1e-4, "initial_accumulator_value": 0.5}),
+    ("Adagrad", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
 ]
 
 
@@ -169,7 +172,7 @@ def test_memory_that_is_too_small_is_refused() -> None:
     }.items():
         with pytest.raises(ValueError, match=f"{name} has"):
             update.apply(*arguments)
-    with pytest.raises(ValueError, match="sgd, adam or rmsprop"):
+    with pytest.raises(ValueError, match="sgd, adam, rmsprop or adagrad"):
         Update("lion", plan.places(), 1)
     with pytest.raises(ValueError, match="no group 0"):
         Update("sgd", plan.places(), 0)

@@ -126,18 +126,19 @@ class Ledger:
 
 # ---- an optimizer's settings, as the numbers that its rule reads
 
-RULES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adam", "RMSprop": "rmsprop"}
+RULES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adam", "RMSprop": "rmsprop", "Adagrad": "adagrad"}
 
 _READ = {
     "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
     "adam": ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize"),
     "rmsprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"),
+    "adagrad": ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize"),
 }
 
 # Their names in a group.
 SET = (
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "betas", "eps", "alpha",
-    "centered", "decoupled_weight_decay",
+    "centered", "decoupled_weight_decay", "lr_decay", "initial_accumulator_value",
 )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from slipstream.printable import printable_lines
 from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
+LAUNCHER = "SLIPSTREAM_LAUNCHER"  # set by ``slipstream run`` in its workers
+INTERRUPTED = "interrupted"
 REPORT_S = 2.0  # for the rank that prints a common error
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -39,6 +41,8 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_interruption(error) and LAUNCHER in os.environ:
+            return  # which the launcher reports, once for all ranks
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
@@ -55,6 +59,12 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             raise SystemExit(EXIT_PEER_FAILED)
 
     sys.excepthook = hook
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether Ctrl-C has ended this process, or another one on which it depends."""
+    other = isinstance(error, PeerFailed) and error.reason == INTERRUPTED
+    return other or isinstance(error, KeyboardInterrupt)
 
 
 def rank_reports(error: SlipstreamError, rank: int) -> bool:
@@ -97,5 +107,5 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, SlipstreamError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return INTERRUPTED
     return f"{type(error).__name__}: {error}".strip()[:2000]

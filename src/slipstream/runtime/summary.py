@@ -35,6 +35,9 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     traffic: Traffic
     wait_s: float
     faults: dict[str, int]
+    rank: int = 0
+    parameters_sha256: str | None = None
+    settings: list[dict[str, str]] = []  # of the optimizers, by parameter group
 
     def encode(self) -> bytes:
         """As bytes, for another rank."""
@@ -80,5 +83,5 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
 def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
     """One worker's entry in the summary."""
     plain: dict[str, Any] = msgspec.to_builtins(figures)
-    kept = {key: plain[key] for key in ("steps", "wall_s", "samples", "loss", "wait_s")}
-    return {**kept, "bytes": plain["traffic"]}
+    kept = ("rank", "steps", "wall_s", "samples", "loss", "wait_s", "parameters_sha256", "settings")
+    return {**{key: plain[key] for key in kept}, "bytes": plain["traffic"]}

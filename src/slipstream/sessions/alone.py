@@ -45,6 +45,9 @@ class AloneSession:
     def group_store(self, backend: str) -> GroupStore:
         return GroupStore(distributed.HashStore())
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        return [value]
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> AloneTraining:
         if self._training is not None:
             self._training.close()

@@ -50,6 +50,9 @@ class LaunchedSession:
         session = self._joined("has called job.init_process_group before job.distribute")
         return session.group_store(backend)
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        return self._joined(f"has called job.{call} before job.distribute").gather(call, value)
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         session = self._session
         if session is None and (self._is_for_learners or strategy.shared_memory is not None):

@@ -34,7 +34,7 @@ from slipstream.sessions.networked_weights import (
     Weights,
     WeightsAtServers,
 )
-from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.gossip import come_back
@@ -83,6 +83,9 @@ class NetworkedSession:
             store = connect_store(membership.env, membership.limits.start_s)
         store = distributed.PrefixStore(f"default_group/{self._groups}", store)
         return GroupStore(store, membership.host, membership.limits.wait_s)
+
+    def gather(self, call: str, value: Any) -> list[Any]:
+        return self._calls.gather(call, value)
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         if strategy.shared_memory is not None and self.membership.env.launcher is not None:
@@ -361,6 +364,9 @@ class NetworkedTraining(Training):
         return as_tables([table_of(replica) for replica in self.replicas])
 
     def finish(self) -> None:
+        each = [replica.synchronizer for replica in self.replicas]
+        if any(one.never_left for one in each) and not any(one.ended for one in each):
+            raise never_stepped(self._name, len(each))
         self._weights.finish()
 
 

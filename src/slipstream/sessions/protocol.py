@@ -26,8 +26,8 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.torch.averages import lent
-from slipstream.torch.fingerprint import fingerprint_of
-from slipstream.torch.inventory import whole_vector
+from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
+from slipstream.torch.inventory import as_texts, group_settings, whole_vector
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.preparing import Pair, distinct_models
 from slipstream.torch.sampler import LeasedBatches
@@ -53,6 +53,13 @@ class Session(Protocol):
 
     def group_store(self, backend: str) -> GroupStore:
         """Where torch's default group of this job's ranks meets; every rank calls it."""
+
+    def gather(self, call: str, value: Any) -> list[Any]:
+        """Every process's value, on all of them; ``call`` is the method of ``Job``.
+
+        Raises:
+            ConfigError: the processes of this job do not wait for each other.
+        """
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         """Begin to train.
@@ -244,9 +251,14 @@ class Training(Protocol):
         """What servers and channels report: rounds, ages of gradients, partial exchange."""
         return {}
 
-    def fingerprint(self) -> str | None:
-        """A digest of this worker's weights, if it has any."""
-        return fingerprint_of(distinct_models(self.pairs)) if self.pairs else None
+    def fingerprints(self) -> Fingerprints | None:
+        """Digests of this worker's weights, if it has any."""
+        return fingerprints_of(distinct_models(self.pairs)) if self.pairs else None
+
+    def settings(self) -> list[dict[str, str]]:
+        """The optimizers' settings as text, by parameter group."""
+        groups = [group for pair in self.pairs for group in pair.optimizer.param_groups]
+        return [as_texts(group_settings(group)) for group in groups]
 
     def plan_table(self) -> str:
         """The plan as text."""
@@ -255,6 +267,20 @@ class Training(Protocol):
     def finish(self) -> None:
         """Called when the loop is over: all workers get the last weights."""
         self.wait()
+
+
+def never_stepped(name: str, pairs: int = 1) -> RuntimeFault:
+    """The error at the end of a loop that has updated weights by hand, where this exchanges
+    nothing."""
+    with_one_pair = (
+        ", or use allreduce(), where .grad is the mean gradient when backward() returns, and the "
+        "loop may use it as it likes"
+    )
+    return RuntimeFault(
+        f"backward() was called, but no optimizer.step(), and with {name} nothing is exchanged "
+        "before that: every worker has trained on its own; let the optimizer that job.distribute "
+        f"has returned make the steps{with_one_pair if pairs == 1 else ''}"
+    )
 
 
 def catch_up(scheduler: Any, steps: int) -> None:

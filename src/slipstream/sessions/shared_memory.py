@@ -7,12 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan import Plan
+from slipstream.planning.table import as_text
 from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import learner_reports
@@ -25,7 +27,7 @@ from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.runtime.shared_memory.messages import Account, Hello
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.default_group import GroupStore
-from slipstream.sessions.protocol import Pair, Training, TrainingFigures
+from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.torch.finite_gradients import FiniteGradients
@@ -64,6 +66,15 @@ class SharedMemorySession:
         """Learners have no links: they meet in a store on loopback."""
         return GroupStore(connect_store(self._env, self._limits.start_s))
 
+    def gather(self, call: str, value: Any) -> list[Any]:
+        if self._env.world_size == 1:
+            return [value]
+        raise ConfigError(
+            f"job.{call} waits for every rank, and learners that share memory do not wait for each "
+            "other: use job.share(value), which gives all learners the value of the first that "
+            "calls it"
+        )
+
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         route = strategy.shared_memory
         if route is None:
@@ -73,9 +84,9 @@ class SharedMemorySession:
             )
         check_pairs(pairs, strategy)
         ((model, optimizer),) = pairs
-        check_shareable(model, optimizer)
         (inventory,) = prepare_pairs(pairs, strategy)
         check_own_state(optimizer, inventory.trained)
+        check_shareable(model, optimizer)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
         learner = self._join(pairs[0], route, plan)
@@ -177,11 +188,25 @@ class SharedMemoryTraining(Training):
         self._line.load(str(path.absolute()))
         self._learner.begin_anew()
 
+    def plan_table(self) -> str:
+        """Of embeddings only used rows are written, where backward can write them."""
+        in_rows = self._learner.in_rows
+        rows = [
+            replace(row, scheme="rows/memory", why="used rows only") if row.name in in_rows else row
+            for row in self.plan.rows({})
+        ]
+        return as_text(rows)
+
     def figures(self) -> TrainingFigures:
         """Gradients went through memory; nothing was sent."""
         moved = self._learner.moved
         traffic = Traffic(sent=moved, local=moved, by_scheme={"dense/memory": moved})
         return TrainingFigures(traffic=traffic, wait_s=self._learner.wait_s)
+
+    def finish(self) -> None:
+        if self.own_steps == 0 and self._learner.had_gradients:
+            raise never_stepped(self._name)
+        self.wait()
 
     def accounts(self) -> dict[str, Any]:
         return as_accounts(self._line.account(), self._learner.ages)

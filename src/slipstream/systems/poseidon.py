@@ -49,7 +49,7 @@ def poseidon(
         rate: Of a link, such as "10gbit". With it, nothing is measured when the job starts.
         gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
         server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
-        dense: Names of layers that are always sent dense.
+        dense: Names of layers that are always sent dense, or patterns of them such as "D.*".
         hosts: "first": where several workers share a host, and there are several hosts, the workers
             of a host aggregate first: their rows are sent once, stacked; "flat": every worker takes
             part by itself.

@@ -61,6 +61,7 @@ class CollectiveChannel:
         self._skipped: frozenset[int] = frozenset()
         self._round = self._reductions()
         self._next = 0
+        self._begun = 0  # exchanges that this worker has begun
         self._launched: list[Reduction] = []
 
     def ready(self, tensor: int) -> None:
@@ -147,7 +148,9 @@ class CollectiveChannel:
         self._launch_complete()
         self._fired.clear()
         self._next = 0
-        self._member.round = max(self._member.round, self.step + 1)
+        # A step may have several exchanges, or a loop no steps: others count these, too.
+        self._begun += 1
+        self._member.round = max(self._member.round, self._begun, self.step + 1)
 
     def refresh(self) -> None:
         """Nothing to do: results arrive only when awaited."""

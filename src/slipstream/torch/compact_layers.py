@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from slipstream.planning.costs import Form, LayerShape
+from slipstream.torch.accumulation_hook import AccumulationHook
+from slipstream.torch.embedding_bags import embedding_bags
 from slipstream.torch.plain_copies import ModuleHook, ReplacedForward, keep_copies_plain
 
 
@@ -139,6 +141,7 @@ class Ports:
     takes: Callable[[CompactLayer], bool]  # whether it is needed in this step
     captured: Callable[[CompactLayer], None]  # one use
     finished: Callable[[CompactLayer], None]  # all uses in a pass; nothing may have been captured
+    way_out: str = "use push_pull(), or name the layer in poseidon(dense=[...])"  # of a refusal
 
 
 @dataclass(slots=True)
@@ -150,25 +153,28 @@ class Use:
     first: Tensor | None = None
     second: Tensor | None = None
     ahead: int | None = None
+    of_input: bool = False  # not of the layer's output, but of its input's gradient
 
     def once(self, gradient: Tensor | None) -> Tensor | None:
         """The gradient; under ``create_graph`` as a tensor that cannot be differentiated again."""
         if gradient is None or not torch.is_grad_enabled():
             return gradient
-        return refuse_twice(gradient.detach().requires_grad_(), self.layer.shape.name)
+        name, way_out = self.layer.shape.name, self.ports.way_out
+        return refuse_twice(gradient.detach().requires_grad_(), name, way_out)
 
 
 class _RefuseTwice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, gradient: Tensor, name: str, way_out: str) -> Tensor:
+        ctx.name, ctx.way_out = name, way_out
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"the gradient of {ctx.name!r} may travel in compact form and cannot be differentiated "
-            f"a second time (create_graph=True): name it in poseidon(dense=[{ctx.name!r}])"
+            f"the gradient of {ctx.name!r} may be sent in compact form, and so can the gradient of "
+            "its input's gradient, but it cannot be differentiated in other ways "
+            f"(create_graph=True): {ctx.way_out}"
         )
 
 
@@ -189,6 +195,10 @@ class _Gradient(torch.autograd.Function):
         if first is None or second is None:
             return None, None, None
         if accumulates(ctx) and use.ports.takes(use.layer):
+            if use.of_input and use.layer.bias is not None:
+                # The bias's gradient is the sum of dY, but the input's gradient has no bias in it.
+                first = torch.cat([first, torch.zeros_like(first)])
+                second = torch.cat([second, -second])
             use.layer.keep(first, second, use.ahead)
             use.ports.captured(use.layer)
             return None, None, None
@@ -233,9 +243,39 @@ class _Linear(torch.autograd.Function):
         (dy,) = gradients
         x, weight = ctx.saved_tensors
         ctx.use.first, ctx.use.second = as_rows(x.detach()), as_rows(dy.detach())
+        dx = None
+        if ctx.needs_input_grad[0]:
+            again = torch.is_grad_enabled()  # create_graph=True
+            dx = differentiable_gradient(dy, weight, ctx.use) if again else dy.matmul(weight)
+        return dx, None, None, dy.new_zeros(()), None
+
+
+class _InputGradient(torch.autograd.Function):
+    """dY W, which may be differentiated once more: its own gradient dV makes dYᵀdV of the weight's.
+
+    So X and dY of this use are dV and dY.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, weight: Tensor, _port: Tensor, use: Use) -> Tensor:
+        ctx.save_for_backward(dy, weight)
+        ctx.use = use
+        return dy.matmul(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (dv,) = gradients
+        dy, weight = ctx.saved_tensors
+        ctx.use.first, ctx.use.second = as_rows(dv.detach()), as_rows(dy.detach())
         with torch.no_grad():
-            dx = dy.matmul(weight) if ctx.needs_input_grad[0] else None
-        return ctx.use.once(dx), None, None, dy.new_zeros(()), None
+            ddy = dv.matmul(weight.t()) if ctx.needs_input_grad[0] else None
+        return ctx.use.once(ddy), None, dv.new_zeros(()), None
+
+
+def differentiable_gradient(dy: Tensor, weight: Tensor, use: Use) -> Tensor:
+    """The gradient of a fully connected layer's input, with a port of its own to the weight."""
+    second = Use(use.layer, use.ports, of_input=True)
+    return input_gradient(dy, weight, gradient_port(use.layer.module.weight, None, second), second)
 
 
 class _Embedding(torch.autograd.Function):
@@ -259,6 +299,7 @@ class _Embedding(torch.autograd.Function):
 gradient_port: Callable[..., Tensor] = _Gradient.apply
 refuse_twice: Callable[..., Tensor] = _RefuseTwice.apply
 linear: Callable[..., Tensor] = _Linear.apply
+input_gradient: Callable[..., Tensor] = _InputGradient.apply
 embedding: Callable[..., Tensor] = _Embedding.apply
 
 
@@ -271,18 +312,28 @@ class Forward(ReplacedForward):
         self._parameters = layer.parameters
 
     @torch.compiler.disable
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
+    def __call__(
+        self,
+        input: Tensor,  # noqa: A002 - torch's own names
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """The arguments after the first are those of an ``nn.EmbeddingBag``."""
         weight, bias = self.layer.parameters
+        of_bags = isinstance(self.layer.module, nn.EmbeddingBag)
+        more = (offsets, per_sample_weights) if of_bags else ()
         if weight is not self._parameters[0] or bias is not self._parameters[1]:
-            return self.plain()(input)  # functional_call replaces the parameters
+            return self.plain()(input, *more)  # functional_call replaces the parameters
         self._count(input)
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
         captures = torch.is_grad_enabled() and trained and self.ports.may_take(self.layer)
         if not captures:
-            return self.plain()(input)
+            return self.plain()(input, *more)
         self._refuse_hooks(weight, bias)
         use = Use(self.layer, self.ports)
         port = gradient_port(weight, bias, use)
+        if of_bags:
+            return embedding_bags(input, weight.detach(), *more, port, self.layer.module, use)
         if self.layer.shape.form == "rows":
             return embedding(input, weight.detach(), port, use)
         x, w, b = autocast(input, weight.detach(), bias)
@@ -350,18 +401,6 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
     return end
 
 
-class AccumulationHook:
-    """Calls back when torch is done with a parameter's ``.grad`` in a pass, written or not."""
-
-    def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
-        # Torch keeps the node only while a graph does, and hooks are deleted with it.
-        self._node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._handle = self._node.register_hook(lambda *_: call())
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-
 def _count_rows(layer: CompactLayer, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     if torch.is_grad_enabled():
         layer.calls += 1
@@ -398,7 +437,7 @@ def form_of(module: nn.Module) -> Form | None:
     """The compact form that a layer's gradient has; None if it has none."""
     if isinstance(module, nn.Linear):
         return "factors"
-    return "rows" if isinstance(module, nn.Embedding) else None
+    return "rows" if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
 
 
 def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bool) -> str:
@@ -410,8 +449,9 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
         return "its weight is not trained"
     if not weight.numel():
         return "its weight is empty"
-    plain = nn.Linear.forward if form == "factors" else nn.Embedding.forward
-    if getattr(module.forward, "__func__", None) is not plain and not hasattr(module, "on_factors"):
+    plain = (nn.Linear.forward, nn.Embedding.forward, nn.EmbeddingBag.forward)
+    own = getattr(module.forward, "__func__", None) not in plain
+    if own and not hasattr(module, "on_factors"):
         return f"this {type(module).__name__} has a forward of its own"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "its weight is used without calling it"
@@ -428,6 +468,8 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
         return "the model is compiled"
     if form == "rows" and (module.max_norm is not None or module.scale_grad_by_freq):
         return "max_norm or scale_grad_by_freq changes its gradient"
+    if getattr(module, "mode", "sum") == "max":
+        return "the maximum of rows has a gradient of single values"
     return ""
 
 

@@ -1,9 +1,10 @@
-"""A short hash of a model's weights."""
+"""Short hashes of a model's weights."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,20 +12,32 @@ from slipstream.torch.inventory import whole_state
 from slipstream.torch.staging import Staging
 
 
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over every parameter and buffer, by name.
+class Fingerprints(NamedTuple):
+    """Of every parameter, and of every parameter and buffer."""
+
+    parameters: str
+    whole: str
+
+
+def fingerprints(model: nn.Module) -> Fingerprints:
+    """SHA-256 over every parameter, and over every parameter and buffer, by name.
 
     Without integers: batch norm's count of batches is local to each worker.
     """
     digest = hashlib.sha256()
     staging = Staging()
-    for key, (name, tensor) in enumerate(whole_state(model)):
+    state = whole_state(model)
+    first_buffer = len(list(model.parameters()))
+    parameters = digest
+    for key, (name, tensor) in enumerate(state):
+        if key == first_buffer:
+            parameters = digest.copy()
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         staging.fetch(key, tensor)
         digest.update(staging.readable(key, tensor).data)
-    return digest.hexdigest()
+    return Fingerprints(parameters.hexdigest(), digest.hexdigest())
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:
@@ -37,7 +50,12 @@ def digest_of(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_of(models: Sequence[nn.Module]) -> str:
-    """The hash of one model, or of several in this order."""
-    names = [fingerprint(model) for model in models]
-    return names[0] if len(names) == 1 else hashlib.sha256("".join(names).encode()).hexdigest()
+def fingerprints_of(models: Sequence[nn.Module]) -> Fingerprints:
+    """The hashes of one model, or of several in this order."""
+    found = [fingerprints(model) for model in models]
+    return found[0] if len(found) == 1 else Fingerprints(*map(joined, zip(*found, strict=True)))
+
+
+def joined(hashes: Sequence[str]) -> str:
+    """One hash of several."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -152,6 +152,14 @@ def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+def as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """A group's settings as text, for comparisons between ranks."""
+    return {
+        key: f"{float(value) if isinstance(value, torch.Tensor) else value!r}"
+        for key, value in sorted(settings.items())
+    }
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Every parameter the optimizer holds must be the model's.
 
@@ -182,6 +190,15 @@ def unexpected_gradient(parameter: torch.Tensor) -> RuntimeFault:
     )
 
 
+def unheld_gradient(name: str) -> RuntimeFault:
+    """The error for a parameter with a gradient whose changes no other worker would get."""
+    return RuntimeFault(
+        f"the parameter {name!r} has a gradient, but no optimizer that job.distribute was given "
+        "holds it, so no other worker would get its changes: put it into one of these optimizers, "
+        "or freeze it with requires_grad_(False)"
+    )
+
+
 def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """One line for each item that must be equal on all ranks."""
     lines = [
@@ -193,8 +210,7 @@ def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
     kind = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         settings = ", ".join(
-            f"{key}={float(value) if isinstance(value, torch.Tensor) else value!r}"
-            for key, value in sorted(group_settings(group).items())
+            f"{key}={value}" for key, value in as_texts(group_settings(group)).items()
         )
         lines.append(f"{kind} group {index}: {len(group['params'])} parameters, {settings}")
     return lines

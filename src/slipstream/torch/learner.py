@@ -23,7 +23,7 @@ from slipstream.torch.carried_updates import (
     pin,
 )
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
+from slipstream.torch.learner_slots import FirstGradient, Slot, SlotWriter, slots_of
 from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import SlotUpdates
@@ -62,11 +62,30 @@ class Learner:
         self.moved = 0
         self.updates: SlotUpdates | CarriedUpdates | None = None
         self.own: SharedOptimizer | None = None
+        self._first: FirstGradient | None = None
+        self._opened = False
 
     @property
     def steps(self) -> int:
         """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
+
+    @property
+    def had_gradients(self) -> bool:
+        """Whether any backward pass has given a trained parameter a gradient."""
+        # Backward opens a slot for large layers itself, and torch calls no hook for them.
+        return self._opened or (self._first is not None and self._first.seen)
+
+    @property
+    def in_rows(self) -> set[str]:
+        """The names of parameters of which only used rows are written into slots."""
+        plan, known = self._plan, dict(self._model.named_parameters())
+        names = {plan.tensors[each.tensor].name for each in plan.gradients if each.width}
+        if not isinstance(self.updates, CarriedUpdates):
+            return names
+        # Copies of the weights: torch's own gradient is copied, sparse or not.
+        sparse = {id(m.weight) for m in self._model.modules() if getattr(m, "sparse", False)}
+        return {name for name in names if id(known[name]) in sparse}
 
     def start(self) -> RemoteOptimizer:
         """Hook into the model; returns the optimizer for the loop."""
@@ -93,6 +112,7 @@ class Learner:
         else:
             self.weights.bind()
             self.updates = SlotUpdates(self._model, self._plan, slots, self.weights)
+        self._first = FirstGradient(slots.parameters)
         named = zip(slots.names, slots.parameters, strict=True)
         loop = RemoteOptimizer(
             self._optimizer, {name: p for name, p in named if isinstance(p, nn.Parameter)}
@@ -115,6 +135,7 @@ class Learner:
     # ---- slots
 
     def _reserve(self) -> int:
+        self._opened = True
         begun = time.monotonic()
         while (slot := self.rings.reserve(self.rank, TICK_S)) is None:
             if time.monotonic() - begun > self._limit_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from slipstream._native import Rings, add_rows, largest
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SETTINGS, WORD, Gradient, SegmentPlan
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import unexpected_gradient
+from slipstream.torch.inventory import groups_of, unexpected_gradient, unheld_gradient
 from slipstream.torch.shared_weights import Settings, view_of
 from slipstream.transports.shared_memory import SharedMemory
 
@@ -150,6 +151,8 @@ class SlotWriter:
         self._untracked = [
             p for group in optimizer.param_groups for p in group["params"] if id(p) not in known
         ]
+        held = groups_of(optimizer)
+        self._unheld = [(name, p) for name, p in named.items() if id(p) not in held]
         self._slots, self._reserve, self._deliver = slots, reserve, deliver
         self._finite = finite or FiniteGradients()
 
@@ -157,11 +160,15 @@ class SlotWriter:
         """Refuse gradients for which slots have no space.
 
         Raises:
-            RuntimeFault: A parameter trains that was frozen when the memory was laid out.
+            RuntimeFault: A parameter trains that was frozen when the memory was laid out, or that
+                the optimizer does not hold.
         """
         for parameter in self._untracked:
             if parameter.grad is not None:
                 raise unexpected_gradient(parameter)
+        for name, parameter in self._unheld:
+            if parameter.grad is not None:
+                raise unheld_gradient(name)
 
     def next(self) -> Slot:
         return self._slots[self._reserve()]
@@ -188,6 +195,25 @@ class SlotWriter:
         """
         slot.describe(forms, settings, version)
         self._deliver(slot)
+
+
+class FirstGradient:
+    """Notices the first gradient of any of these parameters, and costs nothing afterwards.
+
+    Attributes:
+        seen: Whether there was one.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.seen = False
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._note) for parameter in parameters
+        ]
+
+    def _note(self, _: Tensor) -> None:
+        self.seen = True
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def slots_of(memory: SharedMemory, rings: Rings, plan: SegmentPlan, learner: int) -> list[Slot]:

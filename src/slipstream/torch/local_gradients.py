@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slipstream.errors import RuntimeFault
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import Inventory, unexpected_gradient
+from slipstream.torch.inventory import Inventory, unexpected_gradient, unheld_gradient
 
 
 class LocalGradients:
@@ -16,6 +18,9 @@ class LocalGradients:
     Args:
         finite: Decides about non-finite gradients.
         clip_norm: The norm to which this worker's whole gradient is scaled down; None: never.
+
+    Attributes:
+        unheld: Names and parameters whose changes are not exchanged, by any pair of the job.
     """
 
     def __init__(
@@ -27,6 +32,7 @@ class LocalGradients:
         self._known = {id(tensor) for tensor in inventory.tensors}
         self._dtypes = [tensor.dtype for tensor in inventory.tensors]
         self._left: list[tuple[Tensor, Tensor | None, int]] = []
+        self.unheld: Sequence[tuple[str, Tensor]] = ()
 
     def clip(self) -> None:
         """Clip this worker's whole gradient, if the strategy does so."""
@@ -71,9 +77,13 @@ class LocalGradients:
         """Refuse gradients that are not exchanged: weights would silently drift apart.
 
         Raises:
-            RuntimeFault: A parameter trains that took no part in ``job.distribute``.
+            RuntimeFault: A parameter trains that took no part in ``job.distribute``, or that only
+                an optimizer unknown to the job could update.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._known:
                     raise unexpected_gradient(parameter)
+        for name, parameter in self.unheld:
+            if parameter.grad is not None:
+                raise unheld_gradient(name)

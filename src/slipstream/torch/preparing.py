@@ -55,6 +55,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
         raise ConfigError(
             "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
         )
+    if strategy.update.inner.travels == "gradients":
+        check_rows(model, optimizer)
     if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
         raise ConfigError(
             "LBFGS runs backward itself, several times per step, so no worker can run ahead of its "
@@ -72,6 +74,28 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     check_elementwise(optimizer)
     check_own_state(optimizer, inventory.trained)
     return inventory.of_optimizer(optimizer)
+
+
+def check_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that may treat sparse gradients in its own way: it would never see any.
+
+    Torch's own make the same step from a dense gradient, except for SparseAdam, which takes none.
+
+    Raises:
+        ConfigError: It holds the weight of a layer with ``sparse=True``, and is not torch's.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim"):
+        return
+    held = groups_of(optimizer)
+    for name, layer in model.named_modules():
+        sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        if sparse and id(layer.weight) in held:
+            raise ConfigError(
+                f"{name!r} has sparse gradients, which {kind.__name__} may treat row by row, but "
+                "the mean over workers is dense: make the layer with sparse=False if a dense "
+                "gradient will do, or use torch.optim.Adagrad or SGD"
+            )
 
 
 def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
@@ -173,10 +197,13 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
     closes_anyway = rule.close_after_s is not None and rule.min_first == 1
     if not of_all and not closes_anyway:
+        # Rounds of outer gradients close with the first N, and never earlier.
+        outer = strategy.update.inner.travels == "outer gradients"
+        others = "" if outer else ", close_after_s with min_first=1"
         raise ConfigError(
             f"{strategy.name} with {pairs} pairs: workers that miss rounds of one pair come to "
             "different places of the loop, and would wait for each other there; use "
-            f"first={workers}, close_after_s with min_first=1, or async_sgd()"
+            f"first={workers}{others}, or async_sgd()"
         )
 
 

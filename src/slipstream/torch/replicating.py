@@ -15,7 +15,7 @@ from slipstream.runtime.servers.shards import LAST, choose_clusters
 from slipstream.strategy import Strategy
 from slipstream.torch.collective_channel import collective_device
 from slipstream.torch.copying import copy_state
-from slipstream.torch.inventory import Inventory
+from slipstream.torch.inventory import Inventory, groups_of
 from slipstream.torch.preparing import (
     Pair,
     agree,
@@ -128,6 +128,7 @@ def wire(
                     copy_state(shared.chain, model)
     made = kept | {number: wiring.finish() for number, wiring in wirings}
     replicas = tuple(made[number] for number in range(len(pairs)))
+    note_unheld(pairs, replicas)
     for replica in replicas if len(replicas) > 1 else ():
         replica.synchronizer.leave_at_step()
     if plans[0].consistency.goes_on and plans[0].delivers_every_result:
@@ -142,6 +143,29 @@ def wire(
     membership.gathering.gather(shared.key("distributed"), True, bool)
     membership.gathering.limit_s = membership.limits.wait_s
     return replicas
+
+
+def note_unheld(pairs: Sequence[Pair], replicas: Sequence[Replica]) -> None:
+    """Tell every replica of the parameters whose changes no other worker would get.
+
+    With one pair whose mean gradients are in ``.grad`` after backward, or whose weights themselves
+    are averaged, there are none: whoever updates a parameter does so alike on all workers.
+    """
+    held: set[int] = set()
+    for pair, replica in zip(pairs, replicas, strict=True):
+        plan, tensors = replica.plan, replica.synchronizer.inventory.tensors
+        exchanged = {id(tensor) for tensor in tensors}
+        if plan.runs_ahead or plan.update.inner.travels == "steps":
+            exchanged &= set(groups_of(pair.optimizer))  # what its steps change, and nothing else
+        held |= exchanged
+    unheld = [
+        (name, parameter)
+        for model in distinct_models(pairs)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in held
+    ]
+    for replica in replicas:
+        replica.synchronizer.gradients.unheld = unheld
 
 
 def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) -> None:

@@ -50,7 +50,7 @@ class ServerUpdates:
         hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
     """
 
-    single_pass = "update='server'"
+    single_pass = "updates at servers"
 
     def __init__(
         self,

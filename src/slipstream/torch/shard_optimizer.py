@@ -39,8 +39,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if is_elementwise(kind):
         return
     raise ConfigError(
-        f"update='server' runs the optimizer on pieces of tensors, and {kind.__name__} is not one "
-        f"known to be elementwise ({', '.join(ELEMENTWISE)}): use update='worker', which takes any"
+        f"servers run the optimizer on pieces of tensors, and {kind.__name__} is not one known to "
+        f"be elementwise ({', '.join(ELEMENTWISE)}): use one of these, or push_pull(), in which "
+        "workers update, with any optimizer"
     )
 
 
@@ -69,7 +70,8 @@ def plain(value: Any) -> Setting:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
-        f"the optimizer setting {value!r} cannot travel to servers; use update='worker'"
+        f"the optimizer setting {value!r} cannot be sent to servers: use push_pull(), in which "
+        "workers update"
     )
 
 

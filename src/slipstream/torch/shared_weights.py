@@ -21,6 +21,7 @@ from slipstream.planning.segment import (
 from slipstream.runtime.files.checkpoint_format import SHORT
 from slipstream.torch.compact_layers import named_forms
 from slipstream.torch.inventory import dtype_text, group_settings, groups_of, place_of, whole_state
+from slipstream.torch.shard_optimizer import is_elementwise
 from slipstream.transports.shared_memory import SharedMemory
 
 TRAINED = ("float32", "float64")
@@ -34,9 +35,10 @@ def check_shareable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in RULES:
+        other = "async_sgd()" if is_elementwise(kind) else "push_pull(), which takes any optimizer"
         raise ConfigError(
             f"gadei updates shared weights with {', '.join(RULES)}, not {kind.__name__}: use one "
-            "of these, or async_sgd, whose servers take any elementwise optimizer"
+            f"of these, or {other}"
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ConfigError("gadei has no amsgrad=True: use Adam without it, or async_sgd")

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
@@ -56,6 +55,7 @@ class SlotUpdates:
             takes=lambda _: True,
             captured=lambda _: None,
             finished=self._layer_finished,
+            way_out="use gadei(consistent=True), which takes torch's own gradients, or async_sgd()",
         )
         self._ends: list[Callable[[], None]] = [capture(self._factored(model), ports)]
         for module in self._in_rows(model, plan):
@@ -73,12 +73,12 @@ class SlotUpdates:
                     layers.append(layer)
         return layers
 
-    def _in_rows(self, model: nn.Module, plan: SegmentPlan) -> list[nn.Embedding]:
+    def _in_rows(self, model: nn.Module, plan: SegmentPlan) -> list[nn.Embedding | nn.EmbeddingBag]:
         rows = {id(p) for p, g in zip(self._parameters, plan.gradients, strict=True) if g.width}
         return [
             module
             for module in model.modules()
-            if isinstance(module, nn.Embedding) and id(module.weight) in rows
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in rows
         ]
 
     def _watch(self, parameter: Tensor) -> Callable[[], None]:
@@ -195,22 +195,17 @@ class SlotUpdates:
 
 
 class SparseForward(ReplacedForward):
-    """An embedding's forward with a gradient in rows; copies of the embedding do not have it."""
+    """A table's forward with a gradient in rows; copies of the table do not have it."""
 
-    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
-        table = self.module
-        return F.embedding(
-            input,
-            table.weight,
-            table.padding_idx,
-            table.max_norm,
-            table.norm_type,
-            table.scale_grad_by_freq,
-            sparse=True,
-        )
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        before, self.module.sparse = self.module.sparse, True
+        try:
+            return self.plain()(*arguments, **named)
+        finally:
+            self.module.sparse = before
 
 
-def make_sparse(module: nn.Embedding) -> Callable[[], None]:
+def make_sparse(module: nn.Embedding | nn.EmbeddingBag) -> Callable[[], None]:
     """Let torch compute its gradient in rows; returns a function that undoes this."""
     keep_copies_plain(module)
     vars(module)["forward"] = SparseForward(module)

@@ -104,6 +104,10 @@ class LiveTensors:
         self._counts: dict[int, bool] = {}  # by tensor, of those that were checked
         # Gradients whose results replace them: to find a tensor's memory takes torch some time.
         self._sources: dict[int, tuple[Tensor, Values]] = {}
+        # A layer's factors are of one pass, while a dense contribution is all of ``.grad``: where
+        # factors come back dense, a gradient of earlier passes is added.
+        self._adds = set() if plan.update.holder_applies else sent_as_factors(plan)
+        self._earlier: dict[int, Tensor] = {}
 
     def _live(self, tensor: int) -> torch.Tensor:
         place = self._places[tensor]
@@ -183,6 +187,10 @@ class LiveTensors:
             self.contributions[tensor] = None
 
     def sink(self, tensor: int) -> Values:
+        if tensor in self._adds and tensor not in self._earlier:
+            earlier = self.results[tensor]
+            if earlier is not None:
+                self._earlier[tensor], self.results[tensor] = earlier, None
         target = self._target(tensor)
         content, values = self._sources.get(tensor, (None, None))
         if content is target and values is not None:
@@ -192,6 +200,8 @@ class LiveTensors:
     def finish(self, tensor: int) -> None:
         self._sources.pop(tensor, None)
         self._weights.commit(tensor, self._target(tensor))
+        if tensor in self._earlier:
+            self.results[tensor] = self._earlier.pop(tensor).detach().add_(self._target(tensor))
         if self._is_buffer[tensor]:
             self._known[tensor].copy_(self._target(tensor))
 
@@ -223,6 +233,12 @@ class LiveTensors:
         if result is None or result.is_sparse:
             result = self.results[tensor] = torch.empty_like(live, requires_grad=False)
         return result
+
+
+def sent_as_factors(plan: Plan) -> set[int]:
+    """Tensors of layers whose factors or rows are sent, and whose results come back dense."""
+    units = (unit for unit in plan.units if unit.layer is not None and unit.chunks)
+    return {segment.tensor for unit in units for chunk in unit.chunks for segment in chunk.segments}
 
 
 def over_collectives(plan: Plan) -> set[int]:

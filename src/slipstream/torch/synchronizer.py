@@ -31,6 +31,7 @@ class Synchronizer:
     Attributes:
         leaves_at_step: Whether gradients are sent at ``step()``, and not during backward.
         accumulating: Whether the loop is within ``job.accumulate()``.
+        ended: Steps that have ended here; those of a checkpoint do not count.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Synchronizer:
         self.driver = Driver(channels)
         self.gradients = LocalGradients(inventory, slots.finite, plan.update.clip_norm)
         self.leaves_at_step = self.accumulating = False
+        self.ended = 0
         self._copying: list[int] = []
         self._end_capture: Callable[[], None] = lambda: None
         self._compact: CompactGradients | None = None
@@ -143,8 +145,14 @@ class Synchronizer:
         """Wait until this worker's weights are up to date."""
         self.applier.wait()
 
+    @property
+    def never_left(self) -> bool:
+        """Whether there were gradients, and none of them was ever sent."""
+        return self.tap.used and not self.ended and not self.driver.exchanged
+
     def end_step(self) -> None:
         """The next step begins."""
+        self.ended += 1
         self.resume(self.step + 1)
 
     def resume(self, step: int) -> None:

@@ -29,6 +29,7 @@ class BackwardTap:
         on_end: Callable[[], None],
     ) -> None:
         self.paused = False
+        self.used = False  # whether any parameter has had a gradient
         self.on_paused: Callable[[int], None] = lambda _: None  # like on_ready, while paused
         self._open = False
         self._touched = False
@@ -44,6 +45,7 @@ class BackwardTap:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
+            self.used = True
             if self.paused:
                 self.on_paused(index)
                 return

@@ -324,16 +324,40 @@ def test_only_passes_that_add_to_gradients_capture(captured: Callable[..., Captu
     assert layer.module.weight.grad is None
 
 
+@pytest.mark.parametrize("takes", [True, False], ids=["compact", "dense"])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_second_derivative_is_refused(depth: int, captured: Callable[..., Captured]) -> None:
+def test_a_gradient_of_the_inputs_gradient_is_torchs_own(
+    depth: int, bias: bool, takes: bool, captured: Callable[..., Captured]
+) -> None:
+    """A gradient penalty, as of a WGAN-GP, with and without the loss itself."""
+    layer = captured(integral(nn.Linear(5, 5, bias=bias)), takes=takes)
+
+    def penalty(one: Any) -> None:
+        x = whole(4, 5).requires_grad_()
+        out = one(x) if depth == 1 else one(one(x).square())
+        weighted = (out * whole(4, 5, seed=3)).sum()
+        (gradient,) = torch.autograd.grad(weighted, x, create_graph=True)
+        (weighted + gradient.square().sum()).backward()
+
+    for _ in range(2):
+        layer.module.zero_grad()
+        layer.plain.zero_grad()
+        both(layer, penalty)
+        layer.exchange()
+        layer.assert_equal()
+
+
+def test_a_gradient_of_the_weights_gradient_is_refused(captured: Callable[..., Captured]) -> None:
     layer = captured(integral(nn.Linear(5, 5)))
-    x = whole(4, 5).requires_grad_()
-    out = layer.module(x) if depth == 1 else layer.module(torch.relu(layer.module(x)))
-    for wanted in (x, layer.module.weight):
-        # The gradient of a sum is constant: torch's own decorator would not notice.
-        (gradient,) = torch.autograd.grad(out.sum(), wanted, create_graph=True, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"name it in poseidon\(dense=\['layer'\]\)"):
-            (out.sum() + gradient.pow(2).sum()).backward(retain_graph=True)
+    out = layer.module(whole(4, 5).requires_grad_())
+    wanted = layer.module.weight
+    # The gradient of a sum is constant: torch's own decorator would not notice.
+    (gradient,) = torch.autograd.grad(out.sum(), wanted, create_graph=True, retain_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"'layer' may be sent .*push_pull\(\), or name the layer"
+    ):
+        (out.sum() + gradient.pow(2).sum()).backward(retain_graph=True)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

@@ -1,4 +1,4 @@
-"""A worker signals its launcher through a pipe that it has joined or left the job.
+"""A worker signals its launcher through a pipe that it has begun, joined or left the job.
 
 A worker may end with code 0 in the middle of a job (``os._exit(0)``); only these signals
 distinguish it from a worker that has finished.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 
 from slipstream.runtime.launch.supervision import Place
 
-JOINED, LEFT = b"j", b"l"
+BEGUN, JOINED, LEFT = b"b", b"j", b"l"
 MOST_SIGNS = 65536  # what a pipe holds
 
 
@@ -23,6 +24,10 @@ class Presence:
         self._descriptor = descriptor if is_pipe(descriptor) else None
         if self._descriptor is not None:
             os.set_inheritable(self._descriptor, False)
+
+    def begin(self) -> None:
+        """The worker has called ``slipstream.init``: it may be interrupted like a plain script."""
+        self._write(BEGUN)
 
     def join(self) -> None:
         """The worker has joined."""
@@ -48,13 +53,39 @@ def is_pipe(descriptor: int | None) -> bool:
         return False
 
 
-def place_of(reader: int) -> Place:
-    """Where a worker was when it ended. Its children may hold the other end, so do not wait."""
-    os.set_blocking(reader, False)
-    try:
-        signs = os.read(reader, MOST_SIGNS)
-    except BlockingIOError:
-        signs = b""
-    if not signs:
-        return "outside"
-    return "left" if signs.endswith(LEFT) else "inside"  # a process may run several jobs
+class PresenceReader:
+    """The launcher's end.
+
+    Args:
+        reader: the pipe, which this object closes.
+    """
+
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
+        self._last = b""
+        self._lock = threading.Lock()
+        os.set_blocking(reader, False)
+
+    def place(self) -> Place:
+        """Where the worker is, or was when it ended. Its children may hold the other end, so this
+        does not wait."""
+        with self._lock:
+            if self._reader >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    self._last = os.read(self._reader, MOST_SIGNS)[-1:] or self._last
+        if self._last in (b"", BEGUN):
+            return "outside"
+        return "left" if self._last == LEFT else "inside"  # a process may run several jobs
+
+    @property
+    def begun(self) -> bool:
+        """Whether the worker has called ``slipstream.init``."""
+        self.place()
+        return bool(self._last)
+
+    def close(self) -> None:
+        """Close the pipe; the place stays known."""
+        with self._lock:
+            if self._reader >= 0:
+                os.close(self._reader)
+            self._reader = -1

@@ -20,7 +20,7 @@ from typing import Protocol
 from slipstream.errors import WaitLimit
 from slipstream.printable import printable_lines
 from slipstream.runtime.launch import guardian
-from slipstream.runtime.launch.presence import place_of
+from slipstream.runtime.launch.presence import PresenceReader
 from slipstream.runtime.launch.processes import (
     SERVER_STOP_S,
     Placement,
@@ -76,6 +76,7 @@ class ProcessGroup:
         self._watch = Supervision(limits, time.monotonic, may_lose, restarts, leader)
         self._starts: dict[str, tuple[Sequence[str], Mapping[str, str], Placement]] = {}
         self._groups: dict[str, guardian.ChildGroup] = {}
+        self._presence: dict[str, PresenceReader] = {}  # of workers
         self._servers: list[ServerProcess] = []
         self._helpers: set[str] = set()
         self._output: list[threading.Thread] = []
@@ -108,7 +109,8 @@ class ProcessGroup:
     ) -> None:
         """Start a worker, with this process's stdin, stdout and stderr or with prefixed lines."""
         piped = subprocess.PIPE
-        presence, theirs = os.pipe()
+        ours, theirs = os.pipe()
+        presence = PresenceReader(ours)
         try:
             process = start_process(
                 command,
@@ -120,7 +122,7 @@ class ProcessGroup:
                 pass_fds=(*pass_fds, theirs),
             )
         except BaseException:
-            os.close(presence)
+            presence.close()
             raise
         finally:
             os.close(theirs)
@@ -218,26 +220,29 @@ class ProcessGroup:
         return self._watch.verdict()
 
     def _add(
-        self, name: str, process: subprocess.Popen[bytes], presence: int | None = None
+        self, name: str, process: subprocess.Popen[bytes], presence: PresenceReader | None = None
     ) -> None:
         group = guardian.ChildGroup.led_by(process.pid)  # before the thread below can reap it
         if name in self._groups:
             self._groups[name].close()
         self._groups[name] = group
+        if presence is not None:
+            self._presence[name] = presence
         with contextlib.suppress(OSError):
             guardian.announce_group(self._guardian_socket, group)
         watched = (name, process, presence)
         threading.Thread(target=self._watch_exit, args=watched, daemon=True).start()
 
     def _watch_exit(
-        self, name: str, process: subprocess.Popen[bytes], presence: int | None
+        self, name: str, process: subprocess.Popen[bytes], presence: PresenceReader | None
     ) -> None:
         code = process.wait()
         if presence is None:
             self.events.put(Ended(name, code))
             return
-        with os.fdopen(presence, "rb"):
-            self.events.put(Ended(name, code, place_of(presence)))
+        place = presence.place()
+        presence.close()
+        self.events.put(Ended(name, code, place))
 
     def _handle_next(self, deadline: float) -> None:
         remaining_s = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
@@ -291,7 +296,14 @@ class ProcessGroup:
         if signum is None:
             return
         for name in members:
-            self._groups[name].send(signum)
+            self._groups[name].send(self._bearable(name, signum))
+
+    def _bearable(self, name: str, signum: signal.Signals) -> signal.Signals:
+        """A worker before ``slipstream.init`` has nothing to save; interrupted, it would only print
+        where it was."""
+        presence = self._presence.get(name)
+        begun = presence is not None and presence.begun
+        return signal.SIGTERM if signum is signal.SIGINT and not begun else signum
 
     def _close_servers(self) -> None:
         for server in self._servers:

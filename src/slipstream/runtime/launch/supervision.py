@@ -17,9 +17,11 @@ JOB = "the job"  # the name of the failed member if the launcher itself ends the
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of members: to end by themselves after a failure, after SIGTERM, to start."""
+    """Time limits of members: to end by themselves after a failure, after SIGINT, after SIGTERM,
+    to start."""
 
     grace_s: float = 8.0
+    interrupt_s: float = 30.0  # a script may save its model when it is interrupted
     term_s: float = 3.0
     kill_s: float = 5.0
     server_start_s: float = 60.0
@@ -119,7 +121,8 @@ class Supervision:
     """Decides from events which signal to send to the remaining workers, and when.
 
     After a failure the other workers have ``grace_s`` to end by themselves; then SIGTERM follows,
-    then SIGKILL. A signal to the launcher starts with SIGTERM, a second one with SIGKILL.
+    then SIGKILL. A signal to the launcher starts with SIGTERM, and Ctrl-C with SIGINT, so that a
+    script's ``except KeyboardInterrupt`` runs; a second one is followed by SIGKILL at once.
 
     Args:
         may_lose: how many workers may be killed while the rest continue.
@@ -168,8 +171,8 @@ class Supervision:
     def take(self, event: Event) -> signal.Signals | None:
         """Take an event; returns the signal to send to ``to_signal``, if any."""
         if isinstance(event, Signalled):
-            self._asked = self._asked or event
-            return self.escalate()
+            again, self._asked = self._asked is not None, self._asked or event
+            return self._send(signal.SIGKILL) if again else self._send(self._first_signal())
         if isinstance(event, CameBack):
             self._back.add(event.member)
             return None
@@ -220,16 +223,26 @@ class Supervision:
         return event.member in {ended.member for ended in self.replaced}
 
     def escalate(self) -> signal.Signals | None:
-        """The deadline has passed, or a second signal has come: the next harder signal."""
-        steps = ((signal.SIGTERM, self.limits.term_s), (signal.SIGKILL, self.limits.kill_s))
-        if len(self._sent) == len(steps):
+        """The deadline has passed: the next harder signal."""
+        if signal.SIGKILL in self._sent:
             self.running -= set(self.to_signal)  # stuck in the kernel: cannot be killed
             return None
+        return self._send(signal.SIGKILL if signal.SIGTERM in self._sent else signal.SIGTERM)
+
+    def _first_signal(self) -> signal.Signals:
+        """The signal that follows one to the launcher."""
+        assert self._asked is not None
+        by_hand = self._asked.signum == signal.SIGINT and not self._sent
+        if by_hand:
+            return signal.SIGINT
+        return signal.SIGKILL if signal.SIGTERM in self._sent else signal.SIGTERM
+
+    def _send(self, signum: signal.Signals) -> signal.Signals:
         if not self._sent:
             self._stuck = tuple(sorted(self.running))
-        signum, limit_s = steps[len(self._sent)]
+        limits = {signal.SIGINT: self.limits.interrupt_s, signal.SIGTERM: self.limits.term_s}
         self._sent.append(signum)
-        self.deadline = self.clock() + limit_s
+        self.deadline = self.clock() + limits.get(signum, self.limits.kill_s)
         return signum
 
     def verdict(self) -> Verdict:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 # By the first part of a key: the collective call that it belongs to.
 CALLS = {
     "share": "job.share",
+    "gather": "job.gather",
+    "mean": "job.mean",
     "flushed": "job.flush",
     "ended": "the end of the `with` block",
     "save": "job.save",

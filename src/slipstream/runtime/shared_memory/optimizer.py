@@ -17,10 +17,12 @@ MEMORIES = {
     "sgd": (("momentum_buffer", 0),),
     "adam": (("exp_avg", 0), ("exp_avg_sq", 1)),
     "rmsprop": (("square_avg", 0), ("momentum_buffer", 1), ("grad_avg", 2)),
+    "adagrad": (("sum", 0),),
 }
 MOMENTUM = {"sgd": 1, "rmsprop": 4}  # its index in a group's settings
 OPTIONAL = ("momentum_buffer", "grad_avg")  # kept only with some settings
 CENTERED = 5
+INITIAL_SUM = 4  # Adagrad's, in a group's settings
 STATE = "optimizer/state"
 
 
@@ -36,6 +38,15 @@ class SharedOptimizer:
         # Zeros that are never written need no memory.
         self._moments = [np.zeros(plan.weights_nbytes, np.uint8) for _ in range(3)]
         self._steps = np.zeros(max(1, len(plan.gradients)), np.uint64)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what does not begin at zero."""
+        for gradient in self._plan.gradients if self._rule == "adagrad" else ():
+            tensor = self._plan.tensors[gradient.tensor]
+            if initial := self._settings[tensor.group][INITIAL_SUM]:
+                at = self._plan.weights_at[gradient.tensor]
+                self._moments[0][at : at + tensor.nbytes].view(tensor.dtype)[:] = initial
 
     def apply(self, weights: memoryview, slot: memoryview) -> None:
         """Apply a slot; raises ValueError if the slot is invalid, before anything changes."""
@@ -79,6 +90,7 @@ class SharedOptimizer:
             if moment.any():
                 moment[:] = 0
         self._steps[:] = 0
+        self._begin()
         for number, gradient in enumerate(self._plan.gradients):
             tensor = self._plan.tensors[gradient.tensor]
             entries = state.get(tensor.name, {})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slipstream.runtime.launch.presence import Presence, place_of
+from slipstream.runtime.launch.presence import Presence, PresenceReader
 
 
 @pytest.fixture
@@ -22,6 +22,8 @@ def pipe() -> Iterator[tuple[int, int]]:
     ("calls", "place"),
     [
         ((), "outside"),
+        (("begin",), "outside"),
+        (("begin", "join"), "inside"),
         (("join",), "inside"),
         (("join", "leave"), "left"),
         (("join", "leave", "join"), "inside"),
@@ -35,7 +37,20 @@ def test_the_launcher_knows_where_a_worker_was(
     assert not os.get_inheritable(writer)
     for call in calls:
         getattr(presence, call)()
-    assert place_of(reader) == place  # though the other end is open
+    seen = PresenceReader(os.dup(reader))
+    assert seen.begun == bool(calls)
+    assert seen.place() == place  # though the other end is open
+    seen.close()
+    assert seen.place() == place
+
+
+def test_the_launcher_may_look_at_any_time(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    presence, seen = Presence(writer), PresenceReader(os.dup(reader))
+    for call, place in (("begin", "outside"), ("join", "inside"), ("leave", "left")):
+        getattr(presence, call)()
+        assert [seen.place(), seen.place()] == [place, place]
+    seen.close()
 
 
 def test_without_a_launcher_nothing_is_written(pipe: tuple[int, int]) -> None:

@@ -74,10 +74,29 @@ def test_a_process_that_cannot_be_killed_does_not_hold_the_launcher(watch: Super
     assert not watch.running
 
 
-def test_first_signal_terminates_second_kills(watch: Supervision) -> None:
-    assert watch.take(Signalled(signal.SIGINT)) is signal.SIGTERM
+def test_ctrl_c_interrupts_first_and_a_second_one_kills(watch: Supervision) -> None:
+    assert watch.take(Signalled(signal.SIGINT)) is signal.SIGINT
+    assert watch.deadline == watch.limits.interrupt_s
     assert watch.take(Signalled(signal.SIGINT)) is signal.SIGKILL
     assert watch.verdict() == Verdict(130, "stopped by Ctrl-C")
+
+
+def test_who_does_not_end_when_interrupted_is_terminated_then_killed(watch: Supervision) -> None:
+    signals = [watch.take(Signalled(signal.SIGINT)), *(watch.escalate() for _ in range(3))]
+    assert signals == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None]
+    assert not watch.running
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_terminate_first(watch: Supervision, signum: signal.Signals) -> None:
+    assert watch.take(Signalled(signum)) is signal.SIGTERM
+    assert watch.take(Signalled(signum)) is signal.SIGKILL
+
+
+def test_ctrl_c_after_a_failure_does_not_begin_again(watch: Supervision) -> None:
+    watch.take(Ended("rank 2", 1))
+    assert watch.escalate() is signal.SIGTERM
+    assert watch.take(Signalled(signal.SIGINT)) is signal.SIGKILL
 
 
 def test_workers_ended_by_our_own_signal_are_no_failures(watch: Supervision) -> None:

@@ -1,0 +1,109 @@
+"""The end of a job in one of its processes: of its ``with`` block, or of the process itself."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.job_figures import JobFigures, warn_of
+from slipstream.runtime.environment import Environment
+from slipstream.runtime.error_reporting import describe_error
+from slipstream.runtime.event_log import log_event
+from slipstream.runtime.launch.presence import Presence
+from slipstream.sessions.default_group import DefaultGroup
+from slipstream.sessions.protocol import Session, Training
+
+logger = logging.getLogger(__name__)
+
+
+class JobEnd:
+    """Ends a job once, whether its script has a ``with`` block or not.
+
+    Args:
+        group: torch's default group, if the job has made one.
+        finish: ends the training after a loop without error: last weights, summary, outputs.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        session: Session,
+        presence: Presence,
+        figures: JobFigures,
+        group: DefaultGroup,
+        finish: Callable[[], None],
+    ) -> None:
+        self._env, self._session, self._presence = env, session, presence
+        self._figures, self._group, self._finish = figures, group, finish
+        self._process, self._over = os.getpid(), False
+        atexit.register(self.at_exit)
+
+    def end(self, error: BaseException | None) -> None:
+        """Leave the job, or send the others the error that ends this process."""
+        if self._over:
+            return
+        self._over = True
+        atexit.unregister(self.at_exit)
+        try:
+            if error is None:
+                self._finish()
+                self._presence.leave()
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            said = None if error is None else describe_error(error)
+            self._figures.close(said)
+            if error is not None:
+                self._session.abort(error)
+            self._group.close()
+            self._session.close()
+            log_event(logger, "left", level=logging.INFO, rank=self._env.rank, error=said)
+
+    def at_exit(self) -> None:
+        """The process ends, and the job's ``with`` block has not: there is none."""
+        if os.getpid() != self._process:
+            return  # a fork of the process that joined
+        try:
+            self.end(getattr(sys, "last_value", None))  # an error that nobody caught
+        except BaseException as error:
+            end_process(error)
+
+
+def finish(
+    env: Environment, session: Session, training: Training, figures: JobFigures, *, dealt: bool
+) -> dict[str, Any] | None:
+    """End a training whose loop is over; returns the summary of all workers on rank 0.
+
+    Args:
+        dealt: whether the loop's batches came from ``job.sampler``.
+    """
+    training.wait()
+    if not training.pairs and env.world_size > 1 and env.rank == 0:
+        warnings.warn(
+            "job.distribute was never called: every worker trained on its own", stacklevel=5
+        )
+    training.finish()
+    summary = session.leave(figures.of_worker(training))
+    if summary is not None:
+        if training.pairs:
+            warn_of(summary, training.plan, dealt=dealt)
+        figures.publish(summary)
+    return summary
+
+
+def end_process(error: BaseException) -> None:
+    """Report an error and exit with a code; Python ignores errors of exit handlers."""
+    code: object = 1
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as exit_:
+        code = exit_.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -1,0 +1,80 @@
+"""The end of a job: replicas that differ are reported, and a script needs no ``with`` block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer, Run
+from launches import SLIPSTREAM, Launch
+
+pytestmark = pytest.mark.process
+
+WORKER = Path(__file__).with_name("job_end_worker.py")
+DIFFERENT = "rank 1 has ended with other weights than rank 0"
+TO_JSON = {"SLIPSTREAM_JSON": "figures.json"}
+
+
+def runs_of(fork_server: ForkServer, *cases: tuple[str, str]) -> list[Run]:
+    runs = [fork_server.start(WORKER, *case, ranks=2, env=TO_JSON) for case in cases]
+    for run in runs:
+        run.wait()
+    return runs
+
+
+def test_replicas_that_differ_are_reported_with_the_cause(fork_server: ForkServer) -> None:
+    plateau, by_hand = runs_of(fork_server, ("plateau", "push_pull"), ("by hand", "allreduce"))
+    for run in (plateau, by_hand):
+        assert run.codes == {0: 0, 1: 0}, run.told()
+        assert run.stderr(0).count(DIFFERENT) == 1, run.told()
+        assert "job.mean(loss)" in run.stderr(0)
+    assert "lr of the optimizer's group 0 was 0.003125 there at the end, and 0.1" in plateau.stderr(
+        0
+    )
+    assert "outside of the optimizer" in by_hand.stderr(0)
+
+
+def test_a_mean_of_all_ranks_keeps_replicas_equal(fork_server: ForkServer) -> None:
+    systems = ("push_pull", "push_pull(update='server')", "ako", "backup_workers(first=2)")
+    runs = runs_of(fork_server, *(("mean", system) for system in systems))
+    for run in runs:
+        assert run.codes == {0: 0, 1: 0}, run.told()
+        assert DIFFERENT not in run.stderr(0), run.told()
+        assert run.stdout(0) == run.stdout(1) != ""
+        assert "gathered [{'rank': 0}, {'rank': 1}] lr 0.003125" in run.stdout(0)
+
+
+def test_without_a_with_block_the_job_finishes_at_exit(fork_server: ForkServer) -> None:
+    for system in ("push_pull", "ako"):
+        (run,) = runs_of(fork_server, ("no with", system))
+        assert run.codes == {0: 0, 1: 0}, run.told()
+        figures = json.loads((run.folder / "figures.json").read_text())
+        assert figures["steps"] == 6
+        assert len(set(figures["weights_sha256"])) == 1
+        assert run.remains.left() == []
+
+
+def test_without_a_with_block_errors_reach_the_others(fork_server: ForkServer) -> None:
+    failed, early = runs_of(
+        fork_server, ("no with, error", "push_pull"), ("no with, early", "push_pull")
+    )
+    for run in (failed, early):
+        assert 0 not in run.wait(), run.told()
+        assert not (run.folder / "figures.json").exists()
+        assert run.remains.left() == []
+    assert "ValueError: of the script" in failed.own_lines()[0]
+    assert "same number of steps" in early.own_lines()[0]
+
+
+def test_without_a_with_block_under_the_launcher(launch: Callable[..., Launch]) -> None:
+    command = (SLIPSTREAM, "run", "--workers=2", "--json=figures.json", str(WORKER))
+    jobs = [launch(*command, "no with", strategy) for strategy in ("allreduce", "gadei")]
+    for job in jobs[:1]:
+        assert job.wait() == 0, job.stderr
+        assert json.loads((job.folder / "figures.json").read_text())["steps"] == 6
+        assert job.own_lines == []
+    assert jobs[1].wait() != 0
+    assert "job.gather waits for every rank" in jobs[1].stderr
+    assert "job.share(value)" in jobs[1].stderr
