@@ -58,9 +58,9 @@ class JobEnd:
             raise
         finally:
             said = None if error is None else describe_error(error)
-            self._figures.close(said)
             if error is not None:
-                self._session.abort(error)
+                self._session.abort(error)  # before outputs, which may take long to close
+            self._figures.close(said)
             self._group.close()
             self._session.close()
             log_event(logger, "left", level=logging.INFO, rank=self._env.rank, error=said)

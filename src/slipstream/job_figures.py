@@ -149,7 +149,9 @@ def warn_of(summary: Mapping[str, Any], plan: Plan, *, dealt: bool) -> None:
     """
     if not (dealt or plan.keeps_dropped):
         warn_of_dropped(summary)
-    if plan.delivers_every_result and plan.rotation is None and plan.local_steps is None:
+    shared = plan.strategy.shared_memory is not None  # others still train when a learner ends
+    lockstep = plan.delivers_every_result and plan.rotation is None and plan.local_steps is None
+    if lockstep and not shared:
         warn_of_difference(summary, plan.strategy.name)
 
 

@@ -199,11 +199,16 @@ class Plan:
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
-        """Rules that match no tensor of this model."""
+        """Rules that match no tensor of this model, but would if it were in float32."""
         policy = self.strategy.routes
         policy = policy.parameter if isinstance(policy, ByRole) else policy
         rules = policy.rules if isinstance(policy, ByTensor) else ()
-        return tuple(rule for rule in rules if not any(map(rule.where.fits, self.specs)))
+        as_float32 = [replace(spec, dtype="float32") for spec in self.specs]
+        return tuple(
+            rule
+            for rule in rules
+            if not any(map(rule.where.fits, self.specs)) and any(map(rule.where.fits, as_float32))
+        )
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -263,11 +263,19 @@ class Constrained(Touch):
                 parameter.clamp_(-0.2, 0.2)
 
 
+class ConstrainedData(Touch):
+    """By ``.data``, of whose changes autograd keeps no count."""
+
+    def finish(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
 TOUCHES = {
     kind.__name__: kind
     for kind in (
         Touch, TwoPasses, Clipped, ClippedLater, ClampedData, Scheduled, Scaled, ScaledAndClipped,
-        Constrained,
+        Constrained, ConstrainedData,
     )
 }  # fmt: skip
 

@@ -159,6 +159,8 @@ class Environment:
             return self.master_addr
         if self.one_host:
             return LOOPBACK
+        if self.rank > 0 and is_loopback(self.master_addr):
+            return self.master_addr  # this host may have several addresses, one for each rank
         # On its own host a name may resolve to loopback, where the store does not listen.
         return self.listen_host() if resolves_to_loopback(self.master_addr) else self.master_addr
 

@@ -85,8 +85,8 @@ class SharedMemorySession:
         check_pairs(pairs, strategy)
         ((model, optimizer),) = pairs
         (inventory,) = prepare_pairs(pairs, strategy)
-        check_own_state(optimizer, inventory.trained)
         check_shareable(model, optimizer)
+        check_own_state(optimizer, inventory.trained)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
         learner = self._join(pairs[0], route, plan)

@@ -216,11 +216,13 @@ def reductions(buckets: Iterable[Bucket], chunk_bytes: int) -> list[Reduction]:
 
 
 def is_full(run: Sequence[Bucket], following: Bucket, wanted: int) -> bool:
-    """Whether a reduction is nearer to the wanted size without the bucket that follows; one that
-    is small beside it always joins."""
+    """Whether a reduction has the wanted size, or is nearer to it without the bucket that follows.
+
+    A bucket that is small beside it joins anyway: on its own it would cost more.
+    """
     numel = sum(bucket.chunk.numel for bucket in run)
     added = following.chunk.numel
-    return numel + added / 2 > wanted and added > wanted / 8
+    return numel >= 1.5 * wanted or (numel + added / 2 > wanted and added > wanted / 8)
 
 
 def digits(step: int) -> list[float]:

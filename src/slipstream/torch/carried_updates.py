@@ -172,7 +172,7 @@ class CarriedUpdates:
 
     def _versions_now(self) -> list[int]:
         """Neither switching buffers nor filling them changes a parameter's version."""
-        return [parameter._version for parameter in self._slots.parameters]
+        return [parameter._version for parameter in self._slots.constant]
 
     def finish(self) -> None:
         """Wait until everything is copied; the model then has the current weights."""

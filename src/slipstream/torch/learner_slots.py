@@ -151,6 +151,9 @@ class SlotWriter:
         self._untracked = [
             p for group in optimizer.param_groups for p in group["params"] if id(p) not in known
         ]
+        # Tables with max_norm change their weights themselves, in every forward pass.
+        renormed = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None)}
+        self.constant = [p for p in self.parameters if id(p) not in renormed]
         held = groups_of(optimizer)
         self._unheld = [(name, p) for name, p in named.items() if id(p) not in held]
         self._slots, self._reserve, self._deliver = slots, reserve, deliver
@@ -167,7 +170,7 @@ class SlotWriter:
             if parameter.grad is not None:
                 raise unexpected_gradient(parameter)
         for name, parameter in self._unheld:
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 raise unheld_gradient(name)
 
     def next(self) -> Slot:

@@ -85,5 +85,5 @@ class LocalGradients:
                 if parameter.grad is not None and id(parameter) not in self._known:
                     raise unexpected_gradient(parameter)
         for name, parameter in self.unheld:
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 raise unheld_gradient(name)

@@ -39,8 +39,8 @@ class LoopWatch:
         self._synchronizer, self._settings, self._is_first = synchronizer, settings, is_first
         plan = synchronizer.plan
         # Layers in compact form have no gradient to touch before it has left.
-        compact = any(unit.layer is not None for unit in plan.units)
-        self._probes = plan.schedule.leaves_during_backward and not compact
+        self._compact = any(unit.layer is not None for unit in plan.units)
+        self._probes = plan.schedule.leaves_during_backward and not self._compact
         self._untouched = 0  # steps
         self._several = False  # backward passes
         # By tensor: its gradient, the version, and the sum: ``.grad.data`` has versions of its own.
@@ -67,7 +67,8 @@ class LoopWatch:
             settings_sent: The settings that have left with the gradients; None: none have.
 
         Raises:
-            RuntimeFault: Within ``job.backward_for``, where the loop has asked for overlap.
+            RuntimeFault: Within ``job.backward_for``, where the loop has asked for overlap; or with
+                layers in compact form.
         """
         if self._synchronizer.driver.exchanged:
             if settings_sent is not None and settings_sent != self._settings():
@@ -99,6 +100,12 @@ class LoopWatch:
                 f"{what} changed between backward() and step(), but within job.backward_for(...) "
                 "gradients leave during backward(): leave job.backward_for out, or change them "
                 "before backward()"
+            )
+        if self._compact:
+            raise RuntimeFault(
+                f"{what} changed between backward() and step() (clipping, a GradScaler?), but "
+                "layers in compact form have no gradient that the loop could change: leave the "
+                "change out, or route all layers dense"
             )
         synchronizer.leave_at_step()
         if self._is_first():

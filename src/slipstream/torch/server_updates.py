@@ -85,11 +85,21 @@ class ServerUpdates:
         # Arrived weights are written without autograd's knowledge: a changed version is the user's
         # write.
         self._versions = [tensor._version for _, tensor in self._trained]
+        self._sums: list[torch.Tensor] = []
+
+    def _note_sums(self) -> None:
+        """In the first steps, and where weights are changed, also see writes to ``.data``."""
+        if self.alike:
+            self._sums = [tensor.detach().sum() for _, tensor in self._trained]
 
     def _changed_weights(self) -> set[int]:
         """The tensors that the loop has changed since this step began."""
         known = zip(self._trained, self._versions, strict=True)
-        return {i for (i, tensor), version in known if tensor._version != version}
+        changed = {i for (i, tensor), version in known if tensor._version != version}
+        for (i, tensor), before in zip(self._trained, self._sums, strict=False):
+            if not torch.equal(tensor.detach().sum(), before):
+                changed.add(i)
+        return changed
 
     def _begin_forward(self) -> None:
         """Apply weights that have arrived; once per step, so that no layer changes during a
@@ -104,10 +114,13 @@ class ServerUpdates:
 
     def _take_changed_weights(self) -> None:
         """Give the servers what the loop has made of the newest weights since the last step."""
-        if self.made and self.alike and self._is_current and (changed := self._changed_weights()):
+        takes = self.made and self.alike and self._is_current
+        exchanged = self._synchronizer.driver.exchanged
+        if takes and not exchanged and (changed := self._changed_weights()):
             self.hand_weights(changed)
             self._changes_weights = True
             self.begin_step()
+        self._sums = []  # from here on, weights that arrive change them
 
     def _take_loaded_weights(self, changed: Container[int]) -> None:
         """Give the servers the weights with which all ranks begin.
@@ -127,6 +140,9 @@ class ServerUpdates:
         self.begin_step()
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
+        overwrites = tensors is None and self.made > 0 and not self._is_current
+        if overwrites and not self._synchronizer.driver.frozen and self._changed_weights():
+            raise RuntimeFault(self._why_not_taken())
         self._synchronizer.driver.wait(tensors)
         self._is_current |= tensors is None
 
@@ -157,6 +173,7 @@ class ServerUpdates:
         synchronizer.end_step()
         if self._changes_weights or self.made < PROBED_STEPS:
             self.wait()
+            self._note_sums()
 
     def _why_not_taken(self) -> str:
         if not self.made:

@@ -274,6 +274,19 @@ def test_layers_on_another_route_leave_a_gap() -> None:
     assert names == [["4"], ["2"], ["0", "f", "l"]]
 
 
+def test_many_small_layers_are_still_several_collectives() -> None:
+    specs = [
+        Spec(f"{i}.weight", (128, 128), "float32", i, layer=f"{i}", form="factors")
+        for i in range(72)
+    ]
+    plan = poseidon(rate="1gbit").plan(specs, Cluster(2))
+    buckets = make_buckets(plan, [torch.zeros(s.shape) for s in plan.specs], torch.device("cpu"))
+    sizes = [len(each.buckets) for each in reductions(buckets, plan.strategy.chunk_bytes)]
+    assert sum(sizes) == 72
+    assert len(sizes) >= 3
+    assert max(sizes) <= 2 * min(sizes[:-1])
+
+
 def test_what_a_round_skips_is_not_summed_and_counts_again_later() -> None:
     process_group = ProcessGroup(2)
     for skipped in ([], [2], []):

@@ -57,8 +57,8 @@ class SharedOptimizer:
         found: dict[str, dict[str, Piece]] = {}
         for number, gradient in enumerate(self._plan.gradients):
             tensor = self._plan.tensors[gradient.tensor]
-            if not self._steps[number]:
-                continue
+            if not self._steps[number] and self._rule != "adagrad":
+                continue  # torch's Adagrad has state from the start
             at = self._plan.weights_at[gradient.tensor]
             entries = found.setdefault(tensor.name, {})
             for name, k in self._used():
