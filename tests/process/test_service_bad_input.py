@@ -466,8 +466,9 @@ def test_quota(service: ServiceProcess) -> None:
 
 def test_too_many_requests_and_jobs(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--rate", "5", "--queue", "1") as service:
+        service.hold(0)
         answers = [service.create() for _ in range(3)]
-        # One may run and one may wait by then.
+        # One may run, for ever, and one may wait by then.
         full = next(answer for answer in answers if answer.status_code != 200)
         refused(full, 429, "Queue full")
         assert int(full.headers["Retry-After"]) > 0

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.process
 
 
 def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", "--epochs", "40") as service:
-        classifier = service.created()
-        service.wait_for(lambda: service.state(classifier)["percent"] >= 5)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         other = sqlite3.connect(service.data / "service.db", isolation_level=None)
         with contextlib.closing(other):
             other.execute("BEGIN IMMEDIATE")
@@ -25,6 +24,7 @@ def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> Non
             service.wait_for(lambda: "the trainer cannot be run" in service.log.read_text())
             assert service.get("/livez").status_code == 200
             other.execute("ROLLBACK")
+        service.go()
         service.wait_status(classifier, "Available")
 
 
