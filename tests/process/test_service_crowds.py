@@ -102,6 +102,7 @@ def test_connections_beyond_the_limit(tmp_path: Path) -> None:
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 503"), answer
         assert b"retry-after" in answer.lower()
+        assert b"x-global-transaction-id" in answer.lower()
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"] == "Service unavailable"
         service.wait_for(lambda: served(service))
 
