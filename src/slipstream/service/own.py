@@ -163,7 +163,7 @@ def retry(call: Call) -> JobState:
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
-        queue.forget_jobs(database, call.id, job["version"])
+        database.run("DELETE FROM jobs WHERE id = :id", id=job["id"])
         classifiers.enqueue(call, call.id, job["version"], now_ms())
     return show(call)
 

@@ -211,14 +211,9 @@ def release_all(database: Database, now: int, *, blameless: bool) -> None:
 
 def cancel(database: Database, classifier: str, now: int) -> None:
     """Cancel what has not ended: at once if it waits, else by its trainer."""
-    database.run(
-        "UPDATE jobs SET state = 'cancelled', finished = :now"
-        " WHERE classifier = :classifier AND state = 'waiting'",
-        classifier=classifier,
-        now=now,
-    )
-    running = "UPDATE jobs SET cancel = 1 WHERE classifier = :classifier AND state = 'running'"
-    database.run(running, classifier=classifier)
+    mine = "classifier = :classifier AND state IN ('waiting', 'running')"
+    database.run(f"UPDATE jobs SET cancel = 1 WHERE {mine}", classifier=classifier)
+    database.run(f"UPDATE jobs SET {WAITS} WHERE state = 'waiting' AND cancel = 1", now=now)
 
 
 def prune(database: Database, classifier: str) -> list[int]:
@@ -230,13 +225,7 @@ def prune(database: Database, classifier: str) -> list[int]:
         f" AND number NOT IN ({done} ORDER BY version DESC LIMIT {KEPT_VERSIONS}) RETURNING number",
         id=classifier,
     )
-    numbers = [row["number"] for row in gone]
-    for number in numbers:
-        forget_jobs(database, classifier, number)
-    return numbers
-
-
-def forget_jobs(database: Database, classifier: str, version: int) -> None:
-    """Delete the jobs of a version."""
-    jobs = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
-    database.run(jobs, id=classifier, version=version)
+    kept = "SELECT number FROM versions WHERE classifier = :id"
+    jobs = f"DELETE FROM jobs WHERE classifier = :id AND version NOT IN ({kept})"
+    database.run(jobs, id=classifier)
+    return [row["number"] for row in gone]

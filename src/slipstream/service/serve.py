@@ -47,11 +47,7 @@ def prepare(options: ServeOptions) -> Service:
 
 
 def recover(service: Service) -> None:
-    """Clear away what a killed service left.
-
-    Raises:
-        ConfigError: Anybody could use this service.
-    """
+    """Clear away what a killed service left; ConfigError if anybody could use this one."""
     options, directory, database = service.options, service.directory, service.database
     with database.transaction():
         keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
