@@ -163,7 +163,8 @@ def retry(call: Call) -> JobState:
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
-        database.run("DELETE FROM jobs WHERE id = :id", id=job["id"])
+        earlier = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
+        database.run(earlier, id=call.id, version=job["version"])
         classifiers.enqueue(call, call.id, job["version"], now_ms())
     return show(call)
 
