@@ -53,6 +53,8 @@ class ServiceProcess:
         self.env = {**environment(real), **(env or {})}
         self.url = ""
         self.log = log or data.parent / f"{data.name}.log"
+        self._hold = self.log.with_suffix(".hold")
+        self.env["SERVICE_HOLD"] = str(self._hold)
 
     def __enter__(self) -> ServiceProcess:
         self.start()
@@ -114,6 +116,23 @@ class ServiceProcess:
 
     def get(self, path: str, **more: object) -> requests.Response:
         return requests.get(self.url + path, timeout=30, **more)
+
+    def hold(self, percent: int) -> None:
+        """Jobs of the stand-in go on to this percent, and wait there until ``go()``."""
+        self._hold.write_text(str(percent))
+
+    def go(self) -> None:
+        self._hold.unlink(missing_ok=True)
+
+    def training(self, percent: int = 30) -> str:
+        """A classifier whose job is at this percent, and waits."""
+        self.hold(percent)
+        classifier = self.created()
+        self.reaches(classifier, percent)
+        return classifier
+
+    def reaches(self, classifier: str, percent: int) -> None:
+        self.wait_for(lambda: self.state(classifier)["percent"] >= percent)
 
     def state(self, classifier: str) -> dict:
         return self.get(f"/api/classifiers/{classifier}").json()

@@ -408,10 +408,22 @@ def test_collections(service: ServiceProcess, trained: str, collection: object, 
 
 
 def test_hosts_and_origins(service: ServiceProcess) -> None:
-    for headers in ({"Host": "evil"}, {"Origin": "http://evil"}):
+    for headers in ({"Host": "evil"}, {"Origin": "http://evil"}, {"Origin": "http://["}):
         refused(service.get("/v1/classifiers", headers=headers), 403, "Forbidden")
     forwarded = service.create(**{"X-Forwarded-Host": "evil"})
     assert accepted(service, forwarded)["url"].startswith(service.url)
+
+
+def test_numbers_that_are_none(service: ServiceProcess, trained: str) -> None:
+    url = f"{service.url}/api/classifiers/{trained}"
+    for number in ("9" * 5000, "0", "2", "x", "\u00b2"):
+        answer = requests.post(f"{url}/versions/{number}/activate", timeout=30)
+        refused(answer, 404, "Not found")
+    assert requests.post(f"{url}/versions/1/activate", timeout=30).json() == {"version": 1}
+    for last in (b"\xb2", b"9" * 5000, b"-1"):
+        events = service.get(f"/api/classifiers/{trained}/events", headers={"Last-Event-ID": last})
+        assert events.status_code == 200
+        assert "event: epoch" in events.text
 
 
 def test_idempotency(service: ServiceProcess) -> None:
@@ -466,8 +478,9 @@ def test_quota(service: ServiceProcess) -> None:
 
 def test_too_many_requests_and_jobs(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--rate", "5", "--queue", "1") as service:
+        service.hold(0)
         answers = [service.create() for _ in range(3)]
-        # One may run and one may wait by then.
+        # One may run, for ever, and one may wait by then.
         full = next(answer for answer in answers if answer.status_code != 200)
         refused(full, 429, "Queue full")
         assert int(full.headers["Retry-After"]) > 0

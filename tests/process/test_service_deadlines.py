@@ -53,6 +53,8 @@ def test_slow_requests(service: ServiceProcess) -> None:
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 408"), answers
         assert b'"error":"Request timeout"' in answer
+        number = answer.split(b"X-Global-Transaction-Id: ")[1][:32].decode()
+        assert f"{number} Request timeout" in service.log.read_text()
     service.wait_for(lambda: not list((service.data / "incoming").iterdir()))
 
 

@@ -35,23 +35,16 @@ from service_process import CSV, LIMIT_S, ServiceProcess, environment
 from slipstream.service.database import Database
 
 pytestmark = pytest.mark.process
-LONG = ("--epochs", "40")  # 400 updates of 20 ms
-
-
-def training(service: ServiceProcess, percent: int = 30) -> str:
-    classifier = service.created()
-    service.wait_for(lambda: service.state(classifier)["percent"] >= percent)
-    return classifier
 
 
 def gone(service: ServiceProcess, processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
     assert not alive
 
 
 def test_kill_of_everything_resumes(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        classifier = training(service)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         children = service.children()
         before = service.state(classifier)["percent"]
         (service.data / "incoming" / "half").write_bytes(b"x")
@@ -60,26 +53,29 @@ def test_kill_of_everything_resumes(tmp_path: Path) -> None:
         service.start()
         assert not list((service.data / "incoming").iterdir())
         assert service.state(classifier)["percent"] >= before
+        service.go()
         service.wait_status(classifier, "Available")
         answer = service.get(f"/v1/classifiers/{classifier}/classify?text=hot").json()
         assert answer["top_class"] == "temperature"
 
 
 def test_kill_of_the_trainer(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        classifier = training(service)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         service.trainer().kill()
         assert service.get("/livez").status_code == 200
+        service.go()
         service.wait_status(classifier, "Available")
         assert service.state(classifier)["attempt"] == 2
 
 
 def test_stop_lets_the_job_wait(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        classifier = training(service)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         children = service.children()
         assert service.stop() == 0
         gone(service, children)
+        service.go()
         service.start()
         service.wait_status(classifier, "Available")
 
@@ -114,8 +110,8 @@ def test_kill_during_an_upload(tmp_path: Path) -> None:
 
 
 def test_stop_during_requests(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        trains = service.created()
+    with ServiceProcess(tmp_path / "data") as service:
+        trains = service.training()
         stream = service.get(f"/api/classifiers/{trains}/events", stream=True)
         connection, rest = begin_upload(service)
         service.process.send_signal(signal.SIGTERM)
@@ -131,6 +127,7 @@ def test_stop_during_requests(tmp_path: Path) -> None:
         with contextlib.suppress(requests.RequestException):
             assert "event: end" not in list(stream.iter_lines(decode_unicode=True))
         assert service.process.wait(LIMIT_S) == 0
+        service.go()
         service.start()
         known = service.get("/v1/classifiers").json()["classifiers"]
         assert len(known) == (2 if answer.startswith(b"HTTP/1.1 200") else 1)
@@ -138,8 +135,8 @@ def test_stop_during_requests(tmp_path: Path) -> None:
 
 
 def test_delete_while_it_trains(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        classifier = training(service)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         [trainer] = [service.trainer()]
         jobs = trainer.children(recursive=True)
         assert jobs
@@ -154,13 +151,14 @@ def test_delete_while_it_trains(tmp_path: Path) -> None:
 
 
 def test_cancel_and_retry(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG) as service:
-        classifier = training(service, 5)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training(5)
         url = f"{service.url}/api/classifiers/{classifier}"
         assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
         service.wait_status(classifier, "Failed")
         assert service.state(classifier)["state"] == "cancelled"
         assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
+        service.go()
         assert requests.post(f"{url}/retry", timeout=30).status_code == 200
         service.wait_status(classifier, "Available")
 

@@ -28,7 +28,6 @@ from service_process import ServiceProcess
 from postgres_server import PostgresServer, find_binaries
 
 pytestmark = pytest.mark.process
-LONG = ("--epochs", "40")  # 400 updates of 20 ms
 HOUR_S = 3600
 
 
@@ -37,16 +36,6 @@ def refused(answer: requests.Response) -> None:
     assert answer.status_code == 503, answer.text
     assert answer.json()["error"] == "Service unavailable"
     assert int(answer.headers["Retry-After"]) > 0
-
-
-def learning(service: ServiceProcess, percent: int = 30) -> str:
-    classifier = service.created()
-    reaches(service, classifier, percent)
-    return classifier
-
-
-def reaches(service: ServiceProcess, classifier: str, percent: int) -> None:
-    service.wait_for(lambda: service.state(classifier)["percent"] >= percent)
 
 
 def top_class(service: ServiceProcess, classifier: str) -> str:
@@ -83,11 +72,12 @@ def test_a_locked_database(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--epochs", "20") as service:
         first = service.created()
         service.wait_status(first, "Available")
-        second = learning(service, 10)
+        second = service.training(10)
         with locked(service):  # each of these waits 5 s before it gives up
             refused(service.create())
             refused(requests.delete(f"{service.url}/v1/classifiers/{first}", timeout=60))
             assert top_class(service, first) == "temperature"
+            service.go()
         service.wait_status(second, "Available")
         assert service.state(second)["attempt"] == 1
         assert epochs_told(service, second) == [*range(20)]  # none was lost meanwhile
@@ -97,11 +87,12 @@ def test_a_locked_database(tmp_path: Path) -> None:
 
 def test_kill_between_the_model_and_the_transaction(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--epochs", "10") as service:
-        classifier = learning(service)
+        classifier = service.training()
         files = service.data / "classifiers" / classifier / "1"
         trainer = service.trainer()
         jobs = trainer.children(recursive=True)
         with locked(service):
+            service.go()
             psutil.wait_procs(jobs, timeout=120)
             assert not trainer.children()
             model = (files / "model.safetensors").read_bytes()
@@ -119,10 +110,11 @@ def test_kill_between_the_model_and_the_transaction(tmp_path: Path) -> None:
 def test_a_cut_model_is_trained_again(tmp_path: Path) -> None:
     """As above, but the file does not load: never Available with it."""
     with ServiceProcess(tmp_path / "data", "--epochs", "10") as service:
-        classifier = learning(service)
+        classifier = service.training()
         files = service.data / "classifiers" / classifier / "1"
         jobs = service.trainer().children(recursive=True)
         with locked(service):
+            service.go()
             psutil.wait_procs(jobs, timeout=120)
             service.kill()
         (files / "model.safetensors").write_bytes(b"{")
@@ -142,19 +134,21 @@ def server() -> Iterator[PostgresServer]:
 
 
 def test_postgresql_restarts(server: PostgresServer, tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", *LONG, "--database", server.address) as service:
-        first = learning(service)
+    options = ("--epochs", "20", "--database", server.address)
+    with ServiceProcess(tmp_path / "data", *options) as service:
+        first = service.training()
         server.stop()
         refused(service.create())
         refused(service.get("/v1/classifiers"))
         assert service.get("/livez").status_code == 200
         assert service.get("/readyz").json()["database"] is False
         jobs = service.trainer().children(recursive=True)
+        service.go()
         psutil.wait_procs(jobs, timeout=120)  # the job ends while nobody can be told
         server.start()
         service.wait_status(first, "Available")
         assert service.state(first)["attempt"] == 1
-        assert epochs_told(service, first) == [*range(40)]
+        assert epochs_told(service, first) == [*range(20)]
         second = service.created()
         service.wait_status(second, "Available")
         nothing_half(service, first, second)
@@ -195,13 +189,14 @@ def test_a_full_disk(
     with ServiceProcess(disk / "data", *options, log=log) as service:
         first = service.created()
         service.wait_status(first, "Available")
-        second = learning(service)
+        second = service.training()
         before = service.state(second)["percent"]
         filled = fill(disk)
         refused(service.create("".join(f"{i} {'x' * 1000},a{i % 2}\n" for i in range(2000))))
         assert service.get("/readyz").json()["disk"] is False
         assert top_class(service, first) == "temperature"
         said = "disk is full" if kind == "sqlite" else "jobs wait"
+        service.go()
         service.wait_for(lambda: said in service.log.read_text())
         service.wait_for(lambda: not service.trainer().children())  # its learner cannot write
         filled.unlink()
@@ -214,16 +209,18 @@ def test_a_clock_that_is_set(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     clock.write_text("0")
     more = {"SERVICE_CLOCK": str(clock)}
-    with ServiceProcess(tmp_path / "data", *LONG, "--jobs", "2", env=more) as service:
-        classifier = learning(service, 10)
+    with ServiceProcess(tmp_path / "data", "--jobs", "2", env=more) as service:
+        classifier = service.training(10)
         trainer = service.trainer()
         jobs = {one.pid for one in trainer.children(recursive=True)}
         for offset_s, percent in ((-HOUR_S, 30), (HOUR_S, 50)):
             clock.write_text(str(offset_s))
-            reaches(service, classifier, percent)
+            service.hold(percent)
+            service.reaches(classifier, percent)
             assert {one.pid for one in trainer.children(recursive=True)} <= jobs  # no second job
             assert service.state(classifier)["attempt"] == 1
         service.kill()
+        service.go()
         clock.write_text("0")  # the lease of the killed one ends in an hour
         service.start()
         service.wait_for(lambda: service.state(classifier)["attempt"] == 2)

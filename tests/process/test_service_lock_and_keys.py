@@ -15,9 +15,8 @@ pytestmark = pytest.mark.process
 
 
 def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", "--epochs", "40") as service:
-        classifier = service.created()
-        service.wait_for(lambda: service.state(classifier)["percent"] >= 5)
+    with ServiceProcess(tmp_path / "data") as service:
+        classifier = service.training()
         other = sqlite3.connect(service.data / "service.db", isolation_level=None)
         with contextlib.closing(other):
             other.execute("BEGIN IMMEDIATE")
@@ -25,6 +24,7 @@ def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> Non
             service.wait_for(lambda: "the trainer cannot be run" in service.log.read_text())
             assert service.get("/livez").status_code == 200
             other.execute("ROLLBACK")
+        service.go()
         service.wait_status(classifier, "Available")
 
 
@@ -48,3 +48,28 @@ def test_the_first_key_gets_what_was_made_without_one(tmp_path: Path) -> None:
         answers = [service.get(path, auth=("apikey", one.stdout.strip())) for one in made]
         assert [answer.status_code for answer in answers] == [200, 404]
         assert service.get(path).status_code == 401
+
+
+def test_a_database_that_does_not_know_the_directory(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", str(service.data)]
+        return subprocess.run(command, env=environment(), capture_output=True, text=True)
+
+    address = ("--database", str(tmp_path / "other.db"))
+    with ServiceProcess(tmp_path / "data", *address) as service:
+        classifier = service.created()
+        service.wait_status(classifier, "Available")
+        assert service.stop() == 0
+        model = service.data / "classifiers" / classifier / "1" / "model.safetensors"
+        for arguments in (["serve", "--check"], ["serve"], ["keys", "add", "team"], ["serve"]):
+            refused = run(*arguments)
+            assert refused.returncode == 2
+            assert "was --database forgotten?" in refused.stderr
+        left = model.parent.parent / "2"
+        left.mkdir()
+        assert run("serve", "--check", *address).returncode == 0
+        assert left.exists()  # a check removes nothing
+        service.start()
+        assert not left.exists()
+        assert model.exists()
+        assert service.get(f"/v1/classifiers/{classifier}").json()["status"] == "Available"

@@ -80,9 +80,7 @@ def serve(
 
 
 def _open(data: str, address: str) -> Database:
-    database = DataDirectory(data).database(address)
-    database.migrate()
-    return database
+    return DataDirectory(data).migrated(address)
 
 
 @keys.command("add")

@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from typing import Final
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -135,13 +134,14 @@ def _base(call: Call) -> str:
 
 def _check_host(call: Call) -> None:
     """Without keys any web page could train here: only known hosts, and no foreign origin."""
-    allowed = LOOPBACK | set(call.service.options.allow_host)
+    allowed = LOOPBACK | {name.lower() for name in call.service.options.allow_host}
     host = host_name(call.headers.get("host", ""))
     if host not in allowed:
         reason = f"Requests to this host ({host[:80]!r}) are refused; see --allow-host."
         raise ApiError("Forbidden", reason)
     origin = call.headers.get("origin")
-    if origin is not None and host_name(urlsplit(origin).netloc) not in allowed:
+    # Not by urlsplit, which fails on what is no address.
+    if origin is not None and host_name(origin.partition("://")[2]) not in allowed:
         raise ApiError("Forbidden", f"Requests from this origin ({origin[:80]!r}) are refused.")
 
 

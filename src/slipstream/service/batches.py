@@ -111,4 +111,5 @@ def hold_out(classes: Sequence[list[int]], setting: TextSetting, seed: int) -> l
             held.append(number)
             left.subtract(classes[number])
             due -= 1
+        due = min(due, 1.0)  # what a class could not give is not asked of the next
     return sorted(held)

@@ -20,7 +20,7 @@ from slipstream.runtime.files.whole_files import replace_file, sync_directory
 from slipstream.service import queue, rows
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
-from slipstream.service.database import Database, Row, now_ms
+from slipstream.service.database import Database, DatabaseUnavailable, Row, now_ms
 from slipstream.service.errors import MISSING_METADATA, ApiError, not_found
 from slipstream.service.upload import BOM, Upload
 
@@ -42,6 +42,7 @@ class Draft(msgspec.Struct, frozen=True):
     directory: Path
     classifier: dict[str, str | None]
     version: dict[str, object]
+    placed: list[Path] = []  # where it was moved to
 
 
 # ---- what comes in
@@ -85,13 +86,23 @@ def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
         "bytes": upload.path.stat().st_size,
     }
     directory = call.service.directory.incoming / secrets.token_hex(16)
+    draft = Draft(directory, metadata, version)
     try:
         directory.mkdir(mode=0o700)
         with upload.path.open("rb") as file:
             os.fsync(file.fileno())
         upload.path.rename(directory / "data.csv")
         replace_file(directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-        yield Draft(directory, metadata, version)
+        yield draft
+    except BaseException:
+        # Of a COMMIT whose answer was lost, only the database knows what became.
+        known = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
+        with contextlib.suppress(DatabaseUnavailable):
+            for path in draft.placed:
+                place = {"id": path.parent.name, "number": int(path.name)}
+                if not call.service.database.run(known, **place):
+                    remove(path.parent if path.name == "1" else path)
+        raise
     finally:
         remove(directory)  # unless it was moved into place
 
@@ -150,19 +161,29 @@ def add_version(call: Call, upload: Upload) -> int:
             raise ApiError("Classifier not available", reason)
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
         number = database.number(latest, id=call.id) + 1
+        old = queue.prune(database, call.id)
         _add_version(call, call.id, number, draft, now_ms())
-        return number
+    for one in old:
+        remove(call.service.directory.version(call.id, one))
+    return number
 
 
-def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
+def enqueue(call: Call, classifier: str, number: int, now: int) -> None:
+    """Add a job; 429 if the queue is full."""
     database, limit = call.service.database, call.service.options.queue
     if queue.waiting(database) >= limit:
         raise ApiError("Queue full", f"{limit} jobs wait already; try again later.", retry_s=30)
-    version = {"classifier": classifier, "number": number, "created": now}
-    database.insert("versions", **version, **draft.version)
     queue.enqueue(database, classifier, number, call.tenant.id, now)
+
+
+def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
+    version = {"classifier": classifier, "number": number, "created": now}
+    call.service.database.insert("versions", **version, **draft.version)
+    enqueue(call, classifier, number, now)
     directory = call.service.directory.version(classifier, number)
     directory.parent.mkdir(mode=0o700, exist_ok=True)
+    draft.placed.append(directory)
+    remove(directory)  # its row is new: what is there is of a transaction that failed
     draft.directory.rename(directory)
     sync_directory(directory.parent)
     sync_directory(directory.parent.parent)
@@ -174,14 +195,15 @@ def delete(call: Call) -> None:
     A job that runs is ended by the trainer, which then removes the files.
     """
     database, directory = call.service.database, call.service.directory.classifiers / call.id
+    lock = "FOR UPDATE" if database.postgres else ""  # the trainer does not claim it meanwhile
     with database.transaction():
-        _, job = find_with_job(call)
+        find(call)
+        jobs = database.run(f"SELECT state FROM jobs WHERE classifier = :id {lock}", id=call.id)
         database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
         database.insert("purges", path=call.id, at=now_ms())
     call.service.models.forget(directory)
-    if job["state"] != "running":
+    if all(job["state"] != "running" for job in jobs):
         remove(directory)
-        database.run("DELETE FROM purges WHERE path = :id", id=call.id)
     database.forget_deleted()
 
 
@@ -207,7 +229,8 @@ def newest_job(call: Call, classifier: str) -> Row:
     [row] = call.service.database.run(
         "SELECT j.*, v.rows, v.classes, v.bytes, v.report AS accuracy FROM jobs j"
         " JOIN versions v ON v.classifier = j.classifier AND v.number = j.version"
-        " WHERE j.classifier = :id ORDER BY j.queued DESC, j.version DESC LIMIT 1",
+        " WHERE j.classifier = :id ORDER BY CASE WHEN j.state IN ('waiting', 'running')"
+        " THEN 0 ELSE 1 END, j.version DESC, j.queued DESC LIMIT 1",
         id=classifier,
     )
     return row

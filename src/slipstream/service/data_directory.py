@@ -49,6 +49,13 @@ class DataDirectory:
         """The database at an address; by default SQLite in the directory."""
         return Database(address or str(self.path / "service.db"))
 
+    def migrated(self, address: str) -> Database:
+        """The database, with the newest schema; not a new one if there are classifiers."""
+        error = f"this database does not know the directory {self.path}; was --database forgotten?"
+        database = self.database(address)
+        database.migrate(error if any(self.classifiers.iterdir()) else "")
+        return database
+
     def lock(self) -> None:
         """Make this process the only service of the directory, until it ends.
 

@@ -114,11 +114,11 @@ class Database:
                     self.run("ROLLBACK")
                 raise
 
-    def migrate(self) -> None:
-        """Bring the schema to the newest number, in one transaction.
+    def migrate(self, unless_new: str = "") -> None:
+        """Bring the schema to the newest number, in one transaction; or say why not, if it is new.
 
         Raises:
-            ConfigError: The database was written by a later version of slipstream.
+            ConfigError: The database was written by a later version of slipstream, or is new.
         """
         folder = resources.files("slipstream.service")
         names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))
@@ -128,6 +128,8 @@ class Database:
                 self.run("SELECT pg_advisory_xact_lock(:key)", key=MIGRATION_LOCK)
             self.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
             done = self.number("SELECT COALESCE(MAX(number), 0) AS n FROM schema_version")
+            if unless_new and not done:
+                raise ConfigError(unless_new)
             if done > len(steps):
                 raise ConfigError(
                     f"the database has schema {done}, newer than this version's {len(steps)}; "

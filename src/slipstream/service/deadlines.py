@@ -7,6 +7,8 @@ header has to be complete within 10 s. A body has to come at 16 KiB/s after its 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 from http import HTTPStatus
 from typing import Final
 
@@ -16,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slipstream.service.errors import ApiError
 
+LOG = logging.getLogger("slipstream.service")
 HEADER_S: Final = 10.0
 HEADER_NBYTES: Final = 32 * 1024
 HEADER_STEP_NBYTES: Final = 8 * 1024
@@ -105,7 +108,10 @@ class DeadlineProtocol(H11Protocol):
         """Answer, unless an answer is under way, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body, status = msgspec.json.encode(error.body), HTTPStatus(error.body.code)
+            number = secrets.token_hex(16)
+            LOG.info("%s %s %d", number, error, status)
             head = {
+                "X-Global-Transaction-Id": number,
                 **error.headers,
                 "Content-Type": "application/json",
                 "Content-Length": str(len(body)),

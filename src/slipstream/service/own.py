@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from slipstream.service import classifiers, queue
 from slipstream.service.context import Call
@@ -92,7 +93,7 @@ def show(call: Call) -> JobState:
 def events(call: Call) -> Response:
     """Follow a job: server-sent events ``progress``, ``epoch`` and ``end``."""
     last = call.headers.get("last-event-id", "")
-    after = int(last) if last.isdigit() and len(last) < 10 else -1
+    after = int(last) if last.isdecimal() and len(last) < 10 else -1
     _, job = classifiers.find_with_job(call)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(
@@ -114,16 +115,19 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
     """The events after an epoch, until the job or the service ends; comments while none happens."""
 
     def news() -> tuple[list[Row], JobState | None]:
+        try:
+            state = show(call)  # first: of a job that is over, all epochs are sent
+        except ApiError:  # deleted
+            return [], None
+        # An epoch that is not over may get its held-out accuracy still.
         epochs = call.service.database.run(
-            "SELECT epoch, at, loss, accuracy, held_accuracy FROM epochs"
-            " WHERE job = :job AND epoch > :after ORDER BY epoch",
+            "SELECT e.epoch, e.at, e.loss, e.accuracy, e.held_accuracy"
+            " FROM epochs e JOIN jobs j ON j.id = e.job WHERE j.id = :job AND e.epoch > :after"
+            " AND (e.epoch < j.epoch OR j.state NOT IN ('waiting', 'running')) ORDER BY e.epoch",
             job=job,
             after=after,
         )
-        try:
-            return epochs, show(call)
-        except ApiError:  # deleted
-            return epochs, None
+        return epochs, state
 
     stopping, before, sent_at = call.service.stopping, None, time.monotonic()
     yield b": begin\n\n"
@@ -159,7 +163,9 @@ def retry(call: Call) -> JobState:
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
-        queue.enqueue(database, call.id, job["version"], call.tenant.id, now_ms())
+        earlier = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
+        database.run(earlier, id=call.id, version=job["version"])
+        classifiers.enqueue(call, call.id, job["version"], now_ms())
     return show(call)
 
 
@@ -189,13 +195,14 @@ def versions(call: Call) -> Versions:
 
 def activate(call: Call) -> Changed:
     """Let another version answer."""
-    number = call.path_params["number"]
+    given = call.path_params["number"]
+    number = int(given) if given.isdecimal() and len(given) < 10 else 0
     kept = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
     with call.service.database.transaction() as database:
         classifiers.find(call)
-        is_kept = 0 < number < 2**31 and database.one(kept, id=call.id, number=number)
+        is_kept = database.one(kept, id=call.id, number=number)
         if not is_kept or call.service.models.damage(_folder(call, number) / MODEL) is not None:
-            raise not_found(f"There is no trained version {number}.")
+            raise not_found(f"There is no trained version {given[:20]}.")
         change = "UPDATE classifiers SET active = :number WHERE id = :id"
         database.run(change, number=number, id=call.id)
     return Changed(number)
@@ -218,10 +225,20 @@ def _file(call: Call, name: str) -> Path:
     return path
 
 
+class Download(FileResponse):
+    """A file; 404 if it is deleted before the answer begins."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except RuntimeError:
+            raise not_found("The file was deleted meanwhile.") from None
+
+
 def download(call: Call) -> Response:
     """The data as it was sent, the model file, or the report on held-out rows."""
     name, kind, shown_as = FILES[call.route.rpartition("/")[2]]
-    return FileResponse(_file(call, name), media_type=kind, filename=shown_as)
+    return Download(_file(call, name), media_type=kind, filename=shown_as)
 
 
 def report_csv(call: Call) -> Response:
@@ -249,7 +266,7 @@ def log(call: Call) -> Response:
     """The log of the newest job: its last 64 KiB, or all of it with ``?all=1``."""
     path = _file(call, "train.log")
     if call.query_params.get("all") == "1":
-        return FileResponse(path, media_type="text/plain; charset=utf-8")
+        return Download(path, media_type="text/plain; charset=utf-8")
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_NBYTES))
         return Response(file.read(LOG_NBYTES), media_type="text/plain; charset=utf-8")

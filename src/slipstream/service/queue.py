@@ -18,11 +18,16 @@ from slipstream.service.database import Database, Row
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
+KEPT_VERSIONS: Final = 3
 OURS: Final = "id = :id AND owner = :owner AND attempt = :attempt AND state = 'running'"
-WAITS: Final = "state = 'waiting', owner = NULL, lease_until = NULL"
+WAITS: Final = (  # unless it was cancelled
+    "owner = NULL, lease_until = NULL, finished = CASE WHEN cancel = 1 THEN :now END,"
+    " state = CASE WHEN cancel = 1 THEN 'cancelled' ELSE 'waiting' END"
+)
 BLAMELESS: Final = WAITS + ", resumed_from = -1"
 NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
 CURVE: Final = ("at", "loss", "accuracy", "held_accuracy")
+POINT: Final = "DELETE FROM epochs WHERE job = :job AND epoch = :epoch RETURNING *"
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
   lease_until = :now + :lease, started = COALESCE(started, :now),
@@ -170,11 +175,14 @@ def record(
         best=max(line.updates for line in lines),
         **newest,
     )
-    curve = {line.epoch: line for line in lines if (line.loss, line.accuracy) != (None, None)}
-    for line in curve.values() if hit else ():
-        point = {"job": held.id, "epoch": line.epoch}
-        database.run("DELETE FROM epochs WHERE job = :job AND epoch = :epoch", **point)
-        database.insert("epochs", **point, **{name: getattr(line, name) for name in CURVE})
+    curve: dict[int, Row] = {}  # a line without a value keeps that of an earlier one
+    for line in lines:
+        if (line.loss, line.accuracy) != (None, None):
+            given = {name: value for name in CURVE if (value := getattr(line, name)) is not None}
+            curve.setdefault(line.epoch, {}).update(given)
+    for epoch, given in curve.items() if hit else ():
+        point = {"job": held.id, "epoch": epoch}
+        database.insert("epochs", **{**(database.one(POINT, **point) or point), **given})
 
 
 def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:
@@ -189,25 +197,35 @@ def finish(database: Database, held: Claim, state: str, error: str | None, now: 
     )
 
 
-def release(database: Database, held: Claim, *, blameless: bool) -> None:
+def release(database: Database, held: Claim, now: int, *, blameless: bool) -> None:
     """Let a job wait again. ``blameless``: it was stopped, so the attempt does not count."""
-    held.change(database, BLAMELESS if blameless else WAITS)
+    held.change(database, BLAMELESS if blameless else WAITS, now=now)
 
 
 def release_all(database: Database, now: int, *, blameless: bool) -> None:
     """Release every running job. Only for who knows that no trainer of this database lives."""
-    cancelled = "UPDATE jobs SET state = 'cancelled', finished = :now, owner = NULL"
-    database.run(f"{cancelled} WHERE state = 'running' AND cancel = 1", now=now)
-    database.run(f"UPDATE jobs SET {BLAMELESS if blameless else WAITS} WHERE state = 'running'")
+    change = BLAMELESS if blameless else WAITS
+    held = "state = 'running' OR (state = 'waiting' AND cancel = 1)"
+    database.run(f"UPDATE jobs SET {change} WHERE {held}", now=now)
 
 
 def cancel(database: Database, classifier: str, now: int) -> None:
     """Cancel what has not ended: at once if it waits, else by its trainer."""
-    database.run(
-        "UPDATE jobs SET state = 'cancelled', finished = :now"
-        " WHERE classifier = :classifier AND state = 'waiting'",
-        classifier=classifier,
-        now=now,
+    mine = "classifier = :classifier AND state IN ('waiting', 'running')"
+    database.run(f"UPDATE jobs SET cancel = 1 WHERE {mine}", classifier=classifier)
+    database.run(f"UPDATE jobs SET {WAITS} WHERE state = 'waiting' AND cancel = 1", now=now)
+
+
+def prune(database: Database, classifier: str) -> list[int]:
+    """Delete all versions but the active and the last trained ones; returns their numbers."""
+    done = "SELECT DISTINCT version FROM jobs WHERE classifier = :id AND state = 'done'"
+    gone = database.run(
+        "DELETE FROM versions WHERE classifier = :id"
+        " AND number NOT IN (SELECT COALESCE(active, 0) FROM classifiers WHERE id = :id)"
+        f" AND number NOT IN ({done} ORDER BY version DESC LIMIT {KEPT_VERSIONS}) RETURNING number",
+        id=classifier,
     )
-    running = "UPDATE jobs SET cancel = 1 WHERE classifier = :classifier AND state = 'running'"
-    database.run(running, classifier=classifier)
+    kept = "SELECT number FROM versions WHERE classifier = :id"
+    jobs = f"DELETE FROM jobs WHERE classifier = :id AND version NOT IN ({kept})"
+    database.run(jobs, id=classifier)
+    return [row["number"] for row in gone]

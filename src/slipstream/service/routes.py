@@ -100,7 +100,7 @@ OPERATIONS: Final = (
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
     Operation("GET", f"{OWN}/versions", own.versions, own.Versions),
-    Operation("POST", f"{OWN}/versions/{{number:int}}/activate", own.activate, own.Changed),
+    Operation("POST", f"{OWN}/versions/{{number}}/activate", own.activate, own.Changed),
     Operation("GET", "/livez", metrics.live, is_open=True),
     Operation("GET", "/readyz", metrics.ready, is_open=True),
     Operation("GET", "/metrics", metrics.show, is_open=True),
@@ -116,12 +116,9 @@ PATHS: Final = {
 
 def find_operations(call: Call) -> dict[str, Operation]:
     """What a call's path has, by method; nothing if there is no such path."""
-    for path, ((pattern, _, convertors), methods) in PATHS.items():
+    for path, ((pattern, _, _), methods) in PATHS.items():
         if found := pattern.match(call.scope["path"]):
-            values = found.groupdict().items()
-            call.scope["path_params"] = {
-                name: convertors[name].convert(text) for name, text in values
-            }
+            call.scope["path_params"] = found.groupdict()
             call.route = path
             return methods
     return {}

@@ -34,16 +34,21 @@ POLL_S: Final = 0.1
 
 
 def prepare(options: ServeOptions) -> Service:
-    """Lock the directory, and clear away what a killed service left.
+    """Lock the directory and open its database.
 
     Raises:
-        ConfigError: Another service has the directory, or anybody could use this one.
+        ConfigError: Another service has the directory, or it has another database.
     """
     os.umask(0o077)
     directory = DataDirectory(options.data)
     directory.lock()
-    database = directory.database(options.database)
-    database.migrate()
+    database = directory.migrated(options.database)
+    return Service(options, directory, database, directory.secret(), keys.RateLimit(options.rate))
+
+
+def recover(service: Service) -> None:
+    """Clear away what a killed service left; ConfigError if anybody could use this one."""
+    options, directory, database = service.options, service.directory, service.database
     with database.transaction():
         keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
         open_to_all = options.host not in LOOPBACK and not keys.any_key(database)
@@ -54,11 +59,12 @@ def prepare(options: ServeOptions) -> Service:
             )
         queue.release_all(database, now_ms(), blameless=True)  # no trainer of it lives
         database.run("DELETE FROM purges")
-        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
-    unknown = [path for path in directory.classifiers.iterdir() if path.name not in known]
-    for path in (*directory.incoming.iterdir(), *unknown):
+        rows = database.run("SELECT classifier, number FROM versions")
+    known = {directory.version(row["classifier"], row["number"]) for row in rows}
+    known |= {path.parent for path in known}
+    found = [*directory.classifiers.iterdir(), *directory.classifiers.glob("*/*")]
+    for path in (*directory.incoming.iterdir(), *(path for path in found if path not in known)):
         remove(path)
-    return Service(options, directory, database, directory.secret(), keys.RateLimit(options.rate))
 
 
 class TrainerProcess:
@@ -142,6 +148,7 @@ def serve(options: ServeOptions) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with contextlib.closing(prepare(options)) as service:
+        recover(service)
         asyncio.run(_serve(service, _listen(options)))
 
 
@@ -198,7 +205,7 @@ async def _serve(service: Service, listener: socket.socket) -> None:
 
 def check(options: ServeOptions) -> list[str]:
     """Check a service that does not run, and put SQLite's log into its file: then the directory
-    may be copied.
+    may be copied. Nothing is removed.
 
     Returns:
         What is wrong.

@@ -37,7 +37,6 @@ WRITE_S: Final = 1.0
 STOP_S: Final = 20.0
 CANCEL_S: Final = 3.0
 LOG_TAIL_NBYTES: Final = 8192
-KEPT_VERSIONS: Final = 3
 ROOM_NBYTES: Final = 64 * MIB  # that have to be free for a job to begin
 RUN: Final = (sys.executable, "-P", "-m", "slipstream.cli", "run")
 REFUSED: Final = re.compile(r"refused: (.{1,500})")
@@ -183,7 +182,7 @@ class Trainer:
                 self._running.append(Running(held, directory, self._options))
             except (OSError, LaunchError) as error:
                 LOG.warning("job %s cannot start: %s", held.id, error)
-                queue.release(self._database, held, blameless=True)
+                queue.release(self._database, held, now_ms(), blameless=True)
 
     def _settle(self, running: Running) -> None:
         """A job's processes have ended: decide what that means."""
@@ -192,19 +191,19 @@ class Trainer:
         if code == 0 and (result := _result(running.directory)):
             self._done(held, result)
         elif running.ending == "stopped":
-            queue.release(self._database, held, blameless=True)
+            queue.release(self._database, held, now_ms(), blameless=True)
         elif running.ending == "lost":
             self._fail(held, "cancelled")
         elif refusal := REFUSED.search(tail := running.log_tail()):
             self._fail(held, refusal[1])
         elif not self._has_room():
-            queue.release(self._database, held, blameless=True)
+            queue.release(self._database, held, now_ms(), blameless=True)
         elif queue.is_poisoned(held.fruitless, held.resumed_from, running.best):
             said = [line for line in tail.splitlines() if line.strip()]
             self._fail(held, said[-1][:500] if said else f"exit status {code}")
         else:
             LOG.warning("job %s ended with %s; it is tried again", held.id, code)
-            queue.release(self._database, held, blameless=False)
+            queue.release(self._database, held, now_ms(), blameless=False)
 
     def _done(self, held: queue.Claim, result: _Result) -> None:
         version = {"id": held.classifier, "version": held.version}
@@ -218,16 +217,11 @@ class Trainer:
                 accuracy=result.accuracy,
                 **version,
             )
-            old = database.run(
-                "DELETE FROM versions WHERE classifier = :id AND number <= :version - :kept"
-                " RETURNING number",
-                kept=KEPT_VERSIONS,
-                **version,
-            )
+            old = queue.prune(database, held.classifier)
         LOG.info("job %s of %s: done", held.id, held.classifier)
         remove(self._directory.version(held.classifier, held.version) / "checkpoints")
-        for row in old:
-            remove(self._directory.version(held.classifier, row["number"]))
+        for number in old:
+            remove(self._directory.version(held.classifier, number))
 
     def _fail(self, held: queue.Claim, reason: str) -> None:
         queue.finish(self._database, held, "failed", reason, now_ms())

@@ -6,6 +6,7 @@ The names of parts decide; their order, types and filenames do not matter.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import re
@@ -30,6 +31,7 @@ HEADERS_NBYTES: Final = 4096
 METADATA_NBYTES: Final = 64 * 1024
 JSON_NBYTES: Final = 512 * 1024
 BLOCK_NBYTES: Final = 256 * 1024
+WRAPPED_NBYTES: Final = 32 * 1024 * 1024  # it is unwrapped in memory
 BOM: Final = b"\xef\xbb\xbf"
 # What a Node client makes of a string (node-sdk #1010).
 WRAPPED: Final = re.compile(rb'\s*\{\s*"(?:data|contentType)"\s*:')
@@ -78,7 +80,8 @@ class Upload:
         if "training_data" not in self._seen:
             raise ApiError("Missing training data", "The part training_data is missing.")
         self.metadata = unwrap(self.metadata)
-        if WRAPPED.match(next(self.blocks(), b"")[:64]):
+        small = self.path.stat().st_size <= WRAPPED_NBYTES
+        if small and WRAPPED.match(next(self.blocks(), b"")[:64]):
             self.path.write_bytes(unwrap(self.path.read_bytes()))
 
     def blocks(self) -> Iterator[bytes]:
@@ -154,7 +157,7 @@ async def received(call: Call) -> AsyncIterator[Upload]:
         with contextlib.closing(Upload(incoming, options[b"boundary"])) as upload:
             async for block in decoded(call, limit_nbytes):
                 upload.parser.write(block)
-            upload.finish()
+            await asyncio.to_thread(upload.finish)
             yield upload
     except FormParserError as error:
         raise malformed(f"The multipart body is malformed: {error}.") from None

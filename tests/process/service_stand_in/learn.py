@@ -1,4 +1,7 @@
-"""A stand-in with the contract of ``learn``: counts words, an update every 20 ms."""
+"""A stand-in with the contract of ``learn``: counts words, an update every 20 ms.
+
+If there is a file SERVICE_HOLD, it waits at the percent that the file says.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ import msgspec
 
 from slipstream.runtime.files.whole_files import write_whole
 from slipstream.service.rows import Rows
+
+
+def is_held(update: int, total: int) -> bool:
+    try:
+        upto = int(Path(os.environ["SERVICE_HOLD"]).read_text() or "0")  # empty: being written
+    except FileNotFoundError:
+        return False
+    return 100 * update > upto * total
 
 
 def main() -> None:
@@ -33,6 +44,8 @@ def main() -> None:
     total = job["epochs"] * 10
     for update in range(done + 1, total + 1):
         time.sleep(0.02)
+        while is_held(update, total):
+            time.sleep(0.02)
         # Whole or not at all, for a kill may come at any moment; no fsync, which has its own pace.
         draft.write_text(str(update))
         draft.replace(state)

@@ -106,3 +106,12 @@ def test_no_class_loses_its_last_row(classes: list[list[int]]) -> None:
     assert held == hold_out(classes, TextSetting(), 0)
     assert len(held) <= len(classes) * 0.1 + 1
     assert not held or len(classes) >= 50
+
+
+def test_a_class_gives_a_tenth_of_its_rows_at_most() -> None:
+    """What classes of one row cannot give is not asked of the next."""
+    classes = [[own] for own in range(900)] + [[900]] * 100 + [[901]] * 50
+    held = Counter(classes[number][0] for number in hold_out(classes, TextSetting(), 0))
+    assert set(held) == {900, 901}
+    assert held[900] <= 11
+    assert held[901] <= 6

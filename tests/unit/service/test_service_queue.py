@@ -81,7 +81,7 @@ def test_only_the_holder_writes(database: Database) -> None:
         assert not queue.beat(transaction, first, 99)
         assert not queue.finish(transaction, first, "done", None, 99)
         queue.record(transaction, first, [line(90)])
-        queue.release(transaction, first, blameless=True)
+        queue.release(transaction, first, 99, blameless=True)
         assert queue.beat(transaction, second, 99)
         assert transaction.one("SELECT best_update, state FROM jobs") == {
             "best_update": 0,
@@ -129,7 +129,7 @@ def test_attempts_without_progress_are_counted(database: Database) -> None:
         with database.transaction() as transaction:
             if now == 12:
                 queue.record(transaction, held, [line(5)])
-            queue.release(transaction, held, blameless=False)
+            queue.release(transaction, held, now, blameless=False)
     assert seen == [0, 1, 2, 0]
 
 
@@ -154,6 +154,34 @@ def test_cancel(database: Database) -> None:
         assert queue.finish(transaction, held, "failed", "cancelled", 13)
     assert (state(database, waits), state(database, runs)) == ("cancelled", "cancelled")
     assert claim(database, 10**9) is None
+
+
+@pytest.mark.parametrize("blameless", [False, True])
+def test_a_cancelled_job_does_not_wait_again(database: Database, blameless: bool) -> None:
+    classifier = job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    with database.transaction() as transaction:
+        queue.cancel(transaction, classifier, 11)
+        queue.release(transaction, held, 12, blameless=blameless)
+        [row] = transaction.run("SELECT state, finished, owner FROM jobs")
+        assert row == {"state": "cancelled", "finished": 12, "owner": None}
+        transaction.run("UPDATE jobs SET state = 'waiting'")  # as earlier versions left it
+        queue.release_all(transaction, 13, blameless=blameless)
+    assert state(database, classifier) == "cancelled"
+
+
+def test_held_out_accuracy_is_kept(database: Database) -> None:
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    measured = queue.Progress(3, 100, 1, 2, 50.0, at=3, loss=0.5, held_accuracy=0.75)
+    with database.transaction() as transaction:
+        for lines in ([line(2)], [measured, line(4)], [line(5)]):
+            queue.record(transaction, held, lines)
+            points = transaction.run("SELECT at, held_accuracy FROM epochs")
+            assert len(points) == 1
+        assert points == [{"at": 5, "held_accuracy": 0.75}]
 
 
 def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
