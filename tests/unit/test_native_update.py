@@ -127,6 +127,17 @@ def test_a_gradient_in_rows_is_the_same_gradient(kind: str, settings: dict[str, 
     bench.assert_alike(torch.float32)
 
 
+@pytest.mark.parametrize(("kind", "used"), [("Adagrad", [0, 1, 2]), ("Adam", [0])])
+def test_state_of_what_was_never_used_is_as_in_torch(kind: str, used: list[int]) -> None:
+    bench = Bench(kind, torch.float32, lr=0.1)
+    bench.gradients()[0].fill_(1.0)
+    bench.parameters[0].grad = bench.gradients()[0].clone()
+    bench.torch.step()
+    bench.step([DENSE, ABSENT, ABSENT])
+    assert [n for n, p in enumerate(bench.parameters) if bench.torch.state.get(p)] == used
+    assert len(bench.native.pieces()) == len(used)
+
+
 def test_only_the_rows_that_are_named_are_touched() -> None:
     bench = Bench("SGD", torch.float32, in_rows=True, lr=1.0)
     before = bench.views()[0].clone()

@@ -1,0 +1,26 @@
+"""Gradients of parameters that nobody exchanges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import RuntimeFault
+from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.inventory import Inventory
+from slipstream.torch.local_gradients import LocalGradients
+
+
+def test_unheld_parameters_are_refused_by_name_unless_they_are_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    head, backbone = model[1], model[0]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    gradients = LocalGradients(Inventory.of(head), FiniteGradients(), None)
+    gradients.unheld = [("0.weight", backbone.weight)]
+    gradients.refuse_unknown(optimizer)
+    backbone.weight.grad = torch.ones(2, 2)
+    with pytest.raises(RuntimeFault, match=r"'0\.weight'"):
+        gradients.refuse_unknown(optimizer)
+    backbone.weight.requires_grad_(False)  # its gradient is of an earlier phase
+    gradients.refuse_unknown(optimizer)
