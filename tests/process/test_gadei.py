@@ -552,7 +552,7 @@ def test_ranks_that_name_different_strategies_are_told_so(tmp_path: Path) -> Non
 def test_a_script_that_shares_first_is_told_the_way_out(tmp_path: Path) -> None:
     launch = start(tmp_path, "mistaken", tmp_path, "share first", named="gadei()")
     assert launch.wait() == 1
-    assert once(launch, "job.share came before job.distribute"), launch.stderr
+    assert once(launch, "job.init_process_group came before job.distribute"), launch.stderr
     assert "or start with --strategy gadei" in launch.stderr
     finished(tmp_path / "way out", "mistaken", tmp_path, "share first")
 
