@@ -18,7 +18,7 @@ from slipstream.runtime.launch.presence import Presence
 from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Session, Training
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("slipstream.job")
 
 
 class JobEnd:

@@ -238,7 +238,7 @@ def test_a_gradient_that_has_not_left_is_not_overwritten_by_the_next() -> None:
     stage = Stage(plan, 0, recipe_for(plan, sgd, inventory))
     slots = LiveTensors(plan, inventory, Staging())
     exchange = RoundChannel(0, plan, stage.members[HUB], slots, limit_s=10)
-    optimizer = RemoteOptimizer(sgd)
+    optimizer = RemoteOptimizer(sgd, inventory.trained)
     updates = Synchronizer(
         model, plan, inventory, slots, (exchange,), lambda s: ServerUpdates(s, optimizer, exchange)
     )

@@ -28,7 +28,13 @@ def check(module: nn.EmbeddingBag, ids: Tensor, *more: Any, exact: bool) -> None
         module.weight.copy_(torch.randint(-3, 4, module.weight.shape).float())
     plain = copy.deepcopy(module)
     layer = CompactLayer(shape_of("bags", module, "rows"), module, 0, None)
-    ports = Ports(lambda *_: None, lambda _: True, lambda _: None, lambda one: None)
+    ports = Ports(
+        may_take=lambda _: True,
+        entered=lambda *_: None,
+        takes=lambda _: True,
+        captured=lambda _: None,
+        finished=lambda _: None,
+    )
     end = capture([layer], ports)
     given = copy.deepcopy(more)
     outputs = [one(ids, *own) for one, own in ((module, more), (plain, given))]
