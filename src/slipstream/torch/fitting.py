@@ -115,6 +115,8 @@ def check_setting(what: str, key: str, value: Any, group: Mapping[str, Any]) -> 
         raise ValueError(f"{what} is {value!r:.80}, which is negative")
     if key in MEANS and not isinstance(value, bool | None):
         raise ValueError(f"{what} is {value!r:.80}, neither on nor off")
+    if key == "capturable" and value and any(p.device.type == "cpu" for p in group["params"]):
+        raise ValueError(f"{what} is on, which parameters on the CPU cannot have")
     if not same_kind(value, here):
         raise ValueError(f"{what} is {value!r:.80} there, {here!r:.80} in this job")
 

@@ -339,3 +339,18 @@ def test_facts_that_could_not_be_read_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nested deeper than 200 levels"):
         Checkpoint({}, facts).write(tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_graph_capture_is_refused_on_the_cpu(
+    training: Training, whole: bytes, scratch: Path
+) -> None:
+    (scratch / "good").write_bytes(whole)
+    checkpoint = Checkpoint.read(scratch / "good")
+    switches = [inside for inside, _ in places(checkpoint.facts) if "capturable" in inside]
+    assert switches
+    for inside in switches:
+        assert isinstance(inside, list)
+        inside[1] = True
+    write(scratch / "edited", checkpoint.facts, checkpoint.tensors)
+    with pytest.raises(CheckpointError, match="parameters on the CPU cannot"):
+        training.job.load(scratch / "edited")
