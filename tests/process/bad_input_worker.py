@@ -85,8 +85,10 @@ def train(job: Any) -> None:
                 parameter.data.add_(parameter.grad, alpha=-0.1)
             continue
         optimizer.step()
-        if WRONG == "weights changed" and step == steps - 2:
+        if WRONG.startswith("weights changed") and step == steps - 2:
             nn.init.zeros_(model["first"].weight)
+        if WRONG == "weights changed, then waited" and step == steps - 2:
+            job.wait()
         if (WRONG == "state on one" and ODD and step == 1) or WRONG == "state too late":
             optimizer.load_state_dict(optimizer.state_dict())
 

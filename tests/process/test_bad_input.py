@@ -57,6 +57,7 @@ MISTAKES = [
     Mistake("lbfgs", ("servers", "LBFGS", "push_pull()"), SERVER),
     Mistake("weights changed", ("weights", "undo other", "parametrize"), "async_sgd"),
     Mistake("weights changed", ("weights", "call job.wait()"), SERVER),
+    Mistake("weights changed, then waited", ("weights", "call job.wait()"), SERVER),
     Mistake("weights differ", ("not alike on all ranks", "before job.distribute"), SERVER),
     Mistake("state", ("state does not fit", "momentum_buffer", "(3, 3)"), SERVER),
     Mistake("state on one", ("load_state_dict", "every rank", "rank 0"), SERVER),

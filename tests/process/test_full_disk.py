@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
 from full_disk_worker import STEPS
+from small_disk import small_disk
 
 pytestmark = pytest.mark.process
 
@@ -19,14 +18,8 @@ SCRIPT = Path(__file__).with_name("full_disk_worker.py")
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Room for 8 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "small", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no disk can be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    with small_disk(tmp_path, "8k") as disk:
+        yield disk
 
 
 def test_training_goes_on_and_the_figures_are_told(fork_server: ForkServer, disk: Path) -> None:

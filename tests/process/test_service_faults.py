@@ -14,9 +14,7 @@ clock set back or on by an hour             test_a_clock_that_is_set
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import psutil
 import pytest
 import requests
 from service_process import ServiceProcess
+from small_disk import small_disk
 
 from postgres_server import PostgresServer, find_binaries
 
@@ -156,14 +155,8 @@ def test_postgresql_restarts(server: PostgresServer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Room for 200 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "small", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no disk can be mounted here")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    with small_disk(tmp_path, "200m") as disk:
+        yield disk
 
 
 def fill(disk: Path) -> Path:

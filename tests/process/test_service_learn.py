@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 from launches import SLIPSTREAM, Launch, until
+from service_sentences import TOPICS, sentences
 
 from slipstream.service.answers import Model
 from slipstream.service.report import Report
@@ -22,12 +23,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's"),
 ]
 
-TOPICS = {
-    "weather": ["rain", "snow", "sun", "wind", "storm"],
-    "food": ["bread", "soup", "cheese", "apple", "rice"],
-    "travel": ["train", "plane", "ticket", "hotel", "bus"],
-}
-FORMS = ["is there {}", "I want {} now", "tell me about {}", "no {} please", "why {}", "{} again"]
 STARTED: list[Launch] = []
 
 
@@ -39,14 +34,8 @@ def nothing_stays() -> Iterator[None]:
 
 
 def prepare(folder: Path, forms: int, job: JobSetting) -> None:
-    lines = [
-        f"{form.format(word)},{topic}"
-        for topic, words in TOPICS.items()
-        for word in words
-        for form in FORMS[:forms]
-    ]
     folder.mkdir(parents=True)
-    rows = read(["\n".join(lines).encode()], Limits())
+    rows = read(["\n".join(sentences(3, forms)).encode()], Limits())
     (folder / "rows.msgpack").write_bytes(msgspec.msgpack.encode(rows))
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
 

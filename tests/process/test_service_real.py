@@ -17,22 +17,13 @@ import psutil
 import pytest
 import requests
 from service_process import ServiceProcess
+from service_sentences import TOPICS, sentences
 
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name is Linux's"),
 ]
-WORDS = {
-    "weather": ["rain", "snow", "sun", "wind", "storm"],
-    "food": ["bread", "soup", "cheese", "apple", "rice"],
-}
-FORMS = ["is there {}", "I want {} now", "tell me about {}", "no {} please", "why {}", "{} again"]
-ROWS = "".join(
-    f"{form.format(word)},{name}\n"
-    for name, words in WORDS.items()
-    for word in words
-    for form in FORMS
-)
+ROWS = "".join(f"{row}\n" for row in sentences(2))
 UPDATE_SERVER = "slipstream.runtime.shared_memory.update_server"
 
 
@@ -81,7 +72,7 @@ def test_kills_of_learners_and_of_the_update_server(service: ServiceProcess) -> 
         service.wait_for(lambda url=url, said=said: said in service.get(url).text)
     service.wait_status(classifier, "Available")
     assert service.state(classifier)["attempt"] == 1
-    for name, words in WORDS.items():
+    for name, words in [*TOPICS.items()][:2]:
         for word in words:
             assert top_class(service, classifier, f"tell me about {word}") == name
 

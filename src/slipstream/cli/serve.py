@@ -10,7 +10,7 @@ import typer
 from slipstream.errors import ConfigError
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
-from slipstream.service.keys import add_key, adopt_local, any_key, list_keys, revoke_key
+from slipstream.service.keys import add_key, any_key, list_keys, revoke_key, take_local
 from slipstream.service.rows import Limits
 from slipstream.service.serve_options import MIB, ServeOptions
 
@@ -96,12 +96,12 @@ def add(
     with _open(data, database) as opened, opened.transaction() as transaction:
         is_first = not any_key(transaction)
         key = add_key(transaction, name, quota)
-        adopted = adopt_local(transaction, name) if is_first else 0
+        taken = take_local(transaction, name) if is_first else 0
     typer.echo(key)
     if is_first:
         typer.echo(
             f"From now on every request needs a key. {name} owns the classifiers that were made "
-            f"without one: {adopted}.",
+            f"without one: {taken}.",
             err=True,
         )
 

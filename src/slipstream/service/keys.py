@@ -74,7 +74,7 @@ def add_key(database: Database, name: str, quota: int | None = None) -> str:
     return key
 
 
-def adopt_local(database: Database, name: str) -> int:
+def take_local(database: Database, name: str) -> int:
     """Give a tenant what was made without a key, which nobody could see any more.
 
     Returns:

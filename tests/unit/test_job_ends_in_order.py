@@ -1,0 +1,46 @@
+"""The order in which a job ends in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.job_end import JobEnd
+
+
+def ending(told: list[str], finish: Any) -> JobEnd:
+    def note(name: str) -> Any:
+        return lambda *_: told.append(name)
+
+    env: Any = SimpleNamespace(rank=0)
+    session: Any = SimpleNamespace(abort=note("abort"), close=note("session"))
+    presence: Any = SimpleNamespace(leave=note("leave"))
+    figures: Any = SimpleNamespace(close=note("outputs"))
+    return JobEnd(env, session, presence, figures, SimpleNamespace(close=note("group")), finish)  # type: ignore[arg-type]
+
+
+def test_others_learn_of_an_error_before_outputs_are_closed() -> None:
+    told: list[str] = []
+    end = ending(told, lambda: told.append("finish"))
+    end.end(ValueError("broken"))
+    end.end(None)  # it is over
+    assert told == ["abort", "outputs", "group", "session"]
+
+
+def test_an_error_at_the_end_is_told_like_one_of_the_loop() -> None:
+    told: list[str] = []
+
+    def finish() -> None:
+        raise ValueError("the last weights did not come")
+
+    with pytest.raises(ValueError, match="did not come"):
+        ending(told, finish).end(None)
+    assert told == ["abort", "outputs", "group", "session"]
+
+
+def test_a_good_end() -> None:
+    told: list[str] = []
+    ending(told, lambda: told.append("finish")).end(None)
+    assert told == ["finish", "leave", "outputs", "group", "session"]
