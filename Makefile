@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test verify bench clean
+.PHONY: help setup train serve test frameworks verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -17,7 +17,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP)  ## create .venv and install slipstream into it, editable
 
@@ -47,6 +47,26 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m mypy
 	@# Two at a time, a file each, in the order of tests/conftest.py.
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# An environment of their own, because they are large; .venv's packages are seen from it.
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS)/.setup-$(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
+
+$(FRAMEWORKS_STAMP): $(STAMP)
+	@echo "setup: frameworks in $(FRAMEWORKS)"
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(BIN)/python -c 'import sysconfig; \
+		print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$(echo $(FRAMEWORKS)/lib/python3.*/site-packages)/slipstream-environment.pth
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(FRAMEWORKS)/bin/python -m pip install --quiet --quiet \
+		$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb")) \
+		["project"]["optional-dependencies"]["frameworks"])')
+	@rm -f $(FRAMEWORKS)/.setup-*
+	@touch $@
+
+frameworks: $(FRAMEWORKS_STAMP)  ## test the integrations with the real frameworks (1.2 GB)
+	@$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
 
 verify:  ## check the model of the shared-memory rings (needs spin)
 	@verify/check.sh
