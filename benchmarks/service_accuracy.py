@@ -2,9 +2,9 @@
 
     python benchmarks/service_accuracy.py --data FOLDER [--sets trec mr] [--epochs 200]
 
-FOLDER has trec/, clinc150/ and mr/. Each model is trained as the service trains it: ``rows.read``
-reads a CSV, and ``slipstream run -m slipstream.service.learn`` learns. TREC and clinc150 have test
-files of their own (out-of-scope rows of clinc150 are left out); MR takes random splits of 90/10.
+FOLDER has trec/, clinc150/ and mr/. Each model is trained through a running ``slipstream serve``: a
+CSV is uploaded, and the test rows are classified over HTTP. TREC and clinc150 have test files of
+their own (out-of-scope rows of clinc150 are left out); MR takes random splits of 90/10.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ import csv
 import io
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from service_client import Client, serving
 
+from slipstream.bench.comparison import machine_facts
 from slipstream.bench.data.labelled_text import Sentence, read_labelled_text
-from slipstream.service.answers import Model
-from slipstream.service.report import Report
-from slipstream.service.rows import Limits, read
-from slipstream.service.settings import JobSetting
 
-SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
+COLLECTION = 30  # texts of a request
 Split = tuple[list[Sentence], list[Sentence]]
 
 
@@ -63,50 +57,34 @@ SETS: dict[str, tuple[Callable[[Path, int], Split], int, float, float]] = {
 }
 
 
-def train(rows: list[Sentence], folder: Path, args: argparse.Namespace, seed: int) -> float:
-    """Train a classifier in a folder; returns how many seconds it took."""
-    text = io.StringIO()
-    csv.writer(text).writerows(rows)
-    job = JobSetting(epochs=args.epochs, batch=args.batch, seed=seed)
-    accepted = read([text.getvalue().encode()], Limits())
-    (folder / "rows.msgpack").write_bytes(msgspec.msgpack.encode(accepted))
-    (folder / "job.json").write_bytes(msgspec.json.encode(job))
-    strategy = f'gadei(checkpoints="{folder / "checkpoints"}", every_s=10)'
-    command = [SLIPSTREAM, "run", "--workers", str(args.learners), "--strategy", strategy]
-    begun = time.monotonic()
-    with (folder / "train.log").open("w") as log:
-        run = subprocess.run(
-            [*command, "-m", "slipstream.service.learn", str(folder)],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    if run.returncode:
-        sys.exit(f"training failed with {run.returncode}:\n{(folder / 'train.log').read_text()}")
-    return time.monotonic() - begun
-
-
-def one(name: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
+def one(name: str, number: int, client: Client, args: argparse.Namespace) -> dict[str, Any]:
     """One model of a data set: its accuracy on the test rows."""
     trained, test = SETS[name][0](args.data, number)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        seconds = train(trained, folder, args, number)
-        report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
-        model = Model.load(folder / "model.safetensors")
+    text = io.StringIO()
+    csv.writer(text).writerows(trained)
     begun = time.monotonic()
-    answers = model.classify([text for text, _ in test])
-    per_text = (time.monotonic() - begun) / len(test)
-    right = sum(answer[0][0] == label for answer, (_, label) in zip(answers, test, strict=True))
+    classifier = client.create(text.getvalue().encode())
+    client.wait(classifier, lambda state: state["state"] == "done", args.limit_s)
+    seconds = time.monotonic() - begun
+    report = client.send("GET", f"/api/classifiers/{classifier}/report")[1]
+    right = 0
+    for start in range(0, len(test), COLLECTION):
+        some = test[start : start + COLLECTION]
+        code, found = client.classify_collection(classifier, [text for text, _ in some])
+        assert code == 200, found
+        right += sum(
+            answer["top_class"] == label
+            for answer, (_, label) in zip(found["collection"], some, strict=True)
+        )
+    client.send("DELETE", f"/v1/classifiers/{classifier}")
     return {
         "set": name,
         "model": number,
         "rows": len(trained),
         "accuracy": right / len(test),
-        "held_out_accuracy": report.accuracy,
+        "held_out_accuracy": report["accuracy"],
         "seconds": seconds,
-        "bytes": model.nbytes,
-        "ms_a_text": 1000 * per_text,
+        "samples_s": args.epochs * len(trained) / seconds,
     }
 
 
@@ -114,19 +92,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
-    parser.add_argument("--epochs", type=int, default=JobSetting().epochs)
-    parser.add_argument("--batch", type=int, help="rows an update; by default by rows")
+    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--limit-s", type=float, default=7200.0, help="of one model")
     parser.add_argument("--models", type=int, help="models a set; by default 3, for mr 5")
     parser.add_argument("--learners", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    machine = {"processor": platform.processor(), "cores": os.cpu_count()}
-    found: dict[str, Any] = {"machine": machine, "epochs": args.epochs, "models": [], "sets": []}
+    found: dict[str, Any] = {"machine": machine_facts(), "epochs": args.epochs}
+    found |= {"models": [], "sets": []}
+    options = ["--epochs", str(args.epochs), "--learners", str(args.learners), "--rate", "1000000"]
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), options) as (url, _, _):
+        measure(args, Client(url), found)
+
+
+def measure(args: argparse.Namespace, client: Client, found: dict[str, Any]) -> None:
+    """Add the figures of every model and every set, and write them as they come."""
     for name in args.sets:
         _, models, bar, goal = SETS[name]
         rows = []
         for number in range(args.models or models):
-            rows.append(one(name, number, args))
+            rows.append(one(name, number, client, args))
             print(rows[-1], flush=True)
         mean = statistics.mean(row["accuracy"] for row in rows)
         summary = {"set": name, "accuracy": mean, "bar": bar, "goal": goal, "above": mean >= bar}
