@@ -7,7 +7,7 @@ import contextlib
 import csv
 import io
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -225,14 +225,21 @@ def _file(call: Call, name: str) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _unless_deleted(error: type[Exception] = FileNotFoundError) -> Iterator[None]:
+    """Answer 404 for a file that is deleted after ``_file`` has seen it."""
+    try:
+        yield
+    except error:
+        raise not_found("The file was deleted meanwhile.") from None
+
+
 class Download(FileResponse):
     """A file; 404 if it is deleted before the answer begins."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with _unless_deleted(RuntimeError):  # Starlette's own
             await super().__call__(scope, receive, send)
-        except RuntimeError:
-            raise not_found("The file was deleted meanwhile.") from None
 
 
 def download(call: Call) -> Response:
@@ -243,7 +250,9 @@ def download(call: Call) -> Response:
 
 def report_csv(call: Call) -> Response:
     """The report's figures of each class."""
-    rows = msgspec.json.decode(_file(call, "report.json").read_bytes()).get("per_class") or []
+    path = _file(call, "report.json")
+    with _unless_deleted():
+        rows = msgspec.json.decode(path.read_bytes()).get("per_class") or []
     names = list(rows[0]) if rows else ["class"]
     out = io.StringIO()
     writer = csv.writer(out)
@@ -267,6 +276,6 @@ def log(call: Call) -> Response:
     path = _file(call, "train.log")
     if call.query_params.get("all") == "1":
         return Download(path, media_type="text/plain; charset=utf-8")
-    with path.open("rb") as file:
+    with _unless_deleted(), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_NBYTES))
         return Response(file.read(LOG_NBYTES), media_type="text/plain; charset=utf-8")
