@@ -76,7 +76,6 @@ def train(job: Any) -> None:
         optimizer.zero_grad()
         times = 2 if WRONG == "more passes" and ODD and step == 2 else 1
         times = 2 if WRONG == "last pass" and ODD and step == STEPS - 1 else times
-        times = 2 if WRONG == "second pass" and step == steps - 1 else times
         for _ in range(times):
             hidden = torch.tanh(model["first"](values))
             model["second"](hidden).pow(2).mean().backward()

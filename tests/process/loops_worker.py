@@ -201,6 +201,24 @@ class TwoPasses(Touch):
     passes = 2
 
 
+class TwoPassesLater(Touch):
+    """In its first step with two passes, the gradients of the first have already left."""
+
+    begin = 5
+    counted_then = 2
+
+    def gradients(self, model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+        later = self.counted_then if step == self.begin else 2
+        self.passes = later if step >= self.begin else 1
+        super().gradients(model, optimizer, step, rank)
+
+
+class OneOfTwoPassesThen(TwoPassesLater):
+    """What counts of it."""
+
+    counted_then = 1
+
+
 class Clipped(Touch):
     begin = 0
 
@@ -274,8 +292,8 @@ class ConstrainedData(Touch):
 TOUCHES = {
     kind.__name__: kind
     for kind in (
-        Touch, TwoPasses, Clipped, ClippedLater, ClampedData, Scheduled, Scaled, ScaledAndClipped,
-        Constrained, ConstrainedData,
+        Touch, TwoPasses, TwoPassesLater, OneOfTwoPassesThen, Clipped, ClippedLater, ClampedData,
+        Scheduled, Scaled, ScaledAndClipped, Constrained, ConstrainedData,
     )
 }  # fmt: skip
 

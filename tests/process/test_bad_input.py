@@ -62,7 +62,6 @@ MISTAKES = [
     Mistake("state", ("state does not fit", "momentum_buffer", "(3, 3)"), SERVER),
     Mistake("state on one", ("load_state_dict", "every rank", "rank 0"), SERVER),
     Mistake("state too late", ("load_state_dict", "before the first step"), "async_sgd"),
-    Mistake("second pass", ("second backward()", "accumulate"), SERVER),
     *(
         mistake
         for strategy in ("push_pull", "allreduce", "all_to_all")

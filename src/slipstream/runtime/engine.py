@@ -44,16 +44,15 @@ class Applier(Protocol):
     that replaces the user's.
 
     Attributes:
-        single_pass: Why a second backward pass in one step is an error: the first one's
-            gradients have been sent. Empty if it is no error.
         hooks: To be removed when the model and the optimizer become ordinary ones again.
     """
 
     @property
-    def single_pass(self) -> str: ...
-
-    @property
     def hooks(self) -> Sequence[Hook]: ...
+
+    def takes_pass(self) -> bool:
+        """Whether a further backward pass in one step is exchanged, when one was before."""
+        ...
 
     def pass_ended(self) -> None:
         """A backward pass outside ``job.accumulate`` is over."""

@@ -20,6 +20,7 @@ from slipstream.errors import RuntimeFault
 from slipstream.torch.synchronizer import Synchronizer
 
 PROBED_STEPS = 3  # in which gradients leave at step()
+CHANGED = "changed between backward() and step()"
 
 
 class LoopWatch:
@@ -28,6 +29,9 @@ class LoopWatch:
     Args:
         settings: The optimizer's settings, where these leave with the gradients.
         is_first: Whether this worker is the one that warns.
+
+    Attributes:
+        late_pass: Whether a backward pass of this step came when gradients had already left.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class LoopWatch:
         # Layers in compact form have no gradient to touch before it has left.
         self._compact = any(unit.layer is not None for unit in plan.units)
         self._probes = plan.schedule.leaves_during_backward and not self._compact
+        self.late_pass = False
         self._untouched = 0  # steps
         self._several = False  # backward passes
         # By tensor: its gradient, the version, and the sum: ``.grad.data`` has versions of its own.
@@ -60,6 +65,10 @@ class LoopWatch:
         if gradient is not None:
             self._seen[tensor] = gradient, gradient._version, gradient.detach().sum()
 
+    def note_late_pass(self) -> None:
+        """A backward pass adds to gradients that have left."""
+        self.late_pass = True
+
     def examine(self, settings_sent: Any = None) -> None:
         """The step is about to end: has the loop touched what leaves, or has left?
 
@@ -71,16 +80,20 @@ class LoopWatch:
                 layers in compact form.
         """
         if self._synchronizer.driver.exchanged:
-            if settings_sent is not None and settings_sent != self._settings():
-                self._stop_overlap("an optimizer setting was")
+            if self.late_pass:
+                self._stop_overlap(
+                    "a second backward() came before step()", "the passes after the first do"
+                )
+            elif settings_sent is not None and settings_sent != self._settings():
+                self._stop_overlap(f"an optimizer setting was {CHANGED}", "the change does")
             elif self._synchronizer.gradients.changed_since():
-                self._stop_overlap("gradients were")
+                self._stop_overlap(f"gradients were {CHANGED}", "the change does")
         elif self._probes and self._seen:
             self._untouched = 0 if self._touched() else self._untouched + 1
             self._probes = 0 < self._untouched < PROBED_STEPS
             if self._untouched == PROBED_STEPS:
                 self._synchronizer.leave_during_backward()
-        self._several = False
+        self._several = self.late_pass = False
         self._seen.clear()
 
     def _touched(self) -> bool:
@@ -93,25 +106,24 @@ class LoopWatch:
         )
         return self._several or any(changed) or self._settings() != self._settings_then
 
-    def _stop_overlap(self, what: str) -> None:
+    def _stop_overlap(self, event: str, lost: str) -> None:
         synchronizer = self._synchronizer
         if synchronizer.leaves_at_step:
             raise RuntimeFault(
-                f"{what} changed between backward() and step(), but within job.backward_for(...) "
-                "gradients leave during backward(): leave job.backward_for out, or change them "
-                "before backward()"
+                f"{event}, but within job.backward_for(...) gradients leave during backward(): "
+                "leave job.backward_for out, or do it before that"
             )
         if self._compact:
             raise RuntimeFault(
-                f"{what} changed between backward() and step() (clipping, a GradScaler?), but "
-                "layers in compact form have no gradient that the loop could change: leave the "
-                "change out, or route all layers dense"
+                f"{event} (clipping, a GradScaler, accumulation?), but layers in compact form have "
+                "no gradient that the loop could change: leave it out, put all passes but the last "
+                "into `with job.accumulate():`, or route all layers dense"
             )
         synchronizer.leave_at_step()
         if self._is_first():
             warnings.warn(
-                f"{what} changed between backward() and step() for the first time in step "
-                f"{synchronizer.step}, when gradients had already left: in this step the change "
-                "does not count. From the next step on gradients leave at step(), without overlap",
+                f"{event} for the first time in step {synchronizer.step}, when gradients had "
+                f"already left: in this step {lost} not count. From the next step on gradients "
+                "leave at step(), without overlap",
                 stacklevel=6,
             )

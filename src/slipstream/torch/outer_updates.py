@@ -71,8 +71,6 @@ class OuterUpdates:
         links: The channel whose codecs may keep a part of an outer gradient back, if there is one.
     """
 
-    single_pass = ""  # nothing leaves in a backward pass
-
     def __init__(
         self,
         synchronizer: Synchronizer,
@@ -96,6 +94,10 @@ class OuterUpdates:
         ]
 
     # ---- steps of the loop
+
+    def takes_pass(self) -> bool:
+        """Nothing leaves in a backward pass, so passes add up."""
+        return True
 
     def pass_ended(self) -> None:
         """Gradients are this worker's own affair."""

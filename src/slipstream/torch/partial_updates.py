@@ -21,7 +21,6 @@ class PartialUpdates:
         on_applied: Called after each update of the weights.
     """
 
-    single_pass = ""  # nothing is sent before the step
     hooks: Sequence[Hook] = ()
 
     def __init__(
@@ -36,6 +35,10 @@ class PartialUpdates:
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._channel, self._outer, self._on_applied = channel, outer, on_applied
         loop.end_step = self.end_step
+
+    def takes_pass(self) -> bool:
+        """Nothing is sent before the step, so passes add up."""
+        return True
 
     def pass_ended(self) -> None:
         """Nothing to do: nothing is sent before the step."""

@@ -50,8 +50,6 @@ class ServerUpdates:
         hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
     """
 
-    single_pass = "updates at servers"
-
     def __init__(
         self,
         synchronizer: Synchronizer,
@@ -146,8 +144,13 @@ class ServerUpdates:
         self._synchronizer.driver.wait(tensors)
         self._is_current |= tensors is None
 
+    def takes_pass(self) -> bool:
+        """No: the settings have left, and the servers may have updated already."""
+        self._watch.note_late_pass()
+        return False
+
     def pass_ended(self) -> None:
-        if self._synchronizer.plan.schedule.leaves_during_backward:
+        if self._synchronizer.plan.schedule.leaves_during_backward and not self._watch.late_pass:
             self._synchronizer.flush()
             self._synchronizer.gradients.note_left()
 

@@ -47,7 +47,6 @@ class StreamedUpdates:
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         plan, inventory = synchronizer.plan, synchronizer.inventory
-        self.single_pass = str(plan.consistency)
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._timeline = Timeline(loop.local, plan.consistency.rate(0))
         self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
@@ -63,8 +62,13 @@ class StreamedUpdates:
     def begin_step(self) -> None:
         """Nothing to do: clocks continue, whatever the step."""
 
+    def takes_pass(self) -> bool:
+        """No: one contribution a clock."""
+        self._watch.note_late_pass()
+        return False
+
     def pass_ended(self) -> None:
-        if self._synchronizer.plan.schedule.leaves_during_backward:
+        if self._synchronizer.plan.schedule.leaves_during_backward and not self._watch.late_pass:
             self._synchronizer.flush()
             self._synchronizer.gradients.note_left()
 

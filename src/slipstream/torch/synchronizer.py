@@ -93,12 +93,8 @@ class Synchronizer:
     # ---- gradients become final (autograd's threads)
 
     def _gradient_ready(self, tensor: int) -> None:
-        if self.driver.exchanged and self.applier.single_pass:
-            raise RuntimeFault(
-                f"a second backward() before step(), but with {self.applier.single_pass} the first "
-                "one's gradients have already left, as in the steps before, which had one: put all "
-                "passes but the last into `with job.accumulate():`, or use overlap=False"
-            )
+        if self.driver.exchanged and not self.applier.takes_pass():
+            return
         self.gradients.refuse_converted(tensor)
         with self._lock:
             captured = self._compact is not None and self._compact.has(tensor)

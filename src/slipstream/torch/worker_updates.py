@@ -17,8 +17,6 @@ class WorkerUpdates:
         on_applied: Called after each update of the weights.
     """
 
-    single_pass = ""  # a second pass is exchanged like the first
-
     def __init__(
         self,
         synchronizer: Synchronizer,
@@ -30,6 +28,10 @@ class WorkerUpdates:
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
         ]
+
+    def takes_pass(self) -> bool:
+        """A second pass is exchanged like the first."""
+        return True
 
     def pass_ended(self) -> None:
         self._synchronizer.flush()
