@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test frameworks verify bench clean
+.PHONY: help setup train serve test frameworks setup-frameworks verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -65,7 +65,9 @@ $(FRAMEWORKS_STAMP): $(STAMP)
 	@rm -f $(FRAMEWORKS)/.setup-*
 	@touch $@
 
-frameworks: $(FRAMEWORKS_STAMP)  ## test the integrations with the real frameworks (1.2 GB)
+setup-frameworks: $(FRAMEWORKS_STAMP)
+
+frameworks: setup-frameworks  ## test the integrations with the real frameworks (1.2 GB)
 	@$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
 
 verify:  ## check the model of the shared-memory rings (needs spin)
