@@ -125,7 +125,7 @@ class Training:
     """Trains until its process is killed from outside.
 
     Args:
-        folder: where each rank writes its process's number once it trains.
+        folder: where each rank writes its process's number and its node's id once it trains.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +136,8 @@ class Training:
 
     def note(self, job: slipstream.Job, step: int) -> None:
         if step == 2:
-            Path(self.folder, f"{job.rank}.{os.getpid()}").touch()
+            node = ray.get_runtime_context().get_node_id()
+            Path(self.folder, f"{job.rank}.{os.getpid()}.{node}").touch()
 
 
 class ComingBack:
@@ -149,7 +150,8 @@ class ComingBack:
         life = int(os.environ.get("SLIPSTREAM_INCARNATION", "0"))
         back = self.folder / "back"
         with slipstream.init(start_limit_s=LIMIT_S, wait_limit_s=LIMIT_S) as job:
-            model, optimizer = parts(seed=job.rank + 10 * life)
+            model, _ = parts(seed=job.rank + 10 * life)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             model, optimizer = job.distribute(model, optimizer)
             first = None
             for step in job.steps(10**6):

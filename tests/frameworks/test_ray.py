@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ ray = pytest.importorskip("ray", reason="needs Ray; run make frameworks")
 import ray_loops  # noqa: E402
 import torch  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from ray.train.torch import TorchTrainer  # noqa: E402
 
 from slipstream.integrations.ray import SlipstreamConfig, require_version, run  # noqa: E402
 
@@ -50,6 +53,11 @@ class Nodes:
         head = {**NODE, "include_dashboard": False, "_system_config": NOTICED}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.second = self.cluster.add_node(**NODE)
+
+    def lose_second(self, folder: Path) -> None:
+        """Kill the second node when two workers have written to the folder."""
+        until(lambda: len(list(folder.iterdir())) == 2)
+        self.cluster.remove_node(self.second, allow_graceful=False)
 
     @property
     def address(self) -> str:
@@ -198,15 +206,15 @@ def test_ctrl_c_ends_all(nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_ray_train_resumes_with_the_weights_of_one_process(nodes: Nodes, tmp_path: Path) -> None:
-    trainer = ray.train.torch.TorchTrainer(
+    trainer = TorchTrainer(
         ray_loops.resuming,
         train_loop_config={"folder": str(tmp_path)},
         torch_config=SlipstreamConfig("poseidon"),
-        scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
-        run_config=ray.train.RunConfig(
+        scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
+        run_config=RunConfig(
             storage_path=str(tmp_path / "ray"),
             name="resumed",
-            failure_config=ray.train.FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=1),
         ),
     )
     before = signal.getsignal(signal.SIGINT)
@@ -285,14 +293,14 @@ def test_an_old_ray_is_refused() -> None:
 
 
 def test_a_killed_node_ends_the_job_with_one_error(nodes: Nodes, tmp_path: Path) -> None:
-    def kill_once_training() -> None:
-        until(lambda: len(list(tmp_path.iterdir())) == 2)
-        nodes.cluster.remove_node(nodes.second, allow_graceful=False)
-
-    killer = threading.Thread(target=kill_once_training)
+    killer = threading.Thread(target=nodes.lose_second, args=(tmp_path,))
     killer.start()
-    with pytest.raises(RuntimeFault, match="rank 1 (failed: .* died|is lost)"):
-        run(ray_loops.Training(tmp_path), workers=2, placement="STRICT_SPREAD")
-    killer.join(LIMIT_S)
-    pids = [int(file.name.partition(".")[2]) for file in tmp_path.iterdir()]
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    try:
+        with pytest.raises(RuntimeFault) as caught:
+            run(ray_loops.Training(tmp_path), workers=2, placement="STRICT_SPREAD")
+    finally:
+        killer.join(LIMIT_S)
+    started = [file.name.split(".") for file in tmp_path.iterdir()]
+    (lost,) = [rank for rank, _, node in started if node == nodes.second.node_id]
+    assert re.match(f"rank {lost} (failed: its process or its node died|is lost)", str(caught.value))
+    until(lambda: not any(psutil.pid_exists(int(pid)) for _, pid, _ in started))

@@ -316,6 +316,7 @@ class _Job:
 
     def _kill(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
+            log_event(logger, "stopped", level=logging.WARNING, rank=rank)
             self.killed.add(rank)
             ray.kill(self.actors[rank])
 
@@ -337,6 +338,7 @@ class _Job:
             failure = _Failure(rank, outcome.error, outcome.where, code)
         if rank not in self.killed:
             self.failures.append(failure)
+            log_event(logger, "worker_ended", rank=rank, error=str(failure.error))
         return Ended(f"rank {rank}", failure.code)
 
     def _take(self, watch: Supervision, ended: Ended) -> None:
@@ -348,6 +350,7 @@ class _Job:
         for lost in watch.replaced[before:]:
             self.tolerated.append(self.failures.pop())
             incarnation = sum(other.member == lost.member for other in watch.replaced)
+            watch.started(lost.member)
             self._start_again(_rank_of(lost.member), incarnation)
 
     def _start_again(self, rank: int, incarnation: int) -> None:
