@@ -166,9 +166,9 @@ class ComingBack:
         return {"weights": weights(model), "life": life, "first": first}
 
 
-def resuming(config: dict[str, Any]) -> dict[str, Any]:
+def resuming(config: dict[str, Any]) -> None:
     """A loop of Ray Train that saves once, and in which rank 1 is killed once."""
-    first = 0
+    first, killed = 0, Path(config["folder"], "killed")
     with slipstream.init(start_limit_s=LIMIT_S, wait_limit_s=LIMIT_S) as job:
         model, optimizer = job.distribute(*parts(seed=job.rank))
         checkpoint = ray.train.get_checkpoint()
@@ -177,15 +177,15 @@ def resuming(config: dict[str, Any]) -> dict[str, Any]:
                 job.load(Path(folder, "job"))
             first = job.step
         for step in job.steps(STEPS):
-            if job.rank == 1 and checkpoint is None and step == KILLED:
+            if job.rank == 1 and step == KILLED and not killed.exists():
+                ray.train.get_all_reported_checkpoints()  # waits until Ray has the one above
+                killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
             if step == SAVED:
                 save(job)
     found = {"weights": weights(model), "first": first, "local_rank": job.local_rank}
-    found["plan"] = {route.scheme for route in job.plan.routes}
-    torch.save(found, Path(config["folder"], f"{job.rank}"))
-    return found
+    torch.save(found, Path(config["folder"], str(job.rank)))
 
 
 def save(job: slipstream.Job) -> None:

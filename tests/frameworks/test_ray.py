@@ -285,7 +285,7 @@ def test_ray_train_refuses_bad_strategies_at_once() -> None:
 def test_an_old_ray_is_refused() -> None:
     require_version("2.51.0")
     require_version("3.0.0.dev0")
-    with pytest.raises(ImportError, match="needs Ray 2.51 or later, and this is 2.9.3"):
+    with pytest.raises(ImportError, match="needs Ray 2.51 or later"):
         require_version("2.9.3")
 
 
@@ -302,5 +302,7 @@ def test_a_killed_node_ends_the_job_with_one_error(nodes: Nodes, tmp_path: Path)
         killer.join(LIMIT_S)
     started = [file.name.split(".") for file in tmp_path.iterdir()]
     (lost,) = [rank for rank, _, node in started if node == nodes.second.node_id]
-    assert re.match(f"rank {lost} (failed: its process or its node died|is lost)", str(caught.value))
+    assert re.match(
+        f"rank {lost} (failed: its process or its node died|is lost)", str(caught.value)
+    )
     until(lambda: not any(psutil.pid_exists(int(pid)) for _, pid, _ in started))
