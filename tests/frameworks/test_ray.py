@@ -285,7 +285,7 @@ def test_ray_train_refuses_bad_strategies_at_once() -> None:
 def test_an_old_ray_is_refused() -> None:
     require_version("2.51.0")
     require_version("3.0.0.dev0")
-    with pytest.raises(ImportError, match="needs Ray 2.51 or later"):
+    with pytest.raises(ImportError, match=r"needs Ray 2\.51 or later"):
         require_version("2.9.3")
 
 
