@@ -1,0 +1,152 @@
+"""slipstream on Ray: ``run`` on actors of a placement group; ``SlipstreamConfig`` for Ray Train.
+
+Ray places the workers and shows their output. Needs Ray 2.51 or later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+try:
+    import ray
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"slipstream.integrations.ray needs Ray ({missing}): pip install 'slipstream[ray]'"
+    ) from missing
+
+from slipstream.errors import ConfigError
+from slipstream.integrations.ray_actors import ActorJob, placed
+from slipstream.integrations.ray_workers import checked, refuse_learners, settings_of
+from slipstream.strategy import Strategy
+
+if TYPE_CHECKING:
+    from slipstream.integrations.ray_train import SlipstreamConfig as SlipstreamConfig
+
+__all__ = ["SlipstreamConfig", "run"]
+
+PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+OLDEST = (2, 51)
+
+
+def require_version(found: str) -> None:
+    """Raises ImportError if Ray is too old."""
+    numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
+    if tuple(numbers) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"slipstream.integrations.ray needs Ray {wanted} or later, and this is {found}: "
+            "pip install --upgrade 'slipstream[ray]'"
+        )
+
+
+require_version(ray.__version__)
+
+
+def __getattr__(name: str) -> Any:
+    # Importing Ray Train takes seconds, which workers of ``run`` need not spend.
+    if name == "SlipstreamConfig":
+        from slipstream.integrations.ray_train import SlipstreamConfig
+
+        return SlipstreamConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def run(
+    fn: Callable[[], Any],
+    *,
+    workers: int,
+    strategy: Strategy | str | None = None,
+    resources: Mapping[str, float] | None = None,
+    placement: str = "PACK",
+    restarts: int | None = None,
+    place_limit_s: float = 60.0,
+) -> list[Any]:
+    """Train on Ray: call ``fn`` once on each of ``workers`` actors, and wait for all.
+
+    ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. All
+    actors have ended when ``run`` returns or raises, also after Ctrl-C.
+
+    Args:
+        workers: how many.
+        strategy: by default the one that ``fn`` names, else ``push_pull``.
+        resources: of each worker, by default ``{"CPU": 1}``.
+        placement: Ray's strategy for the placement group: PACK, SPREAD, STRICT_PACK or
+            STRICT_SPREAD.
+        restarts: how many workers that died are started again in all. Only with ``ako``, where
+            they rejoin the training; if ``strategy`` is ``ako``, ``workers`` by default, else 0.
+        place_limit_s: how long to wait until the cluster has the resources.
+
+    Returns:
+        The results of ``fn``, by rank; None of a worker that was started again too late to rejoin.
+
+    Raises:
+        ConfigError: an argument is invalid, and nothing was started.
+        LaunchError: the cluster has no place for the workers, or cannot start them.
+        PeerFailed: a worker's process or node died.
+        Exception: the first error that a worker raised.
+    """
+    chosen = checked(strategy)
+    bundle = _checked_arguments(fn, workers, resources, placement, place_limit_s)
+    if workers > 1:
+        refuse_learners(chosen)
+    again = _checked_restarts(restarts, workers, chosen)
+    if not ray.is_initialized():
+        ray.init()
+    sent = _sent(fn)
+    with placed(workers, bundle, placement, place_limit_s) as group:
+        job = ActorJob(group, bundle, sent, settings_of(chosen), again)
+        try:
+            job.start(workers)
+            return job.results()
+        finally:
+            job.end()
+
+
+def _checked_arguments(
+    fn: object,
+    workers: object,
+    resources: Mapping[str, float] | None,
+    placement: str,
+    place_limit_s: float,
+) -> dict[str, float]:
+    """The bundle of one worker; raises ConfigError."""
+    if not callable(fn):
+        raise ConfigError(f"run takes a function without arguments; it was given {fn!r}")
+    if type(workers) is not int or workers < 1:
+        raise ConfigError(f"workers={workers!r}: give a whole number, 1 or more")
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement={placement!r}: choose one of {', '.join(PLACEMENTS)}")
+    if not place_limit_s > 0:
+        raise ConfigError(f"place_limit_s={place_limit_s!r}: give seconds, more than 0")
+    bundle = {"CPU": 1.0} if resources is None else dict(resources)
+    for name, amount in bundle.items():
+        if not isinstance(amount, int | float) or not 0 < amount < math.inf:
+            raise ConfigError(f"resources: {name}={amount!r} of each worker has to be above 0")
+    if not bundle:
+        raise ConfigError("resources are empty: give at least one, such as {'CPU': 1}")
+    return bundle
+
+
+def _checked_restarts(restarts: int | None, workers: int, strategy: Strategy | None) -> int:
+    """How many restarts there may be; raises ConfigError."""
+    rejoins = strategy is not None and strategy.rotation is not None
+    if restarts is None:
+        return workers if rejoins else 0
+    if type(restarts) is not int or restarts < 0:
+        raise ConfigError(f"restarts={restarts!r}: give a whole number, 0 or more")
+    if restarts and strategy is not None and not rejoins:
+        raise ConfigError(
+            f"restarts={restarts}: a worker of {strategy.name} cannot rejoin a job that goes on; "
+            "use ako, or resume from job.save with Ray Train's FailureConfig"
+        )
+    return restarts
+
+
+def _sent(fn: Callable[[], Any]) -> Any:
+    """The function in Ray's object store; raises ConfigError."""
+    try:
+        return ray.put(fn)
+    except TypeError as error:
+        raise ConfigError(f"{fn!r} cannot be sent to workers: {error}") from error

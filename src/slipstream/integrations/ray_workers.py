@@ -1,0 +1,211 @@
+"""What a worker on Ray is told and does; for ``run`` and for Ray Train."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.runtime.environment import LOOPBACK, is_loopback
+from slipstream.runtime.error_reporting import location
+from slipstream.runtime.launch.processes import WORKER_VARIABLES
+from slipstream.strategy import Strategy
+from slipstream.systems import parse
+
+_listeners: list[socket.socket] = []  # of rank 0, open until the store uses it
+
+
+def checked(strategy: Strategy | str | None) -> Strategy | None:
+    """A strategy that workers on Ray can have; None: the training function names it.
+
+    Raises:
+        ConfigError: it is no strategy.
+    """
+    if strategy is None or isinstance(strategy, Strategy):
+        return strategy
+    if not isinstance(strategy, str):
+        raise ConfigError(
+            f"strategy={strategy!r}: give a strategy, such as slipstream.push_pull(), or its text"
+        )
+    return parse(strategy)
+
+
+def refuse_learners(strategy: Strategy | None) -> None:
+    """Refuse several learners, which need a launcher on their machine.
+
+    Raises:
+        ConfigError: the strategy is of learners that share memory.
+    """
+    if strategy is not None and strategy.shared_memory is not None:
+        raise ConfigError(
+            f"{strategy.name} with several workers needs `slipstream run` on one machine, which "
+            "starts learners again and holds their memory: use that, or another strategy on Ray"
+        )
+
+
+def settings_of(strategy: Strategy | None) -> dict[str, str]:
+    """The variables that are the same on all workers of a new job, with a secret for it."""
+    named = {} if strategy is None else {"SLIPSTREAM_STRATEGY": strategy.to_json()}
+    return {"SLIPSTREAM_SECRET": secrets.token_hex(32), **named}
+
+
+def environments(
+    nodes: Sequence[str], address: tuple[str, int], settings: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """The variables of every worker, by rank.
+
+    Args:
+        nodes: the id of every rank's node. Several nodes may have one address.
+        address: where rank 0 listens.
+    """
+    shared_by, before = Counter(nodes), Counter[str]()
+    found = []
+    for rank, node in enumerate(nodes):
+        own = {
+            "RANK": rank,
+            "WORLD_SIZE": len(nodes),
+            "LOCAL_RANK": before[node],
+            "LOCAL_WORLD_SIZE": shared_by[node],
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": address[1],
+        }
+        found.append({name: str(value) for name, value in own.items()} | dict(settings))
+        before[node] += 1
+    return found
+
+
+# ---- in the worker's process
+
+
+def node_id() -> str:
+    """The id of this process's node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def listen(one_node: bool) -> tuple[str, int]:
+    """Bind the job's socket in rank 0's process, so that no other program gets its port.
+
+    Like that of ``slipstream run`` it does not listen yet: torch may open the store first.
+
+    Args:
+        one_node: whether all workers are on this node; other hosts cannot reach it then.
+    """
+    host = str(ray.util.get_node_ip_address())
+    if one_node or is_loopback(host):
+        host = LOOPBACK
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, 0))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"rank 0 cannot listen on its node's address {host}: {error.strerror}; start Ray with "
+            "an address of this host (ray start --node-ip-address)"
+        ) from error
+    _listeners.append(listener)
+    return host, int(listener.getsockname()[1])
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Make this process the worker that the variables describe, whatever its parent was."""
+    for name in (*WORKER_VARIABLES, "SLIPSTREAM_INCARNATION"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    if variables["RANK"] == "0" and _listeners:
+        os.environ["SLIPSTREAM_STORE_FD"] = str(_listeners.pop().detach())
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a worker's function ended: with a result, or with an error and where it was raised."""
+
+    result: Any = None
+    error: Exception | None = None
+    where: str = ""
+
+
+class Worker:
+    """The actor of one worker; its function runs in the main thread."""
+
+    def node(self) -> str:
+        """See ``node_id``."""
+        return node_id()
+
+    def listen(self, one_node: bool) -> tuple[str, int]:
+        """See ``listen``."""
+        return listen(one_node)
+
+    def train(
+        self, fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = None
+    ) -> Outcome:
+        """Call the function as the worker that the variables describe.
+
+        Args:
+            returns: the actor that notes workers which were started again and have rejoined.
+        """
+        set_environment(variables)
+        if returns is not None:
+            notify_return(int(variables["RANK"]), returns)
+        try:
+            return Outcome(fn())
+        except Exception as error:
+            return Outcome(error=portable(error), where=where_of(error))
+        except SystemExit as end:
+            if not end.code:
+                return Outcome()
+            return Outcome(error=RuntimeFault(f"exited: {end.code}"), where=where_of(end))
+
+
+class Returns:
+    """An actor: which ranks were started again and have rejoined the job."""
+
+    def __init__(self) -> None:
+        self._back: list[int] = []
+
+    def note(self, rank: int) -> None:
+        """A worker has rejoined."""
+        self._back.append(rank)
+
+    def back(self) -> list[int]:
+        """All that have."""
+        return self._back
+
+
+def notify_return(rank: int, returns: Any) -> None:
+    """Note it when this worker, which was started again, has rejoined the job."""
+    reader, writer = os.pipe()
+    os.environ["SLIPSTREAM_BACK_FD"] = str(writer)
+
+    def await_return() -> None:
+        with os.fdopen(reader, "rb") as pipe:
+            if pipe.read(1):
+                returns.note.remote(rank)
+
+    threading.Thread(target=await_return, name="slipstream return", daemon=True).start()
+
+
+def portable(error: Exception) -> Exception:
+    """The error, or one with its text if the driver could not read it."""
+    try:
+        pickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeFault(f"{type(error).__qualname__}: {error}")
+    return error
+
+
+def where_of(error: BaseException) -> str:
+    """The line of the user's code for slipstream's own errors; the traceback of others."""
+    if isinstance(error, SlipstreamError):
+        return location(error.__traceback__).strip()
+    return "".join(traceback.format_exception(error)).strip()

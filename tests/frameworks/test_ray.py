@@ -1,0 +1,308 @@
+"""slipstream on a real Ray cluster: two nodes of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import slipstream
+from slipstream.errors import ConfigError, LaunchError, PeerFailed, RuntimeFault
+
+ray = pytest.importorskip("ray", reason="needs Ray; run make frameworks")
+
+import ray_loops  # noqa: E402
+import torch  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from ray.train.torch import TorchTrainer  # noqa: E402
+
+from slipstream.integrations.ray import SlipstreamConfig, require_version, run  # noqa: E402
+
+pytestmark = [
+    pytest.mark.process,
+    # Ray's own: sockets and files that it leaves to the garbage collector, old interfaces.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+NODE = {"num_cpus": 3, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.2"}
+# A node that has died is noticed soon.
+NOTICED = {"health_check_period_ms": 300, "health_check_failure_threshold": 2}
+
+
+class Nodes:
+    """A cluster of two nodes with one address."""
+
+    def __init__(self) -> None:
+        head = {**NODE, "include_dashboard": False, "_system_config": NOTICED}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.second = self.cluster.add_node(**NODE)
+
+    def lose_second(self, folder: Path) -> None:
+        """Kill the second node when two workers have written to the folder."""
+        until(lambda: len(list(folder.iterdir())) == 2)
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Workers inherit it: they find ray_loops, and torch without its compiler.
+        paths = (HERE, HERE.parent / "light", os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        started = Nodes()
+        try:
+            ray.init(address=started.address, log_to_driver=False, logging_level="ERROR")
+            yield started
+        finally:
+            ray.shutdown()
+            started.cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test no actor holds resources, and no server of slipstream runs."""
+    yield
+    if "nodes" not in request.fixturenames:
+        return
+    until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
+    until(lambda: not servers())
+
+
+def servers() -> list[int]:
+    """Servers of jobs on this cluster: descendants of its nodes."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if "slipstream.runtime.servers.server" in (process.info["cmdline"] or []):
+            environment = Path(f"/proc/{process.pid}/environ")
+            if environment.exists() and b"RAY_RAYLET_PID" in environment.read_bytes():
+                found.append(process.pid)
+    return found
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, "it has not come to that in time"
+        time.sleep(0.05)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one)
+
+
+# ---- run
+
+
+@pytest.fixture(scope="module")
+def told(nodes: Nodes) -> list[dict[str, Any]]:
+    """The facts of three workers, by rank."""
+    return run(ray_loops.facts, workers=3, strategy=slipstream.push_pull(), placement="SPREAD")
+
+
+def test_results_come_by_rank_from_main_threads(told: list[dict[str, Any]]) -> None:
+    assert [each["rank"] for each in told] == [0, 1, 2]
+    assert [each["summary"] for each in told] == [True, False, False]
+    assert all(each["main"] for each in told)
+
+
+def test_workers_are_grouped_by_node_not_by_address(told: list[dict[str, Any]]) -> None:
+    places = [(each["node"], each["local_rank"], each["local_size"]) for each in told]
+    first, last = told[0]["node"], told[2]["node"]
+    assert first != last
+    two_first = [(first, 0, 2), (first, 1, 2), (last, 0, 1)]
+    one_first = [(first, 0, 1), (last, 0, 2), (last, 1, 2)]
+    assert places in (two_first, one_first)
+
+
+@pytest.mark.parametrize("variant", range(len(ray_loops.VARIANTS)))
+def test_weights_are_those_of_one_process(told: list[dict[str, Any]], variant: int) -> None:
+    found = [each["weights"][variant] for each in told]
+    assert all(same(found[0], other) for other in found[1:])
+    accumulates = ray_loops.VARIANTS[variant][1]
+    assert close(found[0], ray_loops.reference(3, accumulates=accumulates))
+
+
+def test_the_strategy_of_the_call_is_the_default(told: list[dict[str, Any]]) -> None:
+    assert {each["strategy"] for each in told} == {slipstream.push_pull().to_json()}
+    assert all(close(each["default"], ray_loops.reference(3)) for each in told)
+
+
+def test_all_workers_have_one_secret(told: list[dict[str, Any]]) -> None:
+    assert len({each["secret"] for each in told}) == 1
+    assert len(told[0]["secret"]) == 64
+
+
+def test_gadei_in_the_function_is_refused(told: list[dict[str, Any]]) -> None:
+    assert all("slipstream run" in each["gadei"] for each in told)
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_call(nodes: Nodes) -> None:
+    with pytest.raises(RuntimeError, match="OfUser: sample 17 of digits is damaged") as caught:
+        run(ray_loops.raising, workers=2)
+    assert not isinstance(caught.value, PeerFailed)
+    (note,) = caught.value.__notes__
+    assert note.startswith("rank 1: Traceback")
+    assert 'raise OfUser(17, source="digits")' in note
+
+
+def test_a_killed_actor_comes_back(nodes: Nodes, tmp_path: Path) -> None:
+    found = run(ray_loops.ComingBack(tmp_path), workers=2, strategy="ako(partitions=2)")
+    assert [each["life"] for each in found] == [0, 1]
+    assert found[0]["first"] == 0
+    assert found[1]["first"] > ray_loops.KILLED
+    assert same(found[0]["weights"], found[1]["weights"])
+
+
+def test_ctrl_c_ends_all(nodes: Nodes, tmp_path: Path) -> None:
+    script = (
+        "import functools, ray, ray_loops; from slipstream.integrations.ray import run\n"
+        f"ray.init(address={nodes.address!r}, log_to_driver=False)\n"
+        f"run(functools.partial(ray_loops.idle, {str(tmp_path)!r}), workers=2)"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        driver.send_signal(signal.SIGINT)
+        _, said = driver.communicate(timeout=LIMIT_S)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert "KeyboardInterrupt" in said
+    until(lambda: not any(psutil.pid_exists(int(file.name)) for file in tmp_path.iterdir()))
+
+
+# ---- Ray Train
+
+
+def test_ray_train_resumes_with_the_weights_of_one_process(nodes: Nodes, tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        ray_loops.resuming,
+        train_loop_config={"folder": str(tmp_path)},
+        torch_config=SlipstreamConfig("poseidon"),
+        scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
+        run_config=RunConfig(
+            storage_path=str(tmp_path / "ray"),
+            name="resumed",
+            failure_config=FailureConfig(max_failures=1),
+        ),
+    )
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        result = trainer.fit()
+    finally:
+        signal.signal(signal.SIGINT, before)  # Ray Train leaves its own there
+    assert result.metrics["step"] == ray_loops.SAVED + 1
+    found = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+    assert [each["first"] for each in found] == [ray_loops.SAVED + 1] * 2
+    assert [each["local_rank"] for each in found] == [0, 0]
+    assert same(found[0]["weights"], found[1]["weights"])
+    assert close(found[0]["weights"], ray_loops.reference(2))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 2, "strategy": "gadei"}, "needs `slipstream run`"),
+        ({"workers": 2, "strategy": "nonsense"}, "no strategy 'nonsense'"),
+        ({"workers": 2, "strategy": 3}, "give a strategy"),
+        ({"workers": 0}, "workers=0"),
+        ({"workers": 2, "placement": "TIGHT"}, "PACK, SPREAD, STRICT_PACK, STRICT_SPREAD"),
+        ({"workers": 2, "resources": {"CPU": -1}}, "CPU=-1"),
+        ({"workers": 2, "resources": {}}, "resources are empty"),
+        ({"workers": 2, "place_limit_s": 0}, "place_limit_s=0"),
+        ({"workers": 2, "restarts": -1}, "restarts=-1"),
+        ({"workers": 2, "restarts": 1, "strategy": "push_pull"}, "FailureConfig"),
+    ],
+)
+def test_bad_arguments_are_refused_without_ray(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(ray_loops.facts, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 7}, "room for 6 even when idle"),
+        ({"workers": 4, "placement": "STRICT_PACK"}, "room for 3 even when idle"),
+        ({"workers": 3, "placement": "STRICT_SPREAD"}, "room for 2 even when idle"),
+        ({"workers": 1, "resources": {"GPU": 1}}, "with GPU 1 each .* room for 0 even when idle"),
+    ],
+)
+def test_workers_without_a_place_are_refused_in_time(
+    nodes: Nodes, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        run(ray_loops.facts, **arguments, place_limit_s=0.5)
+
+
+def test_a_function_that_cannot_be_sent_is_refused(nodes: Nodes) -> None:
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot be sent to workers"):
+        run(lambda: lock.acquire(), workers=2)
+
+
+def test_ray_train_refuses_bad_strategies_at_once() -> None:
+    with pytest.raises(ConfigError, match="needs `slipstream run`"):
+        SlipstreamConfig("gadei")
+    with pytest.raises(ConfigError, match="no strategy"):
+        SlipstreamConfig("nonsense")
+
+
+def test_an_old_ray_is_refused() -> None:
+    require_version("2.51.0")
+    require_version("3.0.0.dev0")
+    with pytest.raises(ImportError, match=r"needs Ray 2\.51 or later"):
+        require_version("2.9.3")
+
+
+# ---- the last, because it costs a node
+
+
+def test_a_killed_node_ends_the_job_with_one_error(nodes: Nodes, tmp_path: Path) -> None:
+    killer = threading.Thread(target=nodes.lose_second, args=(tmp_path,))
+    killer.start()
+    try:
+        with pytest.raises(RuntimeFault) as caught:
+            run(ray_loops.Training(tmp_path), workers=2, placement="STRICT_SPREAD")
+    finally:
+        killer.join(LIMIT_S)
+    started = [file.name.split(".") for file in tmp_path.iterdir()]
+    (lost,) = [rank for rank, _, node in started if node == nodes.second.node_id]
+    assert re.match(
+        f"rank {lost} (failed: its process or its node died|is lost)", str(caught.value)
+    )
+    until(lambda: not any(psutil.pid_exists(int(pid)) for _, pid, _ in started))
