@@ -88,7 +88,7 @@ class Preparation:
                 "give both in one call; for a model that is not trained, call "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
-        return self._prepare_model(model, device_placement, evaluation_mode)
+        return self._prepare_model(model, device_placement, evaluation_mode=True)  # without DDP
 
     def _distribute(
         self, pairs: Sequence[Pair], placement: Mapping[int, bool | None]

@@ -96,7 +96,7 @@ def location(trace: TracebackType | None) -> str:
         frame
         for frame in traceback.extract_tb(trace)
         if not frame.filename.startswith(PACKAGE)
-        and "/torch/" not in frame.filename
+        and "/site-packages/" not in frame.filename
         and not frame.filename.startswith("<")
     ]
     return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
