@@ -13,10 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from slipstream.errors import ConfigError
-from slipstream.job import Job
-from slipstream.strategy import Strategy
-from slipstream.systems import parse
+import slipstream
 from slipstream.torch.plain_copies import Addition, keep_copies_plain
 
 Pair = tuple[nn.Module, Optimizer]
@@ -31,7 +28,9 @@ except ImportError as error:
     raise ImportError(f"slipstream.integrations.accelerate needs accelerate: {INSTALL}") from error
 
 
-def use(target: Any, job: Job, strategy: Strategy | str | None = None) -> None:
+def use(
+    target: Any, job: slipstream.Job, strategy: slipstream.Strategy | str | None = None
+) -> None:
     """Let ``prepare`` make models data-parallel by this job; call it before ``prepare``.
 
     Args:
@@ -45,7 +44,7 @@ def use(target: Any, job: Job, strategy: Strategy | str | None = None) -> None:
     check_version(version)
     accelerator = target if isinstance(target, Accelerator) else getattr(target, "accelerator", 0)
     if not isinstance(accelerator, Accelerator):
-        raise ConfigError(
+        raise slipstream.ConfigError(
             "use takes an accelerate.Accelerator or a transformers.Trainer; it was given a "
             f"{type(target).__name__}"
         )
@@ -53,13 +52,17 @@ def use(target: Any, job: Job, strategy: Strategy | str | None = None) -> None:
     if target is not accelerator:
         check_trainer(target)
         target.create_accelerator_and_postprocess = refuse_trials
-    Preparation(accelerator, job, parse(strategy) if isinstance(strategy, str) else strategy)
+    if isinstance(strategy, str):
+        strategy = slipstream.systems.parse(strategy)
+    Preparation(accelerator, job, strategy)
 
 
 class Preparation:
     """Replaces ``prepare`` and ``prepare_model`` of one accelerator."""
 
-    def __init__(self, accelerator: Any, job: Job, strategy: Strategy | None) -> None:
+    def __init__(
+        self, accelerator: Any, job: slipstream.Job, strategy: slipstream.Strategy | None
+    ) -> None:
         self._accelerator, self._job, self._strategy = accelerator, job, strategy
         self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
         self._pairs: list[Pair] = []  # as prepared
@@ -83,7 +86,7 @@ class Preparation:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         distributed = any(model is each for each, _ in self._pairs)
         if trained and not evaluation_mode and not distributed:
-            raise ConfigError(
+            raise slipstream.ConfigError(
                 f"a {type(model).__name__} was given to accelerator.prepare without its optimizer: "
                 "give both in one call; for a model that is not trained, call "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
@@ -115,7 +118,7 @@ class Preparation:
 class NoSync(Addition):
     """``model.no_sync``, as ``DistributedDataParallel`` has it: gradient accumulation uses it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: slipstream.Job) -> None:
         self._job = job
 
     def __call__(self) -> AbstractContextManager[None]:
@@ -145,7 +148,7 @@ def pairs_in(given: Sequence[Any]) -> list[Pair]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         owners = [model for model in models if held <= {id(p) for p in model.parameters()}]
         if len(owners) != 1:
-            raise ConfigError(
+            raise slipstream.ConfigError(
                 f"the parameters of a {type(optimizer).__name__} must all be of one model that is "
                 f"given to accelerator.prepare in the same call, and {len(owners)} models of "
                 f"{len(models)} have them all: give each optimizer with its model; models with one "
@@ -166,19 +169,23 @@ def check_version(found: str) -> None:
     """
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         needed = ".".join(map(str, OLDEST))
-        raise ConfigError(f"accelerate {found} is too old: needs {needed} or newer ({INSTALL})")
+        raise slipstream.ConfigError(
+            f"accelerate {found} is too old: needs {needed} or newer ({INSTALL})"
+        )
 
 
-def check_accelerator(accelerator: Any, job: Job) -> None:
+def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
     """Refuse an accelerator that does not leave data parallelism to a job.
 
     Raises:
         ConfigError: the reason, and an alternative.
     """
     if isinstance(getattr(accelerator.prepare, "__self__", None), Preparation):
-        raise ConfigError("use was called twice for one accelerator: call it once, with one job")
+        raise slipstream.ConfigError(
+            "use was called twice for one accelerator: call it once, with one job"
+        )
     if accelerator._models or accelerator._optimizers:
-        raise ConfigError(
+        raise slipstream.ConfigError(
             "accelerator.prepare was called before use, and has prepared a model or an optimizer "
             "its own way: call use first"
         )
@@ -187,15 +194,17 @@ def check_accelerator(accelerator: Any, job: Job) -> None:
     plain = kind == DistributedType.NO or kind.value.startswith("MULTI_")
     if plugins or not plain or getattr(accelerator, "parallelism_config", None) is not None:
         what = plugins[0] if plugins else kind.value if not plain else "a ParallelismConfig"
-        raise ConfigError(
+        raise slipstream.ConfigError(
             f"the accelerator is configured with {what}, which divides or updates the model in its "
             "own way: configure it without, or train without slipstream"
         )
     if accelerator.mixed_precision == "fp8":
-        raise ConfigError("mixed_precision='fp8' replaces layers in prepare: use 'bf16' or 'no'")
+        raise slipstream.ConfigError(
+            "mixed_precision='fp8' replaces layers in prepare: use 'bf16' or 'no'"
+        )
     found = accelerator.process_index, accelerator.num_processes
     if found != (job.rank, job.world_size):
-        raise ConfigError(
+        raise slipstream.ConfigError(
             f"Accelerate is process {found[0]} of {found[1]}, the job is rank {job.rank} of "
             f"{job.world_size}: start both with one launcher (slipstream run, torchrun, accelerate "
             "launch), and on hosts without GPU make Accelerator(cpu=True) or "
@@ -210,7 +219,7 @@ def check_trainer(trainer: Any) -> None:
         ConfigError: the reason, and an alternative.
     """
     if trainer.args.auto_find_batch_size:
-        raise ConfigError(
+        raise slipstream.ConfigError(
             "auto_find_batch_size starts the training again with smaller batches, on each rank by "
             "itself: set per_device_train_batch_size instead"
         )
@@ -218,7 +227,7 @@ def check_trainer(trainer: Any) -> None:
 
 def refuse_trials(*_: Any) -> None:
     """Trainers call it for each trial of a search."""
-    raise ConfigError(
+    raise slipstream.ConfigError(
         "hyperparameter_search makes a new Accelerator for each trial, and a job trains one: start "
         "a job for each trial"
     )
