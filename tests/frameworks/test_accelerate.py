@@ -229,6 +229,8 @@ def test_a_model_goes_with_its_optimizer(job: slipstream.Job, accelerator: Accel
         accelerator.prepare(one)
     with pytest.raises(ConfigError, match="without its optimizer"):
         accelerator.prepare_model(one)
+    with pytest.raises(ConfigError, match="without its optimizer"):
+        accelerator.prepare(one, first, two)  # and one is not distributed
     with pytest.raises(ConfigError, match="0 models of 1 have them all: give each optimizer with"):
         accelerator.prepare(two, first)
     over_two = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)

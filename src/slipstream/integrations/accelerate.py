@@ -49,11 +49,11 @@ def use(
             f"{type(target).__name__}"
         )
     check_accelerator(accelerator, job)
+    if isinstance(strategy, str):
+        strategy = slipstream.systems.parse(strategy)
     if target is not accelerator:
         check_trainer(target)
         target.create_accelerator_and_postprocess = refuse_trials
-    if isinstance(strategy, str):
-        strategy = slipstream.systems.parse(strategy)
     Preparation(accelerator, job, strategy)
 
 
@@ -75,6 +75,8 @@ class Preparation:
         # A Trainer that trains again gives the same pair again.
         known = [tuple(map(id, pair)) for pair in self._pairs]
         new = [pair for pair in pairs_in(given) if tuple(map(id, pair)) not in known]
+        for model in (each for each in given if isinstance(each, nn.Module)):
+            self._require_optimizer(model, new)
         done = self._distribute(new, placement) if new else {}
         rest = [done.get(id(each), each) for each in given]
         return self._prepare(*rest, device_placement=device_placement)
@@ -83,15 +85,19 @@ class Preparation:
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """As ``Accelerator.prepare_model``, for models that are not trained."""
+        if not evaluation_mode:
+            self._require_optimizer(model)
+        return self._prepare_model(model, device_placement, evaluation_mode=True)  # without DDP
+
+    def _require_optimizer(self, model: nn.Module, new: Sequence[Pair] = ()) -> None:
+        """Refuse a model that is trained, but by no optimizer of the job."""
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        distributed = any(model is each for each, _ in self._pairs)
-        if trained and not evaluation_mode and not distributed:
+        if trained and not any(model is each for each, _ in (*self._pairs, *new)):
             raise slipstream.ConfigError(
                 f"a {type(model).__name__} was given to accelerator.prepare without its optimizer: "
                 "give both in one call; for a model that is not trained, call "
                 "accelerator.prepare_model(model, evaluation_mode=True)"
             )
-        return self._prepare_model(model, device_placement, evaluation_mode=True)  # without DDP
 
     def _distribute(
         self, pairs: Sequence[Pair], placement: Mapping[int, bool | None]
@@ -103,13 +109,12 @@ class Preparation:
                 place = placement[id(model)]
                 done[id(model)] = self._prepare_model(model, place, evaluation_mode=True)
         placed = [(done[id(model)], optimizer) for model, optimizer in pairs]
-        for given, (model, optimizer) in zip(
-            pairs, self._job.distribute(placed, self._strategy), strict=True
-        ):
+        trained: Sequence[Any] = self._job.distribute(placed, self._strategy)
+        for given, (model, optimizer) in zip(pairs, trained, strict=True):
             prepared: Any = self._accelerator.prepare_optimizer(optimizer, device_placement=False)
-            prepared._is_accelerate_prepared = True
             keep_copies_plain(model)
-            model.no_sync, model._is_accelerate_prepared = NoSync(self._job), True  # type: ignore[assignment]
+            model.no_sync = NoSync(self._job)
+            model._is_accelerate_prepared = prepared._is_accelerate_prepared = True
             self._pairs.append((model, prepared))
             done |= {id(given[0]): model, id(given[1]): prepared}
         return done
