@@ -333,7 +333,10 @@ class Job(JobMetrics):
         trace: TracebackType | None,
     ) -> None:
         ended_well = isinstance(error, SystemExit) and not error.code
-        self._end.end(None if ended_well else error)
+        fault = None if error is None else self._session.fault_behind(error)
+        self._end.end(fault or (None if ended_well else error))
+        if fault is not None:
+            raise fault from error
 
     def _finish(self) -> None:
         parts = (self._env, self._session, self._training, self._figures)

@@ -412,8 +412,9 @@ def layers_of(specs: Sequence[Spec]) -> list[Layer]:
         spec = specs[weight]
         if spec.form == "":
             raise ConfigError(f"layer {name!r} has no compact form")
-        outputs, inputs = spec.shape
-        layers.append(Layer(name, spec.form, outputs, inputs, weight, bias, spec.dtype))
+        outputs, inputs = reversed(spec.shape) if spec.transposed else spec.shape
+        matrix = (outputs, inputs, weight, bias, spec.dtype, spec.transposed)
+        layers.append(Layer(name, spec.form, *matrix))
     return layers
 
 

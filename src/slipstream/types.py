@@ -80,8 +80,9 @@ class Spec:
     changed.
 
     ``layer`` names the tensor's layer, if that layer's gradient has a compact form, and ``form``
-    is this form: a fully connected layer's factors, or the used rows of a table. ``obstacle`` is
-    the reason why a layer's gradient has no compact form.
+    is this form: a fully connected layer's factors, or the used rows of a table. ``transposed``
+    says that the layer's weight is inputs × outputs. ``obstacle`` is the reason why a layer's
+    gradient has no compact form.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Spec:
     layer: str = ""
     obstacle: str = ""
     form: Literal["", "factors", "rows"] = ""
+    transposed: bool = False
 
     @property
     def numel(self) -> int:
@@ -138,7 +140,7 @@ class Layer:
     """A layer whose gradient has a compact form: its matrix is ``outputs`` × ``inputs``.
 
     ``weight`` and ``bias`` are tensors by index (``bias`` None if there is none); ``dtype`` is the
-    weight's.
+    weight's. The weight of a ``transposed`` layer is ``inputs`` × ``outputs``.
     """
 
     name: str
@@ -148,6 +150,7 @@ class Layer:
     weight: int
     bias: int | None
     dtype: str
+    transposed: bool = False
 
     @property
     def tensors(self) -> tuple[int, ...]:

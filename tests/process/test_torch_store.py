@@ -125,6 +125,15 @@ def test_learners_have_a_group_too(launch: Callable[..., Launch]) -> None:
     assert said(job.stdout) == expected("job's, after distribute")
 
 
+def test_a_collective_that_a_peer_has_left_tells_why(fork_server: ForkServer) -> None:
+    """Torch says only that the connection is closed."""
+    env = {**SECRET, "MASTER_PORT": str(free_port())}
+    run = fork_server.run(WORKER, "fails", ranks=2, env=env)
+    assert 0 not in run.codes.values(), run.told()
+    assert "ZeroDivisionError: rank 1 has enough" in run.stderr(1)
+    assert "Traceback" not in run.stderr(0), run.told()
+
+
 def test_torchs_store_takes_a_secret(fork_server: ForkServer) -> None:
     """It listens on all addresses, so no token may lie there."""
     env = {"MASTER_PORT": str(free_port())}

@@ -55,6 +55,11 @@ with slipstream.init() as job:
         job.init_process_group("gloo")  # it is there
         talk("before")
     model = train(job)
+    if CASE == "fails":
+        job.init_process_group()
+        if job.rank == 1:
+            raise ZeroDivisionError("rank 1 has enough")
+        distributed.all_reduce(torch.ones(1))
     if CASE == "job's, after distribute":
         job.init_process_group("gloo")
     if CASE != "torch afterwards":

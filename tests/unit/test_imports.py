@@ -61,6 +61,7 @@ EXCEPTIONS = {
     # A server that updates weights needs torch, and imports it when it learns that it must.
     ("runtime/servers/server.py", "torch"),
     ("bench/contestants/ablation.py", "codecs"),  # it takes a part out of a system
+    ("integrations/accelerate.py", "torch"),  # copies of a model are plain
     # For type checkers only: a plan holds its strategy, and rules are about one.
     ("plan.py", "strategy"),
     ("compat.py", "strategy"),
@@ -77,6 +78,7 @@ TORCH_OUTSIDE = {
     "runtime/members/rendezvous.py",  # its TCPStore
     "runtime/members/store.py",
     "transports/collective.py",
+    "integrations/accelerate.py",
 }
 # The stub is what ``slipstream`` takes its public names from.
 MODULES = sorted([*SOURCE.rglob("*.py"), SOURCE / "__init__.pyi"])

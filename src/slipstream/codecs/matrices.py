@@ -47,7 +47,7 @@ class LayerMath(Protocol):
     """
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
-        """share·dYᵀX for the weight, share·Σ dY for the bias."""
+        """share·dYᵀX for the weight (XᵀdY if it is transposed), share·Σ dY for the bias."""
         ...
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:

@@ -99,7 +99,10 @@ def location(trace: TracebackType | None) -> str:
         and "/torch/" not in frame.filename
         and not frame.filename.startswith("<")
     ]
-    return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    # A framework may have called slipstream.
+    places = [frame for frame in own if "/site-packages/" not in frame.filename] or own
+    last = places[-1] if places else None
+    return f"\n  at {last.filename}, line {last.lineno}: {last.line}" if last else ""
 
 
 def describe_error(error: BaseException) -> str:

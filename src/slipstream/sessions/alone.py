@@ -57,6 +57,9 @@ class AloneSession:
     def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
         return combine([figures])
 
+    def fault_behind(self, error: BaseException) -> None:
+        return None
+
     def abort(self, error: BaseException) -> None:
         pass
 

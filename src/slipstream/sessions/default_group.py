@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -71,6 +73,14 @@ class DefaultGroup:
         group, self._group = self._group, None
         if group is not None and distributed.is_initialized() and distributed.group.WORLD is group:
             distributed.destroy_process_group()
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a process group of torch has failed because a peer is gone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_group = any(f"torch{os.sep}distributed{os.sep}" in frame.filename for frame in frames)
+    said = re.search("connection|peer|remote", str(error), re.IGNORECASE)
+    return isinstance(error, RuntimeError) and in_group and said is not None
 
 
 def bind_gloo(host: str) -> None:

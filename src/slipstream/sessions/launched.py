@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.error_reporting import rank_reports
 from slipstream.runtime.launch.presence import Presence
@@ -111,6 +111,9 @@ class LaunchedSession:
         times."""
         session = self._joined("has ended without job.distribute", self._limits.wait_s)
         return session.leave(figures)
+
+    def fault_behind(self, error: BaseException) -> RuntimeFault | None:
+        return None if self._session is None else self._session.fault_behind(error)
 
     def abort(self, error: BaseException) -> None:
         if self._session is not None:

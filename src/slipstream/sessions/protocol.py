@@ -85,6 +85,9 @@ class Session(Protocol):
             The job's summary on the process that has all metrics, else None.
         """
 
+    def fault_behind(self, error: BaseException) -> RuntimeFault | None:
+        """The job's fault, if it is why torch's own process groups have failed; may wait for it."""
+
     def abort(self, error: BaseException) -> None:
         """Send the other processes the error that ends this process."""
 

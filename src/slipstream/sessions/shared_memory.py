@@ -133,6 +133,9 @@ class SharedMemorySession:
             summary |= as_accounts(farewell.account, Counter())
         return summary
 
+    def fault_behind(self, error: BaseException) -> None:
+        return None
+
     def abort(self, error: BaseException) -> None:
         pass  # the launcher sees this process end
 

@@ -2,7 +2,8 @@
 
 A fully connected layer's weight gradient is dYᵀX: the ``rows`` of X and dY carry the same
 information in fewer numbers, and the bias's gradient is the sum of dY's rows. An embedding's
-gradient has few nonzero rows: their ids and values carry the same information.
+gradient has few nonzero rows: their ids and values carry the same information. Hugging Face's
+``Conv1D`` (GPT-2) is a fully connected layer, too: x W + b, with the gradient XᵀdY.
 
 Autograd gets a layer's weight gradient through a small node of its own (``_Gradient``), so that
 a pass that needs only the gradient of the input captures nothing. The node either hands over
@@ -14,6 +15,7 @@ uses of the layer in a pass has run; it does not count if the pass is aborted be
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +59,10 @@ class CompactLayer:
     once: bool = False  # whether the last exchange had exactly one such pass
     # Captured in passes that may still be aborted, by pass: re-entrant checkpointing nests them.
     _open: dict[int, list[Captured]] = field(default_factory=dict)
+    transposed: bool = field(init=False)  # whether the weight is inputs × outputs
+
+    def __post_init__(self) -> None:
+        self.transposed = is_transposed(self.module)
 
     @classmethod
     def of(
@@ -79,6 +85,10 @@ class CompactLayer:
     @property
     def parameters(self) -> tuple[Any, ...]:
         return (self.module.weight, getattr(self.module, "bias", None))
+
+    def product(self, x: Tensor, dy: Tensor) -> Tensor:
+        """A fully connected layer's weight gradient."""
+        return x.t() @ dy if self.transposed else dy.t() @ x
 
     def keep(self, first: Tensor, second: Tensor, ahead: int | None = None) -> None:
         """The compact gradient of one use, within a backward pass."""
@@ -206,7 +216,7 @@ class _Gradient(torch.autograd.Function):
             ids, values = use.layer.without_padding(first, second)
             table = values.new_zeros(ctx.weight_shape).index_add_(0, ids, values)
             return use.once(table), None, None
-        weight = second.t() @ first if ctx.needs_input_grad[0] else None
+        weight = use.layer.product(first, second) if ctx.needs_input_grad[0] else None
         bias = second.sum(0) if ctx.needs_input_grad[1] else None
         return use.once(weight), use.once(bias), None
 
@@ -336,7 +346,8 @@ class Forward(ReplacedForward):
             return embedding_bags(input, weight.detach(), *more, port, self.layer.module, use)
         if self.layer.shape.form == "rows":
             return embedding(input, weight.detach(), port, use)
-        x, w, b = autocast(input, weight.detach(), bias)
+        matrix = weight.detach().t() if self.layer.transposed else weight.detach()
+        x, w, b = autocast(input, matrix, bias)
         if not recomputing():
             use.ahead = self.ports.entered(self.layer, as_rows(x.detach()))
         return linear(x, w, None if b is None else b.detach(), port, use)
@@ -357,6 +368,14 @@ class Forward(ReplacedForward):
                 "job.distribute, which would not see its gradient: register it before, and the "
                 "layer travels dense"
             )
+
+
+class TransposedForward(Forward):
+    """Of Hugging Face's ``Conv1D``, which names its input x."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = super().__call__(x)
+        return out
 
 
 def recomputing() -> bool:
@@ -383,7 +402,8 @@ def capture(layers: Sequence[CompactLayer], ports: Ports) -> Callable[[], None]:
             counting = ModuleHook(partial(_count_rows, layer))
             handles.append(layer.module.register_forward_pre_hook(counting))
         else:
-            layer.module.forward = Forward(layer, ports)
+            kind = TransposedForward if layer.transposed else Forward
+            layer.module.forward = kind(layer, ports)
         for parameter in layer.parameters:
             if parameter is not None:
                 handles.append(AccumulationHook(parameter, partial(ports.finished, layer)))
@@ -435,9 +455,20 @@ def named_forms(model: nn.Module) -> Iterator[tuple[str, nn.Module, Form, str]]:
 
 def form_of(module: nn.Module) -> Form | None:
     """The compact form that a layer's gradient has; None if it has none."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_transposed(module):
         return "factors"
     return "rows" if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+
+
+def transposed_linear() -> type[Any] | None:
+    """Hugging Face's ``Conv1D``; None if transformers is not imported: no model has one then."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a fully connected layer whose weight is inputs × outputs."""
+    kind = transposed_linear()
+    return kind is not None and isinstance(module, kind)
 
 
 def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bool) -> str:
@@ -449,7 +480,8 @@ def obstacle(module: Any, form: Form, owners: Mapping[int, int], *, compiled: bo
         return "its weight is not trained"
     if not weight.numel():
         return "its weight is empty"
-    plain = (nn.Linear.forward, nn.Embedding.forward, nn.EmbeddingBag.forward)
+    known = (nn.Linear, nn.Embedding, nn.EmbeddingBag, transposed_linear())
+    plain = [kind.forward for kind in known if kind is not None]
     own = getattr(module.forward, "__func__", None) not in plain
     if own and not hasattr(module, "on_factors"):
         return f"this {type(module).__name__} has a forward of its own"
@@ -484,6 +516,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def shape_of(name: str, module: Any, form: Form) -> LayerShape:
-    outputs, inputs = module.weight.shape
+    matrix = module.weight.shape
+    outputs, inputs = reversed(matrix) if is_transposed(module) else matrix
     bias = getattr(module, "bias", None) is not None
     return LayerShape(name, form, outputs, inputs, bias, module.weight.element_size())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ForeignParameters, RuntimeFault
-from slipstream.torch.compact_layers import named_forms
+from slipstream.torch.compact_layers import is_transposed, named_forms
 from slipstream.types import ITEM_BYTES, Spec
 
 Place = tuple[nn.Module, str]
@@ -33,7 +33,9 @@ class Inventory:
         """All exchanged tensors of a model."""
         # A tied parameter is part of several layers, and has an obstacle in each.
         layers: dict[int, dict[str, Any]] = {
-            id(parameter): {"obstacle": obstacle} if obstacle else {"layer": name, "form": form}
+            id(parameter): {"obstacle": obstacle}
+            if obstacle
+            else {"layer": name, "form": form, "transposed": is_transposed(module)}
             for name, module, form, obstacle in named_forms(model)
             for parameter in module.parameters(recurse=False)
         }

@@ -41,7 +41,9 @@ class TorchLayerMath:
         given = matrix(dy, rows, layer.outputs)
         # One parameter of the layer may have been frozen since the start, and the other not.
         if weight.requires_grad:
-            self._multiply(layer.weight, matrix(x, rows, layer.inputs), given, share)
+            factors = given, matrix(x, rows, layer.inputs)
+            first, second = reversed(factors) if layer.transposed else factors
+            self._multiply(layer.weight, first, second, share)
         if layer.bias is not None and (bias := self._parameters[layer.bias]).requires_grad:
             total = given.sum(0, dtype=torch.promote_types(given.dtype, torch.float32))
             self._add(layer.bias, (total * share).to(bias.device, bias.dtype))
@@ -73,13 +75,13 @@ class TorchLayerMath:
             held = self._memories[tensor] = torch.empty_like(weight, requires_grad=False)
         return held
 
-    def _multiply(self, tensor: int, x: Tensor, dy: Tensor, share: float) -> None:
-        """Divide while summing: short formats are then rounded once."""
+    def _multiply(self, tensor: int, first: Tensor, second: Tensor, share: float) -> None:
+        """firstᵀ·second. Divide while summing: short formats are then rounded once."""
         out = self._results[tensor]
         fresh = out is None
         if out is None:
             out = self._placed(tensor, self._memory(tensor).detach())
-        factors = dy.t().to(out.device), x.to(out.device)
+        factors = first.t().to(out.device), second.to(out.device)
         torch.addmm(out, *factors, beta=0 if fresh else 1, alpha=share, out=out)
 
     def _placed(self, tensor: int, gradient: Tensor) -> Tensor:

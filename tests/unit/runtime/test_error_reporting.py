@@ -1,4 +1,6 @@
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +95,19 @@ def test_the_users_own_errors_are_shown_as_python_shows_them(
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert "ZeroDivisionError: theirs" in said
+
+
+def test_the_place_is_the_users_own_line_where_a_framework_has_called() -> None:
+    framework = "/env/lib/python3.11/site-packages/transformers/trainer.py"
+    made: dict[str, Any] = {}
+    exec(compile("def train(fail): fail()", framework, "exec"), made)
+
+    def fail() -> None:
+        exec(compile("raise ValueError", framework, "exec"))
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text does not matter
+        made["train"](fail)
+    assert Path(__file__).name in location(caught.value.__traceback__)
 
 
 def test_without_a_trace_there_is_no_place() -> None:

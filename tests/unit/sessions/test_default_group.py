@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import distributed
+from torch.distributed import c10d_logger
 
 import slipstream
 from slipstream.errors import ConfigError
 from slipstream.runtime.environment import LOOPBACK, Environment
-from slipstream.sessions.default_group import DefaultGroup, GroupStore, bind_gloo
+from slipstream.sessions.default_group import (
+    DefaultGroup,
+    GroupStore,
+    bind_gloo,
+    is_lost_connection,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +85,23 @@ def test_gloo_listens_where_the_job_does(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_address_of_no_interface_changes_nothing() -> None:
     bind_gloo("192.0.2.250")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def raised(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whichever it is
+        call()
+    return caught.value
+
+
+def test_which_errors_are_those_of_a_lost_connection() -> None:
+    """A real one is in tests/process/test_torch_store.py."""
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def call_in_group() -> None:
+        c10d_logger._exception_logger(fail)()
+
+    assert is_lost_connection(raised(call_in_group))
+    assert not is_lost_connection(raised(fail))  # the loop's own
+    assert not is_lost_connection(raised(distributed.get_rank))  # there is no group

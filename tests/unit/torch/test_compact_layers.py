@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,17 +21,43 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.codecs import Factors, Rows
 from slipstream.codecs.matrices import Matrix, Scratch, to_frames
+from slipstream.plan import layers_of
+from slipstream.runtime.exchange.aggregator import LayerGradients
+from slipstream.systems import adam_factors
 from slipstream.torch.compact_layers import (
     CompactLayer,
     Ports,
     capture,
     form_of,
+    is_transposed,
     named_forms,
     shape_of,
 )
 from slipstream.torch.inventory import Inventory, dtype_name
 from slipstream.torch.layer_math import TorchLayerMath
-from slipstream.types import Buffer, Layer
+from slipstream.types import Buffer, Cluster, Layer, Values
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: fully connected, with a weight of inputs × outputs."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight = nn.Parameter(torch.ones(inputs, outputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(shape)
+
+
+@pytest.fixture(autouse=True)
+def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of transformers are known by its module; the tests of frameworks use the real one."""
+    module = ModuleType("transformers.pytorch_utils")
+    vars(module)["Conv1D"] = Conv1D
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 class Captured:
@@ -49,7 +77,8 @@ class Captured:
         self.parameters = list(module.parameters())
         shape = self.layer.shape
         dtype = dtype_name(module.weight)
-        self.as_planned = Layer("layer", form, shape.outputs, shape.inputs, 0, bias, dtype)
+        matrix = (shape.outputs, shape.inputs, 0, bias, dtype, is_transposed(module))
+        self.as_planned = Layer("layer", form, *matrix)
         self.math = TorchLayerMath(self.parameters, {"layer": module})
         self.scratch = Scratch()
 
@@ -155,6 +184,11 @@ LINEARS = [
     ("fp64", nn.Linear(5, 3, dtype=torch.float64), whole(4, 5, dtype=torch.float64)),
     ("bf16", nn.Linear(5, 3, dtype=torch.bfloat16), whole(4, 5, dtype=torch.bfloat16)),
     ("strided", nn.Linear(5, 3), whole(5, 4).t()),
+    ("2d", Conv1D(3, 5), whole(4, 5)),
+    ("3d", Conv1D(3, 5), whole(2, 4, 5)),
+    ("square", Conv1D(5, 5), whole(4, 5)),
+    ("fp64", Conv1D(3, 5, torch.float64), whole(4, 5, dtype=torch.float64)),
+    ("bf16", Conv1D(3, 5, torch.bfloat16), whole(4, 5, dtype=torch.bfloat16)),
 ]
 TABLES = [
     ("ids", nn.Embedding(9, 4), torch.tensor([1, 8, 0])),
@@ -325,13 +359,15 @@ def test_only_passes_that_add_to_gradients_capture(captured: Callable[..., Captu
 
 
 @pytest.mark.parametrize("takes", [True, False], ids=["compact", "dense"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "module", [nn.Linear(5, 5), nn.Linear(5, 5, bias=False), Conv1D(5, 5)], ids=str
+)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_gradient_of_the_inputs_gradient_is_torchs_own(
-    depth: int, bias: bool, takes: bool, captured: Callable[..., Captured]
+    depth: int, module: nn.Module, takes: bool, captured: Callable[..., Captured]
 ) -> None:
     """A gradient penalty, as of a WGAN-GP, with and without the loss itself."""
-    layer = captured(integral(nn.Linear(5, 5, bias=bias)), takes=takes)
+    layer = captured(integral(copy.deepcopy(module)), takes=takes)
 
     def penalty(one: Any) -> None:
         x = whole(4, 5).requires_grad_()
@@ -370,8 +406,9 @@ def test_create_graph_alone_is_fine(captured: Callable[..., Captured]) -> None:
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_autocast(takes: bool, captured: Callable[..., Captured]) -> None:
-    layer = captured(integral(nn.Linear(5, 3)), takes=takes)
+@pytest.mark.parametrize("module", [nn.Linear(5, 3), Conv1D(3, 5)], ids=str)
+def test_autocast(module: nn.Module, takes: bool, captured: Callable[..., Captured]) -> None:
+    layer = captured(integral(copy.deepcopy(module)), takes=takes)
 
     def run(one: Any) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -406,6 +443,11 @@ def test_without_gradients_nothing_is_captured(captured: Callable[..., Captured]
     with torch.no_grad():
         assert torch.equal(layer.module(whole(4, 5)), layer.plain(whole(4, 5)))
     assert torch.equal(layer.module(input=whole(4, 5)), layer.plain(input=whole(4, 5)))
+
+
+def test_inputs_by_name(captured: Callable[..., Captured]) -> None:
+    layer = captured(integral(Conv1D(3, 5)))
+    assert torch.equal(layer.module(x=whole(4, 5)), layer.plain(x=whole(4, 5)))
 
 
 def test_forward_that_need_not_capture_is_torchs_own(captured: Callable[..., Captured]) -> None:
@@ -561,3 +603,40 @@ def test_layers_without_obstacles() -> None:
     ]
     layers = [spec.layer for spec in Inventory.of(model).specs]
     assert layers == ["0", "0", "1", "", ""]
+
+
+def test_a_transposed_layer_is_planned_by_its_inputs_and_outputs() -> None:
+    specs = Inventory.of(nn.Sequential(Conv1D(3, 5), nn.Linear(5, 3))).specs
+    assert [(each.outputs, each.inputs, each.transposed) for each in layers_of(specs)] == [
+        (3, 5, True),
+        (3, 5, False),
+    ]
+
+
+def test_a_transposed_layer_with_a_forward_of_its_own() -> None:
+    class Scaled(Conv1D):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    assert [why for *_, why in named_forms(nn.Sequential(Scaled(3, 5)))] == [
+        "this Scaled has a forward of its own"
+    ]
+
+
+def test_without_transformers_a_layer_of_this_name_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "transformers.pytorch_utils")
+    assert form_of(Conv1D(3, 5)) is None
+
+
+def test_servers_compute_the_same_gradient_of_a_transposed_layer() -> None:
+    """``adam_factors``: numpy multiplies at the servers."""
+    specs = Inventory.of(nn.Sequential(Conv1D(3, 5))).specs
+    (layer,) = layers_of(specs)
+    x, dy = whole(4, 5), whole(4, 3, seed=1)
+    made = LayerGradients(adam_factors().plan(specs, Cluster(workers=2, servers=1)))
+    raw = (Values(each.reshape(-1).view(torch.uint8).numpy(), "float32") for each in (dy, x))
+    made.multiply(layer, *raw, rows=4, share=1.0)
+    weight = torch.from_numpy(made.flat[layer.weight].data).view(torch.float32).view(5, 3)
+    assert torch.equal(weight, x.t() @ dy)

@@ -339,7 +339,7 @@ class LayerGradients:
         kind = np.dtype(layer.dtype)
         given = dy.data.view(kind).reshape(rows, layer.outputs) * kind.type(share)
         weight = np.matmul(given.T, x.data.view(kind).reshape(rows, layer.inputs))
-        self._keep(layer.weight, weight)
+        self._keep(layer.weight, weight.T if layer.transposed else weight)
         if layer.bias is not None:
             self._keep(layer.bias, given.sum(axis=0))
 

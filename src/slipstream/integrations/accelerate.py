@@ -1,0 +1,238 @@
+"""Hugging Face: ``use(accelerator, job, "poseidon()")``, or with a ``Trainer`` of transformers.
+
+Accelerate keeps its own part: devices, mixed precision, data loaders, schedulers, checkpoints.
+``prepare`` makes the model data-parallel by the job instead of ``DistributedDataParallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import slipstream
+from slipstream.torch.plain_copies import Addition, keep_copies_plain
+
+Pair = tuple[nn.Module, Optimizer]
+OLDEST = (1, 1)
+PLUGINS = ("deepspeed", "fsdp", "megatron_lm")
+INSTALL = "pip install 'slipstream[accelerate]'"
+
+try:
+    from accelerate import Accelerator, DistributedType
+    from accelerate import __version__ as version
+except ImportError as error:
+    raise ImportError(f"slipstream.integrations.accelerate needs accelerate: {INSTALL}") from error
+
+
+def use(
+    target: Any, job: slipstream.Job, strategy: slipstream.Strategy | str | None = None
+) -> None:
+    """Let ``prepare`` make models data-parallel by this job; call it before ``prepare``.
+
+    Args:
+        target: an ``accelerate.Accelerator``, or a ``transformers.Trainer`` before ``train``.
+        job: the job of this process.
+        strategy: as for ``job.distribute``.
+
+    Raises:
+        ConfigError: this cannot be trained; the message gives the reason and an alternative.
+    """
+    check_version(version)
+    accelerator = target if isinstance(target, Accelerator) else getattr(target, "accelerator", 0)
+    if not isinstance(accelerator, Accelerator):
+        raise slipstream.ConfigError(
+            "use takes an accelerate.Accelerator or a transformers.Trainer; it was given a "
+            f"{type(target).__name__}"
+        )
+    check_accelerator(accelerator, job)
+    if isinstance(strategy, str):
+        strategy = slipstream.systems.parse(strategy)
+    if target is not accelerator:
+        check_trainer(target)
+        target.create_accelerator_and_postprocess = refuse_trials
+    Preparation(accelerator, job, strategy)
+
+
+class Preparation:
+    """Replaces ``prepare`` and ``prepare_model`` of one accelerator."""
+
+    def __init__(
+        self, accelerator: Any, job: slipstream.Job, strategy: slipstream.Strategy | None
+    ) -> None:
+        self._accelerator, self._job, self._strategy = accelerator, job, strategy
+        self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
+        self._pairs: list[Pair] = []  # as prepared
+        accelerator.prepare, accelerator.prepare_model = self.prepare, self.prepare_model
+
+    def prepare(self, *given: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """As ``Accelerator.prepare``; models and their optimizers are distributed."""
+        places = [None] * len(given) if device_placement is None else device_placement
+        placement = {id(each): place for each, place in zip(given, places, strict=True)}
+        # A Trainer that trains again gives the same pair again.
+        known = [tuple(map(id, pair)) for pair in self._pairs]
+        new = [pair for pair in pairs_in(given) if tuple(map(id, pair)) not in known]
+        for model in (each for each in given if isinstance(each, nn.Module)):
+            self._require_optimizer(model, new)
+        done = self._distribute(new, placement) if new else {}
+        rest = [done.get(id(each), each) for each in given]
+        return self._prepare(*rest, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As ``Accelerator.prepare_model``, for models that are not trained."""
+        if not evaluation_mode:
+            self._require_optimizer(model)
+        return self._prepare_model(model, device_placement, evaluation_mode=True)  # without DDP
+
+    def _require_optimizer(self, model: nn.Module, new: Sequence[Pair] = ()) -> None:
+        """Refuse a model that is trained, but by no optimizer of the job."""
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if trained and not any(model is each for each, _ in (*self._pairs, *new)):
+            raise slipstream.ConfigError(
+                f"a {type(model).__name__} was given to accelerator.prepare without its optimizer: "
+                "give both in one call; for a model that is not trained, call "
+                "accelerator.prepare_model(model, evaluation_mode=True)"
+            )
+
+    def _distribute(
+        self, pairs: Sequence[Pair], placement: Mapping[int, bool | None]
+    ) -> dict[int, Any]:
+        """Distribute all pairs at once; returns what is prepared, by what was given."""
+        done: dict[int, Any] = {}
+        for model, _ in pairs:
+            if id(model) not in done:
+                place = placement[id(model)]
+                done[id(model)] = self._prepare_model(model, place, evaluation_mode=True)
+        placed = [(done[id(model)], optimizer) for model, optimizer in pairs]
+        trained: Sequence[Any] = self._job.distribute(placed, self._strategy)
+        for given, (model, optimizer) in zip(pairs, trained, strict=True):
+            prepared: Any = self._accelerator.prepare_optimizer(optimizer, device_placement=False)
+            keep_copies_plain(model)
+            model.no_sync = NoSync(self._job)
+            model._is_accelerate_prepared = prepared._is_accelerate_prepared = True
+            self._pairs.append((model, prepared))
+            done |= {id(given[0]): model, id(given[1]): prepared}
+        return done
+
+
+class NoSync(Addition):
+    """``model.no_sync``, as ``DistributedDataParallel`` has it: gradient accumulation uses it."""
+
+    def __init__(self, job: slipstream.Job) -> None:
+        self._job = job
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._job.accumulate()
+
+    def __deepcopy__(self, _memo: object) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return no_sync_of_copies, ()
+
+
+def no_sync_of_copies() -> Callable[[], AbstractContextManager[None]]:
+    """Copies are not data-parallel."""
+    return nullcontext
+
+
+def pairs_in(given: Sequence[Any]) -> list[Pair]:
+    """Every optimizer with the model whose parameters it holds.
+
+    Raises:
+        ConfigError: an optimizer has no such model, or several.
+    """
+    models = [each for each in given if isinstance(each, nn.Module)]
+    pairs: list[Pair] = []
+    for optimizer in (each for each in given if isinstance(each, Optimizer)):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [model for model in models if held <= {id(p) for p in model.parameters()}]
+        if len(owners) != 1:
+            raise slipstream.ConfigError(
+                f"the parameters of a {type(optimizer).__name__} must all be of one model that is "
+                f"given to accelerator.prepare in the same call, and {len(owners)} models of "
+                f"{len(models)} have them all: give each optimizer with its model; models with one "
+                "optimizer belong into one nn.ModuleDict"
+            )
+        pairs.append((owners[0], optimizer))
+    return pairs
+
+
+# ---- what cannot be trained
+
+
+def check_version(found: str) -> None:
+    """Refuse an Accelerate that is too old.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        raise slipstream.ConfigError(
+            f"accelerate {found} is too old: needs {needed} or newer ({INSTALL})"
+        )
+
+
+def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
+    """Refuse an accelerator that does not leave data parallelism to a job.
+
+    Raises:
+        ConfigError: the reason, and an alternative.
+    """
+    if isinstance(getattr(accelerator.prepare, "__self__", None), Preparation):
+        raise slipstream.ConfigError(
+            "use was called twice for one accelerator: call it once, with one job"
+        )
+    if accelerator._models or accelerator._optimizers:
+        raise slipstream.ConfigError(
+            "accelerator.prepare was called before use, and has prepared a model or an optimizer "
+            "its own way: call use first"
+        )
+    state, kind = accelerator.state, accelerator.distributed_type
+    plugins = [name for name in PLUGINS if getattr(state, f"{name}_plugin", None) is not None]
+    plain = kind == DistributedType.NO or kind.value.startswith("MULTI_")
+    if plugins or not plain or getattr(accelerator, "parallelism_config", None) is not None:
+        what = plugins[0] if plugins else kind.value if not plain else "a ParallelismConfig"
+        raise slipstream.ConfigError(
+            f"the accelerator is configured with {what}, which divides or updates the model in its "
+            "own way: configure it without, or train without slipstream"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise slipstream.ConfigError(
+            "mixed_precision='fp8' replaces layers in prepare: use 'bf16' or 'no'"
+        )
+    found = accelerator.process_index, accelerator.num_processes
+    if found != (job.rank, job.world_size):
+        raise slipstream.ConfigError(
+            f"Accelerate is process {found[0]} of {found[1]}, the job is rank {job.rank} of "
+            f"{job.world_size}: start both with one launcher (slipstream run, torchrun, accelerate "
+            "launch), and on hosts without GPU make Accelerator(cpu=True) or "
+            "TrainingArguments(use_cpu=True)"
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what a ``Trainer`` would do with several models, one after the other.
+
+    Raises:
+        ConfigError: the reason, and an alternative.
+    """
+    if trainer.args.auto_find_batch_size:
+        raise slipstream.ConfigError(
+            "auto_find_batch_size starts the training again with smaller batches, on each rank by "
+            "itself: set per_device_train_batch_size instead"
+        )
+
+
+def refuse_trials(*_: Any) -> None:
+    """Trainers call it for each trial of a search."""
+    raise slipstream.ConfigError(
+        "hyperparameter_search makes a new Accelerator for each trial, and a job trains one: start "
+        "a job for each trial"
+    )
