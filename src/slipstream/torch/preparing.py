@@ -182,6 +182,22 @@ def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
     return inventories
 
 
+def rounds_may_lack_workers(strategy: Strategy, workers: int) -> bool:
+    """Whether a round may wait for workers that have gone on to other places of the loop.
+
+    Rounds of the first N do, where a worker may miss rounds, and N is more than one.
+
+    Raises:
+        ConfigError: The strategy is impossible with so many workers.
+    """
+    rule = strategy.consistency.among(workers).admit
+    if not isinstance(rule, FirstOf):
+        return False
+    of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
+    closes_anyway = rule.close_after_s is not None and rule.min_first == 1
+    return not of_all and not closes_anyway
+
+
 def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     """Refuse several pairs where rounds need several workers, and a worker may miss some.
 
@@ -191,12 +207,7 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     Raises:
         ConfigError: Such workers could wait for each other for ever.
     """
-    rule = strategy.consistency.among(workers).admit
-    if pairs == 1 or not isinstance(rule, FirstOf):
-        return
-    of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
-    closes_anyway = rule.close_after_s is not None and rule.min_first == 1
-    if not of_all and not closes_anyway:
+    if pairs > 1 and rounds_may_lack_workers(strategy, workers):
         # Rounds of outer gradients close with the first N, and never earlier.
         outer = strategy.update.inner.travels == "outer gradients"
         others = "" if outer else ", close_after_s with min_first=1"
