@@ -71,8 +71,8 @@ except ModuleNotFoundError as error:
     ) from error
 require_version(pl.__version__)
 
-LightningEnvironment: Any = import_module(f"{pl.__name__}.plugins.environments").LightningEnvironment
-ScriptLauncher: Any = import_module(f"{pl.__name__}.strategies.launchers")._SubprocessScriptLauncher
+environments: Any = import_module(f"{pl.__name__}.plugins.environments")
+launchers: Any = import_module(f"{pl.__name__}.strategies.launchers")
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def reported_once() -> Iterator[None]:
         raise
 
 
-class SlipstreamEnvironment(LightningEnvironment):
+class SlipstreamEnvironment(environments.LightningEnvironment):
     """Ranks as slipstream reads them: from a launcher or a scheduler (RANK and so on, SLURM_*).
 
     Without one, Lightning's own launcher starts the workers of this node.
@@ -208,7 +208,7 @@ class SlipstreamEnvironment(LightningEnvironment):
 CHILDREN = Children()  # a process has one set of workers, and may have several Trainers
 
 
-class SlipstreamLauncher(ScriptLauncher):
+class SlipstreamLauncher(launchers._SubprocessScriptLauncher):
     """Lightning's launcher of the other workers of this node, none of which is ever left over."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
