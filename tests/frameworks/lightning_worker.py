@@ -128,18 +128,31 @@ def trainer_of(case: dict[str, Any], **more: Any) -> Any:
     return pl.Trainer(**QUIET | chosen | more)
 
 
+def half(case: dict[str, Any], model: Any) -> str:
+    """Half of a training, and its checkpoint: of a callback, if one made after it is the same."""
+    saved, afterwards = f"{case['name']}.ckpt", f"{case['name']}-afterwards.ckpt"
+    saving = pl.callbacks.ModelCheckpoint(dirpath=".", filename=case["name"])
+    trainer = trainer_of(case, max_epochs=1, enable_checkpointing=True, callbacks=[saving])
+    trainer.fit(model, loader())
+    trainer.save_checkpoint(afterwards)
+    if not trainer.is_global_zero:
+        return saved
+    first, second = (torch.load(file, weights_only=False) for file in (saved, afterwards))
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        torch.testing.assert_close(first[part], second[part], rtol=0, atol=0)
+    assert "momentum_buffer" in first["optimizer_states"][0]["state"][0]
+    return saved
+
+
 def train(case: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(7 + int(os.environ.get("LOCAL_RANK", "0")))  # rank 0's weights count
     model = (Gan if case.get("gan") else Plain)(case)
     validation = loader() if case.get("validates") else None
     trainer = trainer_of(case)
     if case.get("resumes"):
-        # Half of the training, its checkpoint, and a new module that continues.
-        first = trainer_of(case, max_epochs=1)
-        first.fit(model, loader())
-        first.save_checkpoint(f"{case['name']}.ckpt")
+        saved = half(case, model)
         model = Plain(case)
-        trainer.fit(model, loader(), ckpt_path=f"{case['name']}.ckpt")
+        trainer.fit(model, loader(), ckpt_path=saved)
     else:
         trainer.fit(model, loader(), validation)
     return model, trainer

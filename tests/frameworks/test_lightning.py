@@ -27,7 +27,7 @@ from ports import free_port
 
 import slipstream
 from slipstream.errors import ConfigError, LaunchError, SecretError
-from slipstream.integrations import lightning as integration
+from slipstream.integrations import lightning_environment
 from slipstream.integrations.lightning import SlipstreamStrategy
 
 pytestmark = pytest.mark.process
@@ -328,9 +328,9 @@ def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_lightning(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(integration.pl, "__version__", "2.5.4")
+    alone.setattr(lightning_environment.pl, "__version__", "2.5.4")
     with pytest.raises(ConfigError, match=r"needs Lightning 2.6 or later, and this is 2.5.4: pip"):
-        importlib.reload(integration)
+        importlib.reload(lightning_environment)
 
 
 def test_there_is_a_job_only_during_fit(alone: pytest.MonkeyPatch) -> None:

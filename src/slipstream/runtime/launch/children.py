@@ -72,6 +72,11 @@ class Children:
             self.end(0.0)
             os._exit(1)
 
+    def send(self, signum: int) -> None:
+        """Send a signal to all that still run."""
+        for process in self._processes.values():
+            process.send_signal(signum)
+
     def end(self, grace_s: float | None = None) -> None:
         """Rank 0 has failed: end all that do not end by themselves."""
         deadline = time.monotonic() + (
