@@ -71,7 +71,9 @@ class Plain(pl.LightningModule):  # type: ignore[misc, name-defined]
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        momentum = 0.0 if "rate" in self.case else 0.9
+        rate = self.case.get("rate", 0.1)
+        optimizer = torch.optim.SGD(self.parameters(), lr=rate, momentum=momentum)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
 

@@ -75,6 +75,7 @@ def case(strategy: str, variant: str = "plain", **more: Any) -> Case:
 
 EQUALS = [case(system, each) for system, variants in SYNCHRONOUS.items() for each in variants]
 EVALUATED = case("slipstream_push_pull", "evaluated", validates=True, tests=True)
+SLOW = [case(system, rate=0.02) for system in OTHERS]  # diloco and async_sgd step further
 REFERENCES = [case(DDP, variant) for variant in VARIANTS if variant != "resumed"]
 BRIEF = [case("slipstream_push_pull"), case("slipstream_poseidon", "both")]
 
@@ -109,9 +110,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 @pytest.fixture(scope="module")
 def trained(launch: Callable[..., Launch]) -> Launch:
     """By Lightning's own launcher. DDP comes last: its process group stays."""
-    plan = [*EQUALS, EVALUATED, *map(case, OTHERS), *REFERENCES]
+    plan = [*EQUALS, EVALUATED, *SLOW, *REFERENCES]
     job = launch(sys.executable, plan=plan)
-    assert job.wait() == 0, job.stderr
+    assert job.wait(limit_s=280) == 0, job.stderr
     assert job.remains.left() == []
     return job
 
@@ -141,8 +142,8 @@ def test_other_systems_train_as_well(trained: Launch, system: str) -> None:
     outcome = Outcome(trained, case(system))
     assert furthest(*outcome.states) == 0
     for told in outcome.told:
-        assert len(told["losses"]) == 14
-        assert all(loss < 3 for loss in told["losses"])
+        assert len(told["losses"]) == 14  # steps: two epochs of half of 14 batches
+        assert sum(told["losses"][-7:]) < sum(told["losses"][:7])
 
 
 def test_evaluation_after_the_training(trained: Launch) -> None:

@@ -27,11 +27,8 @@ from slipstream.integrations.lightning_environment import (
     pl,
     reported_once,
 )
-from slipstream.sessions.request import DEFAULT_STRATEGY, own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.torch.preparing import rounds_may_lack_workers
-from slipstream.torch.remote_optimizer import RemoteOptimizer
 
 FAULT_S = 7.0  # for the reason of a failed collective to arrive; a lost worker is silent first
 DEVICES = ("cpu", "cuda")
@@ -69,7 +66,7 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         **options: Any,
     ) -> None:
         with reported_once():
-            given = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or DEFAULT_STRATEGY
+            given = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
             self._strategy = given
             self._chosen = chosen(given)
             self._options = known_options(options)
@@ -238,7 +235,7 @@ def check_loop(strategy: Strategy, workers: int) -> None:
     Raises:
         ConfigError: the last rounds would wait for workers that have finished.
     """
-    if rounds_may_lack_workers(strategy, workers):
+    if strategy.rounds_may_lack_workers(workers):
         raise ConfigError(
             f"{strategy.name}: in a Lightning loop every worker makes the same number of steps, "
             "so a worker that has missed rounds would wait for others that have finished: use "
@@ -248,10 +245,11 @@ def check_loop(strategy: Strategy, workers: int) -> None:
 
 
 def own_with_state(optimizer: Any) -> Any:
-    """The module's own optimizer, with the state that servers have of it."""
-    own = own_optimizer(optimizer)
-    if isinstance(optimizer, RemoteOptimizer):
-        own.load_state_dict(optimizer.state_dict())
+    """The module's own optimizer, with the state that servers may have of it."""
+    own = getattr(optimizer, "local", None)
+    if own is None:
+        return optimizer
+    own.load_state_dict(optimizer.state_dict())
     return own
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from slipstream.compat import check
-from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
 from slipstream.routes import dense_only
 from slipstream.runtime.config_fingerprint import difference
@@ -182,22 +181,6 @@ def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
     return inventories
 
 
-def rounds_may_lack_workers(strategy: Strategy, workers: int) -> bool:
-    """Whether a round may wait for workers that have gone on to other places of the loop.
-
-    Rounds of the first N do, where a worker may miss rounds, and N is more than one.
-
-    Raises:
-        ConfigError: The strategy is impossible with so many workers.
-    """
-    rule = strategy.consistency.among(workers).admit
-    if not isinstance(rule, FirstOf):
-        return False
-    of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
-    closes_anyway = rule.close_after_s is not None and rule.min_first == 1
-    return not of_all and not closes_anyway
-
-
 def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     """Refuse several pairs where rounds need several workers, and a worker may miss some.
 
@@ -207,7 +190,7 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     Raises:
         ConfigError: Such workers could wait for each other for ever.
     """
-    if pairs > 1 and rounds_may_lack_workers(strategy, workers):
+    if pairs > 1 and strategy.rounds_may_lack_workers(workers):
         # Rounds of outer gradients close with the first N, and never earlier.
         outer = strategy.update.inner.travels == "outer gradients"
         others = "" if outer else ", close_after_s with min_first=1"
