@@ -237,6 +237,19 @@ class Job(JobMetrics):
         """
         return self._session.share(value)
 
+    def check(self) -> None:
+        """Raise the error that has ended the job on another worker, if there is one.
+
+        For loops that also wait by other means: if a collective of torch fails because another
+        worker has ended, this raises the reason. Learners that share memory do not depend on each
+        other, so there it does nothing.
+
+        Raises:
+            PeerFailed: another worker has reported an error.
+            PeerLost: another worker is lost, and the job cannot continue without it.
+        """
+        self._session.check()
+
     def init_process_group(self, backend: str = "gloo") -> None:
         """Make torch's default process group, of all workers; every rank must call it.
 

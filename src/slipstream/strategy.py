@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.codecs import Filter, Rotate
 from slipstream.compat import check
-from slipstream.consistency import Consistency
+from slipstream.consistency import Consistency, FirstOf
 from slipstream.errors import ConfigError
 from slipstream.fields import misplaced
 from slipstream.plan import Plan
@@ -96,6 +96,21 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def two_levels(self) -> bool:
         """Whether workers of one host aggregate first."""
         return any(isinstance(route.topology, TwoLevel) for route in self.routes.routes())
+
+    def rounds_may_lack_workers(self, workers: int) -> bool:
+        """Whether a round may wait for workers that have gone on to other places of the loop.
+
+        Rounds of the first N do, where a worker may miss rounds, and N is more than one.
+
+        Raises:
+            ConfigError: The strategy is impossible with so many workers.
+        """
+        rule = self.consistency.among(workers).admit
+        if not isinstance(rule, FirstOf):
+            return False
+        of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
+        closes_anyway = rule.close_after_s is not None and rule.min_first == 1
+        return not of_all and not closes_anyway
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         """Whether any tensor is sent to a server."""

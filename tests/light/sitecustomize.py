@@ -41,9 +41,10 @@ class Light:
     def whole(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        del sys.modules[NAME]
-        vars(sys.modules["torch"]).pop("_dynamo", None)
+        if self in sys.meta_path:  # not yet; `from torch._dynamo import x` asks twice
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            del sys.modules[NAME]
+            vars(sys.modules["torch"]).pop("_dynamo", None)
         return getattr(importlib.import_module(NAME), name)
 
 

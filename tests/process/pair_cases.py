@@ -141,6 +141,20 @@ class Closures(Gan):
         of_generator.step(closure)
 
 
+class GivenClosures(Gan):
+    """Every step gets a closure, as frameworks do it; the backward pass came before."""
+
+    def round(self, loop: Loop, number: int) -> None:
+        (generator, of_generator), (critic, of_critic) = loop.pairs
+        real, made = loop.samples(VALUES) + 1, generator(loop.samples(NOISE)).detach()
+        of_critic.zero_grad()
+        (F.softplus(-critic(real)).mean() + F.softplus(critic(made)).mean()).backward()
+        of_critic.step(lambda: None)
+        of_generator.zero_grad()
+        F.softplus(-critic(generator(loop.samples(NOISE)))).mean().backward()
+        of_generator.step(closure=lambda: None)
+
+
 class Norms(Gan):
     """Both models have statistics, which change with every forward pass."""
 
@@ -160,6 +174,7 @@ CASES: dict[str, Any] = {
     "gan": Gan(),
     "shared": Shared(),
     "closures": Closures(),
+    "given closures": GivenClosures(),
     "norms": Norms(),
 }
 

@@ -56,6 +56,7 @@ EXACT = [
     asked("shared in two calls", "shared", PUSH_PULL, calls=True),
     asked("shared streamed in two calls", "shared", STALE, calls=True, wait=True),
     asked("closures", "closures", PUSH_PULL),
+    asked("given closures", "given closures", PUSH_PULL),
 ]
 ALIKE = [
     asked("running ahead", "gan", "parameter_flow(staleness=2)"),

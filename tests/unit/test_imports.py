@@ -53,8 +53,8 @@ MAY_IMPORT = {
     | {"bench", "probing", "service", ""},  # the last is the public face, as users see it
     # A user of the public face, as scripts are; the API knows how processes are started.
     "service": GROUND | {"runtime", "initialization", ""},
-    # Users of the public face, each for one framework; Ray's starts workers, as launchers do.
-    "integrations": {"", "errors", "runtime", "strategy", "systems"},
+    # Users of the public face, each for one framework; launchers know how processes are started.
+    "integrations": {"errors", "compat", "strategy", "systems", "runtime", "initialization", ""},
     "__init__": DECISIONS | {"initialization", "job", "runtime", "systems", "testing", "torch"},
 }
 EXCEPTIONS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
 LAUNCHER = "SLIPSTREAM_LAUNCHER"  # set by ``slipstream run`` in its workers
 INTERRUPTED = "interrupted"
 REPORT_S = 2.0  # for the rank that prints a common error
+INSTALLED = "/site-packages/"
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -54,7 +56,9 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             prints = True
         if prints:
             message = printable_lines(f"slipstream: {error}{location(trace)}")
-            print(message, file=sys.stderr, flush=True)
+            # Torch's hook keeps what is printed in memory, and loses it if this one exits.
+            held = isinstance(sys.stderr, io.StringIO)
+            print(message, file=sys.__stderr__ if held else sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             raise SystemExit(EXIT_PEER_FAILED)
 
@@ -91,18 +95,16 @@ def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
 
 
 def location(trace: TracebackType | None) -> str:
-    """The last line of the user's own code in the traceback."""
-    own = [
+    """The last line of the user's own code in the traceback; of a framework's, if it has none."""
+    outside = [
         frame
         for frame in traceback.extract_tb(trace)
         if not frame.filename.startswith(PACKAGE)
         and "/torch/" not in frame.filename
         and not frame.filename.startswith("<")
     ]
-    # A framework may have called slipstream.
-    places = [frame for frame in own if "/site-packages/" not in frame.filename] or own
-    last = places[-1] if places else None
-    return f"\n  at {last.filename}, line {last.lineno}: {last.line}" if last else ""
+    own = [frame for frame in outside if INSTALLED not in frame.filename] or outside
+    return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def describe_error(error: BaseException) -> str:

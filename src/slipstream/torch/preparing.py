@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from slipstream.compat import check
-from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
 from slipstream.routes import dense_only
 from slipstream.runtime.config_fingerprint import difference
@@ -191,12 +190,7 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     Raises:
         ConfigError: Such workers could wait for each other for ever.
     """
-    rule = strategy.consistency.among(workers).admit
-    if pairs == 1 or not isinstance(rule, FirstOf):
-        return
-    of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
-    closes_anyway = rule.close_after_s is not None and rule.min_first == 1
-    if not of_all and not closes_anyway:
+    if pairs > 1 and strategy.rounds_may_lack_workers(workers):
         # Rounds of outer gradients close with the first N, and never earlier.
         outer = strategy.update.inner.travels == "outer gradients"
         others = "" if outer else ", close_after_s with min_first=1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -46,21 +47,34 @@ class WorkerUpdates:
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:  # it runs backward itself, within the step
-            exchanging = self._synchronizer.leaves_at_step
-            return self._with_exchange(closure, args, kwargs) if exchanging else None
+            return args[:1], {**kwargs, "closure": self._with_exchange(closure, optimizer)}
+        self._exchange(optimizer)
+        return None
+
+    def _exchange(self, optimizer: torch.optim.Optimizer) -> None:
         self._synchronizer.gradients.refuse_unknown(optimizer)
         self._synchronizer.end_exchange()
         self.wait()
-        return None
 
-    def _with_exchange(self, closure: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """A step's arguments with a closure whose gradients are sent during its backward pass."""
+    def _with_exchange(
+        self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer
+    ) -> Callable[[], Any]:
+        """The closure; gradients of its backward pass are sent during that pass.
+
+        A closure may run no backward pass: frameworks give every step a closure, also if the
+        gradients were computed before, or if this worker skips the step.
+        """
+        synchronizer = self._synchronizer
 
         def run() -> Any:
-            with self._synchronizer.leaving_during_backward():
-                return closure()
+            at_step = synchronizer.leaves_at_step
+            with synchronizer.leaving_during_backward() if at_step else nullcontext():
+                loss = closure()
+            if not synchronizer.driver.exchanged:
+                self._exchange(optimizer)
+            return loss
 
-        return args[:1], {**kwargs, "closure": run}
+        return run
 
     def _after_update(self, *_: Any) -> None:
         self._on_applied()

@@ -1,5 +1,8 @@
+import io
 import sys
+import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -112,6 +115,27 @@ def test_the_place_is_the_users_own_line_where_a_framework_has_called() -> None:
 
 def test_without_a_trace_there_is_no_place() -> None:
     assert location(None) == ""
+
+
+def test_a_line_of_the_script_comes_before_a_line_of_its_framework() -> None:
+    framework = compile("def call(f): return f()", "/lib/site-packages/framework/loop.py", "exec")
+    names: dict[str, Any] = {}
+    exec(framework, names)
+    with pytest.raises(TypeError) as raised:
+        names["call"](lambda: names["call"](None))
+    *_, last = traceback.walk_tb(raised.tb)
+    assert Path(__file__).name in location(raised.tb)
+    assert "framework/loop.py" in location(TracebackType(None, last[0], last[0].f_lasti, last[1]))
+
+
+def test_a_line_is_printed_though_torchs_hook_collects_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch puts the rank in front of each line, in a hook that it sets with its default group."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(SystemExit):
+        error_reporting(0, PeerFailed("rank 1", "ValueError: broken"))
+    assert capfd.readouterr().err.startswith("slipstream: rank 1 failed: ValueError: broken\n")
 
 
 def test_a_learner_says_its_own_faults_which_nobody_else_hears_of(

@@ -94,7 +94,7 @@ def start_process(
             stderr=stderr,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with(os.getpid()),
         )
     except OSError as error:
         if error.errno in ERRORS:
@@ -103,13 +103,13 @@ def start_process(
         raise LaunchError(f"cannot start {full[0]!r}: {reason}; is it on the PATH?") from error
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
+    """What a child has to call in order to be killed when its parent dies; None: not possible."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
     set_death_signal, kill = 1, int(signal.SIGKILL)
-    parent = os.getpid()
 
     def arm() -> None:
         prctl(set_death_signal, kill, 0, 0, 0)

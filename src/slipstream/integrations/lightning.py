@@ -1,0 +1,286 @@
+"""Lightning's Trainer over slipstream: ``Trainer(strategy="slipstream_poseidon", devices=4)``.
+
+Importing this module registers a strategy of Lightning for every system (``slipstream_push_pull``
+and so on), and ``slipstream``, which is that of the command line. ``SlipstreamStrategy`` takes any
+strategy of slipstream. The loop is Lightning's: slipstream joins the workers when ``fit`` begins,
+distributes the module and its optimizers, and leaves when ``fit`` ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import traceback
+import warnings
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import slipstream
+from slipstream.compat import check
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.integrations.lightning_environment import (
+    CHILDREN,
+    SlipstreamEnvironment,
+    SlipstreamLauncher,
+    pl,
+    reported_once,
+)
+from slipstream.strategy import Strategy
+from slipstream.systems import SYSTEMS, parse
+
+FAULT_S = 7.0  # for the reason of a failed collective to arrive; a lost worker is silent first
+DEVICES = ("cpu", "cuda")
+
+
+class SlipstreamStrategy(pl.strategies.DDPStrategy):
+    """Lightning's strategy that trains with one of slipstream.
+
+    Args:
+        strategy: a strategy of slipstream, its text, or None for that of the command line
+            (``SLIPSTREAM_STRATEGY``), else ``push_pull``.
+        checkpoint_io: as for Lightning's ``DDPStrategy``.
+        precision_plugin: as for Lightning's ``DDPStrategy``.
+        process_group_backend: as for Lightning's ``DDPStrategy``.
+        options: of ``slipstream.init``, such as ``servers=2``.
+
+    Attributes:
+        summary: the metrics of the last job, on rank 0.
+
+    Raises:
+        ConfigError: a Lightning loop cannot train with the strategy; the message gives the reason
+            and an alternative.
+    """
+
+    strategy_name = "slipstream"
+    optimizers: list[Any]
+
+    def __init__(
+        self,
+        strategy: Strategy | str | None = None,
+        *,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        with reported_once():
+            given = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
+            self._strategy = given
+            self._chosen = chosen(given)
+            self._options = known_options(options)
+            environment = SlipstreamEnvironment()
+        super().__init__(
+            cluster_environment=environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+        )
+        self._job: slipstream.Job | None = None
+        self._error: BaseException | None = None
+        self._fault: SlipstreamError | None = None
+        self.summary: dict[str, Any] | None = None
+
+    @property
+    def job(self) -> slipstream.Job:
+        """The job, from the start of ``fit`` (before ``setup``) to its end.
+
+        Raises:
+            ConfigError: there is none now.
+        """
+        if self._job is None:
+            raise ConfigError(
+                "slipstream's job exists from the start of trainer.fit() to its end: use "
+                "trainer.strategy.job in hooks of the LightningModule or of callbacks"
+            )
+        return self._job
+
+    # ---- before the start
+
+    def _configure_launcher(self) -> None:
+        with reported_once():
+            check_devices(self.parallel_devices or ())
+            self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
+            workers = self.num_processes * self.num_nodes
+            check_loop(self._chosen, workers)
+            if workers > 1 and not self._options.get("secret"):
+                self.cluster_environment.require_secret(self.num_processes, self.num_nodes)
+        self._launcher = SlipstreamLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        with self.cluster_environment.for_init(self.num_processes):
+            self._job = slipstream.init(**self._options)
+        # Not torch's own call: its store would listen on every address of this host.
+        self._job.init_process_group(self._process_group_backend)
+        CHILDREN.joined = True
+        super().setup_distributed()
+
+    # ---- the module and its optimizers
+
+    def configure_ddp(self) -> None:
+        """Nothing to wrap: the module stays plain."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        pairs = [(self.lightning_module, optimizer) for optimizer in self.optimizers]
+        self.optimizers = [loop for _, loop in self.job.distribute(pairs, self._strategy)]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Through the module's forward, as with DDP: weights may arrive layer by layer.
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._job is not None:
+            self._job.wait()
+        return super().validation_step(*args, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        return self.job.accumulate()
+
+    # ---- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._error = exception
+        if self._job is not None and is_of_collective(exception):
+            self._fault = fault_of(self._job)
+
+    def teardown(self) -> None:
+        error, fault = self._error, self._fault
+        self._error = self._fault = None
+        try:
+            self._leave(fault or error)
+        finally:
+            if error is not None:
+                CHILDREN.end()
+            CHILDREN.joined = False
+            super().teardown()
+        if fault is not None:
+            raise fault from error
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the job; after a normal end the optimizers are the module's own again."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        if error is None:
+            self.optimizers = [own_with_state(optimizer) for optimizer in self.optimizers]
+        with warnings.catch_warnings():
+            # An evaluation distributes nothing.
+            warnings.filterwarnings("ignore", "job.distribute was never called")
+            job.__exit__(None if error is None else type(error), error, None)
+        self.summary = job.summary
+
+
+def chosen(given: Strategy | str) -> Strategy:
+    """The strategy, checked as far as it can be without a model.
+
+    Raises:
+        ConfigError: it is none, its parts are incompatible, or no Lightning loop can carry it.
+    """
+    strategy = parse(given) if isinstance(given, str) else given
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"SlipstreamStrategy takes a strategy, such as slipstream.push_pull(), or its text; it "
+            f"was given {strategy!r}"
+        )
+    check(strategy)
+    if strategy.shared_memory is not None:
+        raise ConfigError(
+            f"{strategy.name}: learners share memory and do not wait for each other, and "
+            "Lightning's loop makes all ranks wait in its barriers: use slipstream_push_pull or "
+            "another strategy, or a loop of your own with slipstream.init and job.distribute"
+        )
+    return strategy
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, if ``slipstream.init`` takes them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known = inspect.signature(slipstream.init).parameters
+    if unknown := sorted({*options} - {*known}):
+        raise ConfigError(
+            f"SlipstreamStrategy does not take {', '.join(unknown)}: it takes those of "
+            f"slipstream.init, {', '.join(known)}"
+        )
+    return options
+
+
+def check_devices(devices: Any) -> None:
+    """Refuse accelerators that slipstream does not know.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if unknown := {device.type for device in devices} - {*DEVICES}:
+        raise ConfigError(
+            f"slipstream trains on {' and '.join(DEVICES)}, and the Trainer has chosen "
+            f"{', '.join(unknown)}: set Trainer(accelerator='cpu')"
+        )
+
+
+def check_loop(strategy: Strategy, workers: int) -> None:
+    """Refuse rounds of the first N, where all workers make the same number of steps.
+
+    Raises:
+        ConfigError: the last rounds would wait for workers that have finished.
+    """
+    if strategy.rounds_may_lack_workers(workers):
+        raise ConfigError(
+            f"{strategy.name}: in a Lightning loop every worker makes the same number of steps, "
+            "so a worker that has missed rounds would wait for others that have finished: use "
+            f"first={workers}, such as SlipstreamStrategy('backup_workers(first={workers})'), or "
+            "a loop of your own with job.steps"
+        )
+
+
+def own_with_state(optimizer: Any) -> Any:
+    """The module's own optimizer, with the state that servers may have of it."""
+    own = getattr(optimizer, "local", None)
+    if own is None:
+        return optimizer
+    own.load_state_dict(optimizer.state_dict())
+    return own
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a collective of torch has failed, perhaps because another worker has ended."""
+    names = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    return isinstance(error, RuntimeError) and any("torch/distributed" in name for name in names)
+
+
+def fault_of(job: slipstream.Job) -> SlipstreamError | None:
+    """The error of another worker that has ended the job, if it arrives in time."""
+    deadline = time.monotonic() + FAULT_S
+    while time.monotonic() < deadline:
+        try:
+            job.check()
+        except SlipstreamError as fault:
+            return fault
+        time.sleep(0.02)
+    return None
+
+
+def register() -> None:
+    """Give Lightning the names ``slipstream`` and ``slipstream_<system>``."""
+    about = {system: f"slipstream's {system}" for system in SYSTEMS}
+    for system, description in {"": "slipstream, as its command line says", **about}.items():
+        pl.strategies.StrategyRegistry.register(
+            f"slipstream_{system}".rstrip("_"),
+            partial(SlipstreamStrategy, system or None),
+            description=description,
+            override=True,
+        )
+
+
+register()
