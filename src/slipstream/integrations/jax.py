@@ -1,0 +1,208 @@
+"""Data-parallel JAX: ``engine.mean(grads)`` between two jitted functions, or as an optax transform.
+
+engine = slipstream.jax.engine(job, params, "push_pull")
+params = engine.params
+grads = engine.mean(grads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from slipstream.errors import ConfigError, RuntimeFault
+from slipstream.job import Job
+from slipstream.strategy import Strategy
+from slipstream.types import ITEM_BYTES
+
+try:
+    import jax
+    import jax.dlpack
+    import jax.numpy as jnp
+    import optax
+except ImportError as error:
+    raise ConfigError(
+        f"slipstream.jax needs JAX and optax, of which {error.name!r} is missing: "
+        "pip install 'slipstream[jax]'"
+    ) from error
+
+__all__ = ["Engine", "engine"]
+
+DTYPES = (*ITEM_BYTES, "complex64", "complex128")
+
+
+def engine(job: Job, params: Any, strategy: Strategy | str | None = None) -> Engine:
+    """Average gradients of these params over all workers of a job; every rank must call it.
+
+    Args:
+        job: of ``slipstream.init``.
+        params: a pytree of arrays of floating-point numbers, the same on all ranks but for values.
+        strategy: one in which workers update, in rounds of all workers, such as "push_pull" or
+            "allreduce"; by default that of the command line, else ``push_pull``.
+
+    Raises:
+        ConfigError: the strategy or the params cannot be used; nothing was started.
+    """
+    return Engine(job, params, strategy)
+
+
+class Engine:
+    """The gradients of one pytree of params; ``engine`` makes it.
+
+    Arrays are shared with slipstream by DLPack, and are not copied, if they are on JAX's first
+    CPU device. Others are copied to it and back.
+
+    Attributes:
+        params: rank 0's, which all ranks begin with.
+    """
+
+    def __init__(self, job: Job, params: Any, strategy: Strategy | str | None = None) -> None:
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        self._names = names_of([path for path, _ in paths])
+        self._host = jax.local_devices(backend="cpu")[0]
+        leaves = [as_array(leaf, name) for (_, leaf), name in zip(paths, self._names, strict=True)]
+        if not leaves:
+            raise ConfigError("slipstream.jax.engine was given params without an array")
+        for leaf, name in zip(leaves, self._names, strict=True):
+            check(leaf, name)
+        self._layouts = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        shared = dict(zip(self._names, map(as_matrix, self._lend(leaves)), strict=True))
+        self._exchange = job.exchange(shared, strategy)
+        self.params = params
+        if job.world_size > 1:
+            self.params = self._tree.unflatten(self._adopt(self._exchange.weights(), leaves))
+
+    def mean(self, grads: Any) -> Any:
+        """The mean of all workers' gradients; every rank must call it, once a step.
+
+        Args:
+            grads: a pytree of the same structure, shapes and dtypes as the params. It is
+                not changed.
+
+        Raises:
+            RuntimeFault: the pytree differs from the params, or this was called within ``jax.jit``.
+        """
+        leaves = self._matching(grads)
+        lent = [as_matrix(tensor) for tensor in self._lend(leaves)]
+        for number in reversed(range(len(lent))):  # as a backward pass completes them
+            self._exchange.ready(number, lent[number])
+        means = self._exchange.finish()
+        same = all(mean is own for mean, own in zip(means, lent, strict=True))
+        return grads if same else self._tree.unflatten(self._adopt(means, leaves))
+
+    def transform(self) -> optax.GradientTransformation:
+        """The same for optax: ``optax.chain(engine.transform(), optax.adam(1e-3))``.
+
+        Its ``update`` must not be called within ``jax.jit``; what comes after it may be.
+        """
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            return self.mean(updates), state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    def _matching(self, grads: Any) -> list[Any]:
+        """The arrays of a pytree like that of the params."""
+        leaves: list[Any]
+        leaves, tree = jax.tree_util.tree_flatten(grads)
+        if tree != self._tree:
+            raise RuntimeFault(
+                f"engine.mean was given {tree}, but slipstream.jax.engine was given {self._tree}: "
+                "both must be pytrees of the same structure, in every step"
+            )
+        for number, (leaf, layout) in enumerate(zip(leaves, self._layouts, strict=True)):
+            if isinstance(leaf, jax.core.Tracer):
+                raise within_jit()
+            leaves[number] = leaf = as_array(leaf, self._names[number])
+            if (leaf.shape, leaf.dtype) != layout:
+                shape, dtype = layout
+                raise RuntimeFault(
+                    f"the gradient of {self._names[number]!r} is {leaf.dtype} of shape {leaf.shape}"
+                    f", but the param was {dtype} of shape {shape} at slipstream.jax.engine: "
+                    "cast or reshape it, or make the engine with such params"
+                )
+        return leaves
+
+    def _lend(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """The arrays as tensors, which share their memory, once they are computed."""
+        if any(leaf.devices() != {self._host} for leaf in leaves):
+            leaves = jax.device_put(leaves, self._host)
+        return [from_dlpack(leaf) for leaf in jax.block_until_ready(leaves)]
+
+    def _adopt(self, tensors: Sequence[torch.Tensor | None], like: list[Any]) -> list[Any]:
+        """The tensors as arrays, which share their memory, where ``like`` are."""
+        found = []
+        for tensor, leaf in zip(tensors, like, strict=True):
+            if tensor is None:  # no worker had a gradient that counts
+                found.append(jnp.zeros_like(leaf))
+                continue
+            array = jax.dlpack.from_dlpack(tensor.view(leaf.shape), copy=False)
+            is_here = leaf.devices() == {self._host}
+            found.append(array if is_here else jax.device_put(array, leaf.sharding))
+        return found
+
+
+def names_of(paths: Sequence[Any]) -> list[str]:
+    """The arrays' names: ``Dense_0/kernel``."""
+    short = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    distinct = len(set(short)) == len(short)
+    return [name or "params" for name in short] if distinct else list(map(long_name, paths))
+
+
+def long_name(path: Any) -> str:
+    """``['Dense_0']['kernel']``, where short names are not distinct."""
+    return str(jax.tree_util.keystr(path))
+
+
+def as_array(leaf: Any, name: str) -> Any:
+    """A leaf of a pytree as JAX's array.
+
+    Raises:
+        ConfigError: It is none, and cannot become one.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name!r} is a {type(leaf).__name__}, and no array: give slipstream.jax what "
+            "jax.grad differentiates by, and keep the rest apart"
+        ) from error
+
+
+def check(leaf: Any, name: str) -> None:
+    """Refuse what has no gradient, or is not in this process.
+
+    Raises:
+        ConfigError: With the way out.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise ConfigError("slipstream.jax.engine was called within jax.jit: call it once, before")
+    if str(leaf.dtype) not in DTYPES:
+        raise ConfigError(
+            f"{name!r} is {leaf.dtype}, but slipstream averages {', '.join(DTYPES)}: give "
+            "slipstream.jax.engine what jax.grad differentiates by, and keep the rest apart"
+        )
+    if not leaf.is_fully_addressable:
+        raise ConfigError(
+            f"{name!r} is on devices of several processes (jax.distributed): each worker of "
+            "slipstream has a copy of its own; leave jax.distributed.initialize out"
+        )
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A kernel as a matrix: its outputs are JAX's last dimension. Codecs of matrices need this."""
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor
+
+
+def within_jit() -> RuntimeFault:
+    """The error for gradients that are not computed yet."""
+    return RuntimeFault(
+        "engine.mean, or the update of engine.transform(), was called within jax.jit (or scan, "
+        "cond, grad): return the gradients from the jitted function, call engine.mean(grads), and "
+        "give the result to a second jitted function that updates the params"
+    )
