@@ -26,7 +26,7 @@ from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Pair, Session
 from slipstream.sessions.request import Request
 from slipstream.strategy import Strategy
-from slipstream.torch.exchange import EndsStep, Exchange, HeldTensors, check_tensors
+from slipstream.torch.exchange import EndsStep, Exchange, HeldTensors, checked
 from slipstream.torch.mean_weights import MeanWeights
 from slipstream.torch.sampler import LeasedBatches
 
@@ -139,7 +139,11 @@ class Job(JobMetrics):
         return [tuple(pair) for pair in self._add(model, strategy or optimizer)]
 
     def exchange(
-        self, tensors: Mapping[str, torch.Tensor], strategy: Strategy | str | None = None
+        self,
+        tensors: Mapping[str, Any],
+        strategy: Strategy | str | None = None,
+        *,
+        outputs_last: bool = False,
     ) -> Exchange:
         """Average gradients of tensors that no torch module holds: another framework's.
 
@@ -148,16 +152,18 @@ class Job(JobMetrics):
         calls, before the first step, add exchanges with steps of their own.
 
         Args:
-            tensors: by name, in the order in which a forward pass uses them; floating-point
-                numbers in host memory. Other frameworks' are shared by ``torch.from_dlpack``.
+            tensors: by name, in the order in which a forward pass uses them: tensors, or any
+                arrays with ``__dlpack__``, of floating-point numbers in host memory.
             strategy: one in which workers update, in rounds of all workers; by default as for
                 ``distribute``.
+            outputs_last: whether a kernel's outputs are its last dimension, as in JAX, and not its
+                first; for ``low_rank``, which takes kernels for matrices.
 
         Raises:
             ConfigError: the strategy cannot do this, or ranks have different tensors.
         """
-        check_tensors(tensors)
-        held = HeldTensors(tensors, alone=self.world_size == 1)
+        alone = self.world_size == 1
+        held = HeldTensors(checked(tensors), alone=alone, outputs_last=outputs_last)
         _, optimizer = self._add([(held, EndsStep(held))], strategy)[0]
         number = len(self._training.pairs) - 1
         return Exchange(held, lambda tensor: self._training.ready(number, tensor), optimizer.step)

@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.utils.dlpack import from_dlpack
-
-from slipstream.errors import ConfigError, RuntimeFault
-from slipstream.job import Job
-from slipstream.strategy import Strategy
-from slipstream.types import ITEM_BYTES
+import slipstream
 
 try:
     import jax
@@ -24,17 +18,19 @@ try:
     import jax.numpy as jnp
     import optax
 except ImportError as error:
-    raise ConfigError(
+    raise slipstream.ConfigError(
         f"slipstream.jax needs JAX and optax, of which {error.name!r} is missing: "
         "pip install 'slipstream[jax]'"
     ) from error
 
 __all__ = ["Engine", "engine"]
 
-DTYPES = (*ITEM_BYTES, "complex64", "complex128")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 
 
-def engine(job: Job, params: Any, strategy: Strategy | str | None = None) -> Engine:
+def engine(
+    job: slipstream.Job, params: Any, strategy: slipstream.Strategy | str | None = None
+) -> Engine:
     """Average gradients of these params over all workers of a job; every rank must call it.
 
     Args:
@@ -59,20 +55,22 @@ class Engine:
         params: rank 0's, which all ranks begin with.
     """
 
-    def __init__(self, job: Job, params: Any, strategy: Strategy | str | None = None) -> None:
+    def __init__(
+        self, job: slipstream.Job, params: Any, strategy: slipstream.Strategy | str | None = None
+    ) -> None:
         paths, self._tree = jax.tree_util.tree_flatten_with_path(params)
         self._names = names_of([path for path, _ in paths])
         self._host = jax.local_devices(backend="cpu")[0]
         leaves = [as_array(leaf, name) for (_, leaf), name in zip(paths, self._names, strict=True)]
         if not leaves:
-            raise ConfigError("slipstream.jax.engine was given params without an array")
+            raise slipstream.ConfigError("slipstream.jax.engine was given params without an array")
         for leaf, name in zip(leaves, self._names, strict=True):
             check(leaf, name)
         self._layouts = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        shared = dict(zip(self._names, map(as_matrix, self._lend(leaves)), strict=True))
-        self._exchange = job.exchange(shared, strategy)
-        self.params = params
-        if job.world_size > 1:
+        shared = dict(zip(self._names, self._on_host(leaves), strict=True))
+        self._exchange = job.exchange(shared, strategy, outputs_last=True)
+        self.params, self._alone = params, job.world_size == 1
+        if not self._alone:
             self.params = self._tree.unflatten(self._adopt(self._exchange.weights(), leaves))
 
     def mean(self, grads: Any) -> Any:
@@ -86,12 +84,10 @@ class Engine:
             RuntimeFault: the pytree differs from the params, or this was called within ``jax.jit``.
         """
         leaves = self._matching(grads)
-        lent = [as_matrix(tensor) for tensor in self._lend(leaves)]
-        for number in reversed(range(len(lent))):  # as a backward pass completes them
-            self._exchange.ready(number, lent[number])
-        means = self._exchange.finish()
-        same = all(mean is own for mean, own in zip(means, lent, strict=True))
-        return grads if same else self._tree.unflatten(self._adopt(means, leaves))
+        on_host = self._on_host(leaves)
+        for number in reversed(range(len(on_host))):  # as a backward pass completes them
+            self._exchange.ready(number, on_host[number])
+        return self._tree.unflatten(self._adopt(self._exchange.finish(), leaves))
 
     def transform(self) -> optax.GradientTransformation:
         """The same for optax: ``optax.chain(engine.transform(), optax.adam(1e-3))``.
@@ -109,9 +105,9 @@ class Engine:
         leaves: list[Any]
         leaves, tree = jax.tree_util.tree_flatten(grads)
         if tree != self._tree:
-            raise RuntimeFault(
-                f"engine.mean was given {tree}, but slipstream.jax.engine was given {self._tree}: "
-                "both must be pytrees of the same structure, in every step"
+            raise slipstream.RuntimeFault(
+                f"engine.mean was given another pytree than slipstream.jax.engine: "
+                f"{self._difference(grads)}; give it the gradients by all of those params"
             )
         for number, (leaf, layout) in enumerate(zip(leaves, self._layouts, strict=True)):
             if isinstance(leaf, jax.core.Tracer):
@@ -119,27 +115,41 @@ class Engine:
             leaves[number] = leaf = as_array(leaf, self._names[number])
             if (leaf.shape, leaf.dtype) != layout:
                 shape, dtype = layout
-                raise RuntimeFault(
+                raise slipstream.RuntimeFault(
                     f"the gradient of {self._names[number]!r} is {leaf.dtype} of shape {leaf.shape}"
                     f", but the param was {dtype} of shape {shape} at slipstream.jax.engine: "
                     "cast or reshape it, or make the engine with such params"
                 )
         return leaves
 
-    def _lend(self, leaves: list[Any]) -> list[torch.Tensor]:
-        """The arrays as tensors, which share their memory, once they are computed."""
+    def _difference(self, grads: Any) -> str:
+        """How a pytree differs from that of the params."""
+        paths, _ = jax.tree_util.tree_flatten_with_path(grads)
+        names = names_of([path for path, _ in paths])
+        if lacking := [name for name in self._names if name not in names]:
+            return f"it has no {lacking[0]!r}"
+        if added := [name for name in names if name not in self._names]:
+            return f"it also has {added[0]!r}"
+        return "its containers are of other types"
+
+    def _on_host(self, leaves: list[Any]) -> list[Any]:
+        """The arrays where slipstream can read them, once they are computed."""
         if any(leaf.devices() != {self._host} for leaf in leaves):
             leaves = jax.device_put(leaves, self._host)
-        return [from_dlpack(leaf) for leaf in jax.block_until_ready(leaves)]
+        found: list[Any] = jax.block_until_ready(leaves)
+        return found
 
-    def _adopt(self, tensors: Sequence[torch.Tensor | None], like: list[Any]) -> list[Any]:
+    def _adopt(self, tensors: Sequence[Any], like: list[Any]) -> list[Any]:
         """The tensors as arrays, which share their memory, where ``like`` are."""
         found = []
         for tensor, leaf in zip(tensors, like, strict=True):
             if tensor is None:  # no worker had a gradient that counts
                 found.append(jnp.zeros_like(leaf))
                 continue
-            array = jax.dlpack.from_dlpack(tensor.view(leaf.shape), copy=False)
+            if self._alone:  # it is the leaf's own memory
+                found.append(leaf)
+                continue
+            array = jax.dlpack.from_dlpack(tensor, copy=False)
             is_here = leaf.devices() == {self._host}
             found.append(array if is_here else jax.device_put(array, leaf.sharding))
         return found
@@ -168,7 +178,7 @@ def as_array(leaf: Any, name: str) -> Any:
     try:
         return jnp.asarray(leaf)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
+        raise slipstream.ConfigError(
             f"{name!r} is a {type(leaf).__name__}, and no array: give slipstream.jax what "
             "jax.grad differentiates by, and keep the rest apart"
         ) from error
@@ -181,27 +191,24 @@ def check(leaf: Any, name: str) -> None:
         ConfigError: With the way out.
     """
     if isinstance(leaf, jax.core.Tracer):
-        raise ConfigError("slipstream.jax.engine was called within jax.jit: call it once, before")
+        raise slipstream.ConfigError(
+            "slipstream.jax.engine was called within jax.jit: call it once, before"
+        )
     if str(leaf.dtype) not in DTYPES:
-        raise ConfigError(
+        raise slipstream.ConfigError(
             f"{name!r} is {leaf.dtype}, but slipstream averages {', '.join(DTYPES)}: give "
             "slipstream.jax.engine what jax.grad differentiates by, and keep the rest apart"
         )
     if not leaf.is_fully_addressable:
-        raise ConfigError(
+        raise slipstream.ConfigError(
             f"{name!r} is on devices of several processes (jax.distributed): each worker of "
             "slipstream has a copy of its own; leave jax.distributed.initialize out"
         )
 
 
-def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A kernel as a matrix: its outputs are JAX's last dimension. Codecs of matrices need this."""
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 2 else tensor
-
-
-def within_jit() -> RuntimeFault:
+def within_jit() -> slipstream.RuntimeFault:
     """The error for gradients that are not computed yet."""
-    return RuntimeFault(
+    return slipstream.RuntimeFault(
         "engine.mean, or the update of engine.transform(), was called within jax.jit (or scan, "
         "cond, grad): return the gradients from the jitted function, call engine.mean(grads), and "
         "give the result to a second jitted function that updates the params"

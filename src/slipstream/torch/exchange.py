@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.strategy import Strategy
@@ -26,8 +27,8 @@ class Exchange:
 
     In every step a framework calls ``ready`` for each tensor whose gradient it has, in any order,
     and then ``finish``. A gradient is sent as soon as it is ready, so the last tensors of a forward
-    pass come first. Memory is shared, never copied: gradients are read where they are, and
-    are not changed. Every rank must make the same steps.
+    pass come first. Arrays are shared by DLPack, and never copied: gradients are read where they
+    are, and are not changed. Every rank must make the same steps.
 
     >>> import slipstream
     >>> with slipstream.init() as job:
@@ -51,22 +52,24 @@ class Exchange:
         """Rank 0's tensors, which all ranks begin with; once, since they are not kept."""
         return self._held.release()
 
-    def ready(self, tensor: int, gradient: Tensor) -> None:
+    def ready(self, tensor: int, gradient: Any) -> None:
         """This worker's gradient of a tensor is final.
 
         Args:
             tensor: Its number, in the order that ``job.exchange`` was given.
-            gradient: Of the tensor's shape and dtype; not to be changed until ``finish`` returns.
+            gradient: A tensor, or any array with ``__dlpack__``, of the tensor's shape and dtype;
+                not to be changed until ``finish`` returns.
 
         Raises:
             RuntimeFault: It has another shape or dtype, or was ready before in this step.
         """
-        held = self._held.tensors[tensor]
-        if gradient.shape != held.shape or gradient.dtype != held.dtype:
+        given = as_tensor(gradient)
+        shape, dtype = self._held.layouts[tensor]
+        if given.shape != shape or given.dtype != dtype:
             raise RuntimeFault(
-                f"the gradient of {self.names[tensor]!r} is {gradient.dtype} of shape "
-                f"{tuple(gradient.shape)}, but the tensor was {held.dtype} of shape "
-                f"{tuple(held.shape)} at job.exchange: both stay the same during training"
+                f"the gradient of {self.names[tensor]!r} is {given.dtype} of shape "
+                f"{tuple(given.shape)}, but the tensor was {dtype} of shape {tuple(shape)} at "
+                "job.exchange: both stay the same during training"
             )
         if tensor in self._ready:
             raise RuntimeFault(
@@ -74,7 +77,8 @@ class Exchange:
                 "up first, and call finish() once a step"
             )
         self._ready.add(tensor)
-        held.grad = gradient
+        held = self._held.tensors[tensor]
+        held.grad = given if given.ndim == held.ndim else given.reshape(held.shape)
         self._on_ready(tensor)
 
     def finish(self) -> list[Tensor | None]:
@@ -95,16 +99,26 @@ class HeldTensors(nn.Module):
     Args:
         named: Rank 0's are copied to all ranks.
         alone: Whether there is no other worker.
+        outputs_last: Whether a kernel's outputs are its last dimension, and not its first.
+
+    Attributes:
+        layouts: By tensor: shape and dtype, as the framework has them.
+        tensors: The same as slipstream exchanges them: kernels are matrices if outputs are last.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], *, alone: bool) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], *, alone: bool, outputs_last: bool = False
+    ) -> None:
         super().__init__()
         self.names = list(named)
+        self.layouts = [(tensor.shape, tensor.dtype) for tensor in named.values()]
         self.released = False
         for number, tensor in enumerate(named.values()):
             given = tensor.detach()
             if not alone:
                 given = given.clone(memory_format=torch.contiguous_format)
+            if outputs_last and given.ndim > 2:  # codecs take the first for the outputs
+                given = given.reshape(-1, given.shape[-1])
             self.register_parameter(str(number), nn.Parameter(given))
         self.tensors = list(self.parameters())
         self.results = FreshResults(self.tensors)
@@ -119,7 +133,7 @@ class HeldTensors(nn.Module):
         if self.released:
             raise ConfigError("exchange.weights() was called before: keep what it has returned")
         self.released = True
-        given = [tensor.detach() for tensor in self.tensors]
+        given = [self._as_given(i, tensor.detach()) for i, tensor in enumerate(self.tensors)]
         for tensor in self.tensors:
             tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
         return given
@@ -127,10 +141,14 @@ class HeldTensors(nn.Module):
     def take(self) -> list[Tensor | None]:
         """The results of this step; the next one begins."""
         made = self.results.take()
-        found = [tensor.grad if made is None else made[i] for i, tensor in enumerate(self.tensors)]
+        found = [tensor.grad for tensor in self.tensors] if made is None else made
         for tensor in self.tensors:
             tensor.grad = None
-        return found
+        return [None if t is None else self._as_given(i, t) for i, t in enumerate(found)]
+
+    def _as_given(self, number: int, tensor: Tensor) -> Tensor:
+        shape, _ = self.layouts[number]
+        return tensor if tensor.ndim == len(shape) else tensor.view(shape)
 
 
 class FreshResults:
@@ -200,15 +218,21 @@ class EndsStep(torch.optim.Optimizer):
         """Nothing: the framework's own optimizer updates the weights."""
 
 
-def check_tensors(named: Mapping[str, Tensor]) -> None:
-    """Refuse what cannot be averaged.
+def as_tensor(array: Any) -> Tensor:
+    """An array of any framework, which keeps its memory."""
+    return array if isinstance(array, Tensor) else from_dlpack(array)
+
+
+def checked(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The arrays as tensors; refuses what cannot be averaged.
 
     Raises:
         ConfigError: There is no tensor, or one is not of floating-point numbers in host memory.
     """
     if not named:
         raise ConfigError("job.exchange was given no tensors")
-    for name, tensor in named.items():
+    tensors = {name: as_tensor(array) for name, array in named.items()}
+    for name, tensor in tensors.items():
         if dtype_name(tensor) not in ITEM_BYTES:
             raise ConfigError(
                 f"{name!r} is {dtype_name(tensor)}: only floating-point numbers have gradients "
@@ -216,6 +240,7 @@ def check_tensors(named: Mapping[str, Tensor]) -> None:
             )
         if tensor.device.type != "cpu":
             raise ConfigError(f"{name!r} is on {tensor.device}: copy it to host memory first")
+    return tensors
 
 
 def check_exchangeable(strategy: Strategy) -> None:
