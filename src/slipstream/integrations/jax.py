@@ -71,7 +71,8 @@ class Engine:
         self._exchange = job.exchange(shared, strategy, outputs_last=True)
         self.params, self._alone = params, job.world_size == 1
         if not self._alone:
-            self.params = self._tree.unflatten(self._adopt(self._exchange.weights(), leaves))
+            given = map(adopt, self._exchange.weights())
+            self.params = self._tree.unflatten(map(put_back, given, leaves))
 
     def mean(self, grads: Any) -> Any:
         """The mean of all workers' gradients; every rank must call it, once a step.
@@ -87,7 +88,12 @@ class Engine:
         on_host = self._on_host(leaves)
         for number in reversed(range(len(on_host))):  # as a backward pass completes them
             self._exchange.ready(number, on_host[number])
-        return self._tree.unflatten(self._adopt(self._exchange.finish(), leaves))
+        # While gradients are under way, since this takes JAX some time.
+        means = leaves if self._alone else [adopt(place) for place in self._exchange.places()]
+        for number, written in enumerate(self._exchange.finish()):
+            if written is None:  # no worker had a gradient that counts
+                means[number] = jnp.zeros_like(leaves[number])
+        return self._tree.unflatten(map(put_back, means, leaves))
 
     def transform(self) -> optax.GradientTransformation:
         """The same for optax: ``optax.chain(engine.transform(), optax.adam(1e-3))``.
@@ -139,20 +145,16 @@ class Engine:
         found: list[Any] = jax.block_until_ready(leaves)
         return found
 
-    def _adopt(self, tensors: Sequence[Any], like: list[Any]) -> list[Any]:
-        """The tensors as arrays, which share their memory, where ``like`` are."""
-        found = []
-        for tensor, leaf in zip(tensors, like, strict=True):
-            if tensor is None:  # no worker had a gradient that counts
-                found.append(jnp.zeros_like(leaf))
-                continue
-            if self._alone:  # it is the leaf's own memory
-                found.append(leaf)
-                continue
-            array = jax.dlpack.from_dlpack(tensor, copy=False)
-            is_here = leaf.devices() == {self._host}
-            found.append(array if is_here else jax.device_put(array, leaf.sharding))
-        return found
+
+def adopt(tensor: Any) -> Any:
+    """An array that has a tensor's memory."""
+    return jax.dlpack.from_dlpack(tensor, copy=False)
+
+
+def put_back(array: Any, like: Any) -> Any:
+    """The array on the devices of another one."""
+    same = array.sharding == like.sharding
+    return array if same else jax.device_put(array, like.sharding)
 
 
 def names_of(paths: Sequence[Any]) -> list[str]:

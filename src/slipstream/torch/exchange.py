@@ -81,6 +81,13 @@ class Exchange:
         held.grad = given if given.ndim == held.ndim else given.reshape(held.shape)
         self._on_ready(tensor)
 
+    def places(self) -> list[Tensor]:
+        """By tensor: the memory that ``finish`` returns in this step, not written yet.
+
+        A framework can wrap it while gradients are under way. A job of one process does not use it.
+        """
+        return [self._held.as_given(i, place) for i, place in enumerate(self._held.results.all())]
+
     def finish(self) -> list[Tensor | None]:
         """End the step: wait for the mean gradients.
 
@@ -133,7 +140,7 @@ class HeldTensors(nn.Module):
         if self.released:
             raise ConfigError("exchange.weights() was called before: keep what it has returned")
         self.released = True
-        given = [self._as_given(i, tensor.detach()) for i, tensor in enumerate(self.tensors)]
+        given = [self.as_given(i, tensor.detach()) for i, tensor in enumerate(self.tensors)]
         for tensor in self.tensors:
             tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
         return given
@@ -144,9 +151,10 @@ class HeldTensors(nn.Module):
         found = [tensor.grad for tensor in self.tensors] if made is None else made
         for tensor in self.tensors:
             tensor.grad = None
-        return [None if t is None else self._as_given(i, t) for i, t in enumerate(found)]
+        return [None if t is None else self.as_given(i, t) for i, t in enumerate(found)]
 
-    def _as_given(self, number: int, tensor: Tensor) -> Tensor:
+    def as_given(self, number: int, tensor: Tensor) -> Tensor:
+        """A tensor in the shape that the framework knows."""
         shape, _ = self.layouts[number]
         return tensor if tensor.ndim == len(shape) else tensor.view(shape)
 
@@ -165,27 +173,32 @@ class FreshResults:
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self._ends = [start + t.nbytes for start, t in zip(self._starts, like, strict=True)]
         self._pool = MemoryPool(sum(sizes))
-        self._memory: Tensor | None = None
-        self._made: list[Tensor | None] = [None] * len(like)
+        self._made: list[Tensor] = []
+        self._written: dict[int, Tensor] = {}
+
+    def all(self) -> list[Tensor]:
+        """The places of all results of this step."""
+        if not self._made:
+            memory = torch.from_numpy(self._pool.take())
+            rooms = zip(self._starts, self._ends, self._dtypes, self._shapes, strict=True)
+            self._made = [
+                memory[start:end].view(dtype).view(shape) for start, end, dtype, shape in rooms
+            ]
+        return self._made
 
     def __getitem__(self, tensor: int) -> Tensor:
-        made = self._made[tensor]
-        if made is None:
-            if self._memory is None:
-                self._memory = torch.from_numpy(self._pool.take())
-            room = self._memory[self._starts[tensor] : self._ends[tensor]]
-            made = room.view(self._dtypes[tensor]).view(self._shapes[tensor])
-            self._made[tensor] = made
-        return made
+        """Where to write a result: channels ask when they have one."""
+        if tensor not in self._written:
+            self._written[tensor] = self.all()[tensor]
+        return self._written[tensor]
 
     def __setitem__(self, tensor: int, result: Tensor | None) -> None:
-        self._made[tensor] = result
+        raise RuntimeFault(f"the place of result {tensor} is fixed")
 
     def take(self) -> list[Tensor | None] | None:
         """By tensor, what was written; None if nothing was."""
-        made, self._made = self._made, [None] * len(self._made)
-        used, self._memory = self._memory is not None, None
-        return made if used else None
+        written, self._written, self._made = self._written, {}, []
+        return [written.get(tensor) for tensor in range(len(self._shapes))] if written else None
 
 
 class MemoryPool:
