@@ -25,7 +25,9 @@ _HOMES: dict[str, str] = {
     if isinstance(node, ast.ImportFrom) and node.module is not None
     for name in node.names
 }
-__all__ = sorted(name for name, home in _HOMES.items() if home != __name__)
+# Modules, not names of modules; integrations need their framework.
+_PACKAGES = (__name__, "slipstream.integrations")
+__all__ = sorted(name for name, home in _HOMES.items() if home not in _PACKAGES)
 
 
 def __dir__() -> list[str]:
@@ -35,6 +37,6 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    if _HOMES[name] == __name__:
-        return import_module(f"slipstream.{name}")
+    if _HOMES[name] in _PACKAGES:
+        return import_module(f"{_HOMES[name]}.{name}")
     return getattr(import_module(_HOMES[name]), name)

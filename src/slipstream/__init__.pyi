@@ -29,6 +29,7 @@ from slipstream.errors import ConfigError as ConfigError
 from slipstream.errors import RuntimeFault as RuntimeFault
 from slipstream.errors import SlipstreamError as SlipstreamError
 from slipstream.initialization import init as init
+from slipstream.integrations import jax as jax
 from slipstream.job import Job as Job
 from slipstream.plan import Plan as Plan
 from slipstream.planning.backups import plan_backups as plan_backups
@@ -77,6 +78,7 @@ from slipstream.topologies import PeerSharded as PeerSharded
 from slipstream.topologies import Sharded as Sharded
 from slipstream.topologies import Tree as Tree
 from slipstream.topologies import TwoLevel as TwoLevel
+from slipstream.torch.exchange import Exchange as Exchange
 from slipstream.torch.simulated_staleness import simulated_staleness as simulated_staleness
 from slipstream.updates import Add as Add
 from slipstream.updates import ClipNorm as ClipNorm

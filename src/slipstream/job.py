@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Pair, Session
 from slipstream.sessions.request import Request
 from slipstream.strategy import Strategy
+from slipstream.torch.exchange import EndsStep, Exchange, HeldTensors, checked
 from slipstream.torch.mean_weights import MeanWeights
 from slipstream.torch.sampler import LeasedBatches
 
@@ -136,6 +137,43 @@ class Job(JobMetrics):
         if not isinstance(model, list | tuple):
             return tuple(self._add([(model, optimizer)], strategy)[0])
         return [tuple(pair) for pair in self._add(model, strategy or optimizer)]
+
+    def exchange(
+        self,
+        tensors: Mapping[str, Any],
+        strategy: Strategy | str | None = None,
+        *,
+        outputs_last: bool = False,
+    ) -> Exchange:
+        """Average gradients of tensors that no torch module holds: another framework's.
+
+        ``slipstream.jax`` is made of it. The framework computes gradients and updates weights, and
+        saves them: ``job.save``, ``job.load`` and ``job.consensus`` do not know them. Further
+        calls, before the first step, add exchanges with steps of their own.
+
+        Args:
+            tensors: by name, in the order in which a forward pass uses them: tensors, or any
+                arrays with ``__dlpack__``, of floating-point numbers in host memory.
+            strategy: one in which workers update, in rounds of all workers; by default as for
+                ``distribute``.
+            outputs_last: whether a kernel's outputs are its last dimension, as in JAX, and not its
+                first; for ``low_rank``, which takes kernels for matrices.
+
+        Raises:
+            ConfigError: the strategy cannot do this, or ranks have different tensors.
+        """
+        alone = self.world_size == 1
+        held = HeldTensors(checked(tensors), alone=alone, outputs_last=outputs_last)
+        _, optimizer = self._add([(held, EndsStep(held))], strategy)[0]
+        number = len(self._training.pairs) - 1
+        return Exchange(held, lambda tensor: self._training.ready(number, tensor), optimizer.step)
+
+    def _refuse_exchanged(self, call: str) -> None:
+        if any(isinstance(pair.model, HeldTensors) for pair in self._training.pairs):
+            raise ConfigError(
+                f"job.{call} does not know the weights of job.exchange (or slipstream.jax), which "
+                "are in your loop: save and load them there, as in one process"
+            )
 
     def _add(self, given: Sequence[Any], strategy: Strategy | str | None) -> Sequence[Pair]:
         """Distribute these pairs together with those of earlier calls."""
@@ -291,6 +329,7 @@ class Job(JobMetrics):
 
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and their distance from it; every rank must call it."""
+        self._refuse_exchanged("consensus")
         return self._training.mean_weights()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -316,6 +355,7 @@ class Job(JobMetrics):
         Raises:
             CheckpointError: the file cannot be written.
         """
+        self._refuse_exchanged("save")
         facts = {"step": self.step, "strategy": self._figures.strategy, "workers": self.world_size}
         self._training.save(Path(path), facts)
         if self.rank == 0:
@@ -331,6 +371,7 @@ class Job(JobMetrics):
         Raises:
             CheckpointError: the file cannot be read, or is for another model or optimizer.
         """
+        self._refuse_exchanged("load")
         self._training.load(Path(path))
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 

@@ -16,7 +16,8 @@ from slipstream.initialization import rank_in, with_step
 from slipstream.runtime.environment import LOOPBACK, Environment
 from slipstream.runtime.error_reporting import report_errors
 from slipstream.runtime.launch.children import Children
-from slipstream.runtime.launch.processes import SECRET_VARIABLES, die_with
+from slipstream.runtime.launch.death_signal import death_signal
+from slipstream.runtime.launch.processes import SECRET_VARIABLES
 
 OLDEST = (2, 6)
 PARENT = "SLIPSTREAM_LIGHTNING_PARENT"  # rank 0's process, in those that its launcher starts
@@ -77,7 +78,7 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
         self._env = Environment.read(variables) if variables.get("RANK") else None
         self._port: socket.socket | None = None
         if parent := os.environ.pop(PARENT, None):
-            arm = die_with(int(parent))
+            arm = death_signal(int(parent))
             if arm is not None:
                 arm()
 

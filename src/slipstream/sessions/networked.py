@@ -280,6 +280,9 @@ class NetworkedTraining(Training):
             for driver, was_frozen in zip(drivers, before, strict=True):
                 driver.frozen = was_frozen
 
+    def ready(self, pair: int, tensor: int) -> None:
+        self.replicas[pair].synchronizer.gradient_ready(tensor)
+
     def wait(self) -> None:
         self._parts.wait()
 

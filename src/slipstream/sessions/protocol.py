@@ -26,6 +26,7 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.torch.averages import lent
+from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
 from slipstream.torch.inventory import as_texts, group_settings, whole_vector
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
@@ -201,6 +202,10 @@ class Training(Protocol):
         """Send one pair's gradients during backward passes within."""
         return nullcontext()
 
+    def ready(self, pair: int, tensor: int) -> None:
+        """A gradient that no backward pass of torch has made is final."""
+        return
+
     def wait(self) -> None:
         """Wait until this worker's weights are up to date."""
         return
@@ -259,7 +264,8 @@ class Training(Protocol):
 
     def fingerprints(self) -> Fingerprints | None:
         """Digests of this worker's weights, if it has any."""
-        return fingerprints_of(distinct_models(self.pairs)) if self.pairs else None
+        models = [m for m in distinct_models(self.pairs) if not isinstance(m, HeldTensors)]
+        return fingerprints_of(models) if models else None
 
     def settings(self) -> list[dict[str, str]]:
         """The optimizers' settings as text, by parameter group."""

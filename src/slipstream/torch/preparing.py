@@ -15,6 +15,7 @@ from slipstream.routes import dense_only
 from slipstream.runtime.config_fingerprint import difference
 from slipstream.runtime.members.joining import Membership
 from slipstream.strategy import Strategy
+from slipstream.torch.exchange import HeldTensors, check_exchangeable
 from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.inventory import (
     Inventory,
@@ -102,10 +103,13 @@ def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
 
     Raises:
         ConfigError: There is no pair; an optimizer is given twice; a parameter is in two
-            optimizers; or the strategy trains one model with one optimizer only.
+            optimizers; the strategy trains one model with one optimizer only, or cannot carry
+            ``job.exchange``.
     """
     if not pairs:
         raise ConfigError("job.distribute was given an empty list: give (model, optimizer) pairs")
+    if any(isinstance(pair.model, HeldTensors) for pair in pairs):
+        check_exchangeable(strategy)
     if len({id(pair.optimizer) for pair in pairs}) < len(pairs):
         raise ConfigError(
             "job.distribute was given the same optimizer twice: each optimizer belongs to "

@@ -42,6 +42,7 @@ from slipstream.torch.collective_channel import (
 )
 from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
+from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.gossip import accept_joiners, make_partial
 from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerResults
@@ -230,7 +231,8 @@ class Wiring:
             membership.env.rank,
             self._is_first("nonfinite"),
         )
-        self._slots = LiveTensors(plan, inventory, Staging(), self._finite)
+        results = self._model.results if isinstance(self._model, HeldTensors) else None
+        self._slots = LiveTensors(plan, inventory, Staging(), self._finite, results)
         self._layers = compact_layers(self._model, plan, inventory)
         self._outer: OuterWeights | None = None
 

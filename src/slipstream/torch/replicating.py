@@ -15,6 +15,7 @@ from slipstream.runtime.servers.shards import LAST, choose_clusters
 from slipstream.strategy import Strategy
 from slipstream.torch.collective_channel import collective_device
 from slipstream.torch.copying import copy_state
+from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.inventory import Inventory, groups_of
 from slipstream.torch.preparing import (
     Pair,
@@ -124,7 +125,8 @@ def wire(
         if not membership.env.incarnation:
             known = {id(pairs[number].model) for number in kept}
             for model in distinct_models([pairs[number] for number, _ in wirings]):
-                if id(model) not in known:
+                released = isinstance(model, HeldTensors) and model.released
+                if id(model) not in known and not released:
                     copy_state(shared.chain, model)
     made = kept | {number: wiring.finish() for number, wiring in wirings}
     replicas = tuple(made[number] for number in range(len(pairs)))

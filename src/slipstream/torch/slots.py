@@ -61,6 +61,9 @@ class LiveTensors:
     the parameter's new value. A gradient that servers will read later is copied, because the next
     backward pass may reuse its memory before it has left.
 
+    Args:
+        results: Where results go, if not where the plan's kind of update has them.
+
     Attributes:
         contributions: What parameters contribute. Where the optimizer's steps or outer gradients
             travel, whoever ends a step puts them there.
@@ -75,6 +78,7 @@ class LiveTensors:
         inventory: Inventory,
         staging: Staging,
         finite: FiniteGradients | None = None,
+        results: GradientPlaces | None = None,
     ) -> None:
         self.finite = finite or FiniteGradients()
         self._specs = plan.specs
@@ -96,7 +100,9 @@ class LiveTensors:
         trains_locally = plan.local_steps is not None
         steps_travel = plan.runs_ahead and plan.update.inner.travels == "steps"
         self.contributions: GradientPlaces = list(apart) if steps_travel or trains_locally else own
-        self.results: GradientPlaces = apart if plan.runs_ahead or trains_locally else own
+        if results is None:
+            results = apart if plan.runs_ahead or trains_locally else own
+        self.results: GradientPlaces = results
         self._copies_buffers = trains_locally
         self._weights_replace = plan.update.holder_applies and not trains_locally
         self._stays = set() if plan.cluster.members else over_collectives(plan)

@@ -57,7 +57,7 @@ class Synchronizer:
         self.tap = BackwardTap(
             model,
             [(i, inventory.tensors[i]) for i in inventory.parameters],
-            on_ready=self._gradient_ready,
+            on_ready=self.gradient_ready,
             on_end=lambda: self.applier.pass_ended(),
         )
         self.applier = applier(self)
@@ -92,7 +92,8 @@ class Synchronizer:
 
     # ---- gradients become final (autograd's threads)
 
-    def _gradient_ready(self, tensor: int) -> None:
+    def gradient_ready(self, tensor: int) -> None:
+        """A parameter's gradient is complete: send it, if gradients are sent during backward."""
         if self.driver.exchanged and not self.applier.takes_pass():
             return
         self.gradients.refuse_converted(tensor)

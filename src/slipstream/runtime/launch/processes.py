@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -11,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
 from slipstream.errors import LaunchError, WaitLimit
+from slipstream.runtime.launch.death_signal import death_signal
 from slipstream.runtime.launch.guardian import ChildGroup
 from slipstream.runtime.launch.relay import relay, start_relay
 from slipstream.transports.credentials import Credentials
@@ -79,10 +79,15 @@ def start_process(
     stdout: int | None = None,
     stderr: int | None = None,
     pass_fds: Sequence[int] = (),
+    arms_itself: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in its own session; on Linux it is killed when its parent dies.
 
     The kernel treats the calling *thread* as the parent: call this from a thread that stays.
+
+    Args:
+        arms_itself: The command asks for its death signal when it has begun. Nothing of this
+            process then runs in a fork of it, of which frameworks with threads (JAX) warn.
     """
     full = [*placement.prefix, *command]
     try:
@@ -94,29 +99,13 @@ def start_process(
             stderr=stderr,
             pass_fds=pass_fds,
             start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=None if arms_itself else death_signal(os.getpid()),
         )
     except OSError as error:
         if error.errno in ERRORS:
             raise out_of_descriptors(f"starting {full[0]!r}") from error
         reason = error.strerror or str(error)
         raise LaunchError(f"cannot start {full[0]!r}: {reason}; is it on the PATH?") from error
-
-
-def die_with(parent: int) -> Callable[[], None] | None:
-    """What a child has to call in order to be killed when its parent dies; None: not possible."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
-    set_death_signal, kill = 1, int(signal.SIGKILL)
-
-    def arm() -> None:
-        prctl(set_death_signal, kill, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(128 + kill)
-
-    return arm
 
 
 class ServerProcess:
@@ -209,10 +198,17 @@ def start_server(
         "SLIPSTREAM_RUN_KEY": credentials.key.hex(),
         "SLIPSTREAM_ENCRYPT": "1" if credentials.encrypt else "0",
         "SLIPSTREAM_BIND": bind,
+        "SLIPSTREAM_STARTED_BY": str(os.getpid()),
     }
     pipe = subprocess.PIPE
     process = start_process(
-        command, env, placement or Placement(), stdin=pipe, stdout=pipe, stderr=pipe
+        command,
+        env,
+        placement or Placement(),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        arms_itself=command is SERVER_COMMAND,
     )
     server = ServerProcess(index, process)
     try:

@@ -20,6 +20,7 @@ from typing import Any
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
+from slipstream.runtime.launch.death_signal import death_signal
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.members.member import HUB, Member, internal_fault
@@ -204,6 +205,8 @@ def abandoned() -> bool:
 
 
 if __name__ == "__main__":
+    if arm := death_signal(int(os.environ.get("SLIPSTREAM_STARTED_BY", os.getppid()))):
+        arm()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
     code = serve(os.environ)
