@@ -202,6 +202,21 @@ def mixed_precision() -> float:
     return distance(Loop("gpt2", PUSH_PULL, mixed="bf16").by_accelerate(), wanted)
 
 
+def bytes_sent() -> dict[str, list[int]]:
+    """Of gradients, with each micro-batch a step, and with two in a step."""
+
+    def sent(by: str, every: int) -> int:
+        found: list[int] = []
+
+        def then(job: slipstream.Job, _: nn.Module) -> None:
+            found.append(sum(job.stats()["bytes"]["by_scheme"].values()))
+
+        getattr(Loop("gpt2", ALLREDUCE, every=every, then=then), by)()
+        return found[0]
+
+    return {by: [sent(by, 1), sent(by, 2)] for by in ("by_accelerate", "by_trainer")}
+
+
 def inspected() -> list[Any]:
     """The plan, and which of the prepared model and its copies have ``no_sync``."""
     found: list[Any] = []

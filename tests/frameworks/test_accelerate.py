@@ -44,6 +44,7 @@ WORKER = str(Path(__file__).with_name("accelerate_worker.py"))
 RUN = (sys.executable, "-m", "slipstream.cli", "run", "--workers=2", WORKER)
 CASES = (
     "equal",
+    "bytes_sent",
     "mixed_precision",
     "inspected",
     "resumed_state",
@@ -120,6 +121,11 @@ def test_weights_are_those_of_ddp(both: list[dict[str, Any]]) -> None:
     for result in both:
         assert len(result["equal"]) == 16
         assert {case: off for case, off in result["equal"].items() if off > ROUNDING} == {}
+
+
+def test_micro_batches_of_a_step_are_exchanged_once(both: list[dict[str, Any]]) -> None:
+    for single, double in both[0]["bytes_sent"].values():
+        assert 0 < 2 * double == single
 
 
 def test_mixed_precision_is_accelerates(both: list[dict[str, Any]]) -> None:
