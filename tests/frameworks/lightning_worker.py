@@ -172,7 +172,7 @@ def run(case: dict[str, Any]) -> None:
     if case.get("tests"):
         told["tested"] = trainer.test(model, loader(), verbose=False)[0]["val"]
     summary = getattr(trainer.strategy, "summary", None)
-    told["schemes"] = sorted((summary or {}).get("bytes", {}).get("by_scheme", {}))
+    told["bytes"] = (summary or {}).get("bytes", {}).get("by_scheme", {})
     rank = trainer.global_rank
     torch.save(model.state_dict(), f"{case['name']}.{rank}.pt")
     Path(f"{case['name']}.{rank}.json").write_text(json.dumps(told))

@@ -133,8 +133,21 @@ def test_weights_are_those_of_ddp(trained: Launch, of: Case) -> None:
 
 
 def test_layers_are_sent_as_factors(trained: Launch) -> None:
-    sent = Outcome(trained, case("poseidon(choose='bytes')", "both")).told[0]["schemes"]
-    assert "factors/mesh" in sent
+    assert "factors/mesh" in sent_in(trained, case("poseidon(choose='bytes')", "both"))
+
+
+def test_accumulated_gradients_are_sent_once(trained: Launch) -> None:
+    """A step every three batches, and one at the end of each epoch, of 7."""
+    plain, accumulated = (
+        sum(sent_in(trained, case("slipstream_push_pull", each)).values())
+        for each in ("plain", "accumulated")
+    )
+    assert accumulated == plain * 3 // 7
+
+
+def sent_in(trained: Launch, of: Case) -> dict[str, int]:
+    found: dict[str, int] = Outcome(trained, of).told[0]["bytes"]
+    return found
 
 
 @pytest.mark.parametrize("system", OTHERS)

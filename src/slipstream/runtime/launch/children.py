@@ -34,6 +34,7 @@ class Children:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._training = threading.Event()
         self._over = threading.Event()
+        self._first = threading.Lock()
 
     def watch(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """These are rank 1 and so on; rank 0 waits for them when it exits."""
@@ -67,7 +68,9 @@ class Children:
         code = self._processes[name].wait()
         if code == 0 or not self._training.is_set():
             return
-        if not self._over.wait(GRACE_S if self.joined else 0.0):
+        if self._over.wait(GRACE_S if self.joined else 0.0):
+            return
+        if self._first.acquire(blocking=False):  # the others end because of it
             print(f"slipstream: {name} exited with code {code}", file=sys.stderr, flush=True)
             self.end(0.0)
             os._exit(1)
