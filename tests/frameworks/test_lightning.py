@@ -216,13 +216,26 @@ def test_a_rank_that_never_begins_ends_the_others(launch: Callable[..., Launch])
     assert job.remains.left() == []
 
 
-@pytest.mark.parametrize("launcher", ["Lightning's", "slipstream run"])
-def test_ctrl_c(launch: Callable[..., Launch], launcher: str) -> None:
-    plan = [case("slipstream_push_pull", "waits", wait=True)]
-    job = launch(*((sys.executable,) if launcher == "Lightning's" else RUN), plan=plan)
+def waiting(launch: Callable[..., Launch], *launcher: str) -> Launch:
+    """A job in the middle of its training."""
+    job = launch(*launcher, plan=[case("slipstream_push_pull", "waits", wait=True)])
     started = [job.folder / f"trains.{rank}" for rank in range(2)]
     until(lambda: job.ended or all(map(Path.exists, started)), "training to begin")
     assert not job.ended, job.stderr
+    return job
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not kill with the parent")
+def test_nothing_outlives_rank_0(launch: Callable[..., Launch]) -> None:
+    job = waiting(launch, sys.executable)
+    job.send(signal.SIGKILL)
+    job.wait()
+    assert job.remains.left() == []
+
+
+@pytest.mark.parametrize("launcher", ["Lightning's", "slipstream run"])
+def test_ctrl_c(launch: Callable[..., Launch], launcher: str) -> None:
+    job = waiting(launch, *((sys.executable,) if launcher == "Lightning's" else RUN))
     assert_on_loopback(job)
     job.remains.note_ports()
     if launcher == "Lightning's":
