@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+
+from slipstream.runtime.launch.processes import Placement, inherited_environment, start_process
 
 JSON = {"Content-Type": "application/json"}
 LIMIT_S = 600.0
@@ -70,8 +71,14 @@ def serving(folder: Path, options: list[str]) -> Iterator[tuple[str, psutil.Proc
     log = folder / "log"
     command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(folder / "data")]
     began = time.monotonic()
-    with log.open("w") as out:
-        process = subprocess.Popen([*command, "--port", "0", *options], stdout=out, stderr=out)
+    with log.open("w") as out:  # the kernel kills it if this process is killed
+        process = start_process(
+            [*command, "--port", "0", *options],
+            inherited_environment(),
+            Placement(),
+            stdout=out.fileno(),
+            stderr=out.fileno(),
+        )
     try:
         while not (found := re.search(r"ready at (http://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()

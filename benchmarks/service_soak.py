@@ -42,6 +42,7 @@ import psutil
 from service_client import JSON, Client
 
 from slipstream.bench.comparison import machine_facts
+from slipstream.runtime.launch.processes import Placement, start_process
 
 MARK = "SLIPSTREAM_SOAK_MARK"  # in the environment: finds the processes, whoever their parent is
 KILL_EVERY_S = 20.0  # on average
@@ -93,9 +94,8 @@ class Service:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(self.data)]
         options = ["--port", str(self.port), "--epochs", "3", "--rate", "1000000"]
-        return subprocess.Popen(
-            [*command, *options], env=self._env, stdout=self._log, stderr=self._log
-        )
+        log = self._log.fileno()
+        return start_process([*command, *options], self._env, Placement(), stdout=log, stderr=log)
 
     def processes(self) -> list[psutil.Process]:
         """All that live: the API process and what it started."""
