@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.strategy import Strategy
@@ -81,12 +81,14 @@ class Exchange:
         held.grad = given if given.ndim == held.ndim else given.reshape(held.shape)
         self._on_ready(tensor)
 
-    def places(self) -> list[Tensor]:
+    def places(self) -> list[HostMemory]:
         """By tensor: the memory that ``finish`` returns in this step, not written yet.
 
-        A framework can wrap it while gradients are under way. A job of one process does not use it.
+        A framework can take it over by DLPack while gradients are under way. A job of one process
+        does not use it.
         """
-        return [self._held.as_given(i, place) for i, place in enumerate(self._held.results.all())]
+        places = enumerate(self._held.results.all())
+        return [HostMemory(self._held.as_given(i, place)) for i, place in places]
 
     def finish(self) -> list[Tensor | None]:
         """End the step: wait for the mean gradients.
@@ -98,6 +100,21 @@ class Exchange:
         self._end_step()
         self._ready.clear()
         return self._held.take()
+
+
+class HostMemory:
+    """A tensor's memory for another framework, by DLPack; takes less time than the tensor does."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        return to_dlpack(self._tensor)
 
 
 class HeldTensors(nn.Module):
@@ -233,7 +250,8 @@ class EndsStep(torch.optim.Optimizer):
 
 def as_tensor(array: Any) -> Tensor:
     """An array of any framework, which keeps its memory."""
-    return array if isinstance(array, Tensor) else from_dlpack(array)
+    # Not the array itself: for memory of the host, nothing else of it is needed.
+    return array if isinstance(array, Tensor) else from_dlpack(array.__dlpack__())
 
 
 def checked(named: Mapping[str, Any]) -> dict[str, Tensor]:
