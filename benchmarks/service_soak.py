@@ -191,19 +191,19 @@ class RandomClient:
 
     def _act(self) -> None:
         actions: list[tuple[int, Callable[[], None]]] = [
-            (3 if len(self._own) < CLASSIFIERS else 0, self._create),
-            (2, self._send_garbage),
-            (1, self._send_no_http),
+            (30 if len(self._own) < CLASSIFIERS else 0, self._create),
+            (20, self._send_garbage),
+            (10, self._send_no_http),
         ]
         if self._own:
             one = self._chance.choice(list(self._own))
             actions += [
-                (12, lambda: self._classify(one)),
-                (4, lambda: self._look(one)),
-                (1, lambda: self._retrain(one)),
-                (1, lambda: self._cancel_and_retry(one)),
-                (1, lambda: self._follow(one)),
-                (1, lambda: self._delete(one)),
+                (120, lambda: self._classify(one)),
+                (40, lambda: self._look(one)),
+                (3, lambda: self._retrain(one)),
+                (2, lambda: self._cancel_and_retry(one)),
+                (10, lambda: self._follow(one)),
+                (2, lambda: self._delete(one)),  # seldom, so that most classifiers are trained
             ]
         weights = [weight for weight, _ in actions]
         self._chance.choices([action for _, action in actions], weights)[0]()

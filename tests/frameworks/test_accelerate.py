@@ -107,13 +107,16 @@ def test_ctrl_c_ends_a_trainer_on_all_ranks(launches: dict[str, Launch]) -> None
     assert job.remains.left() == []
 
 
-def test_a_worker_that_raises_is_the_only_one_to_tell(launches: dict[str, Launch]) -> None:
+def test_a_worker_that_raises_is_the_only_one_with_a_traceback(launches: dict[str, Launch]) -> None:
     """The other waits in a collective of torch's, which fails without saying why."""
     job = launches["fails"]
     assert job.wait() == 1
     assert job.stderr.count("Traceback (most recent call last)") == 1, job.stderr
     assert "ZeroDivisionError: rank 1 has enough" in job.stderr
-    assert job.own_lines == ["slipstream: rank 1 exited with code 1; the other ranks ended with it"]
+    assert job.own_lines == [
+        "slipstream: rank 1 failed: ZeroDivisionError: rank 1 has enough",
+        "slipstream: rank 1 exited with code 1; the other ranks ended with it",
+    ]
     assert job.remains.left() == []
 
 
