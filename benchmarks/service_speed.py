@@ -88,7 +88,7 @@ def bare(rows: bytes, args: argparse.Namespace) -> float:
             timeout=600,
             check=True,
         )
-    return sum(float(line) for line in done.stdout.split("\n") if line.replace(".", "").isdigit())
+    return sum(float(line.split()[-1]) for line in done.stdout.splitlines() if line.strip())
 
 
 def served(rows: bytes, args: argparse.Namespace) -> float:

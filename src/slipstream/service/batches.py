@@ -31,9 +31,10 @@ class Examples:
     def targets(self, numbers: Sequence[int]) -> Tensor:
         """Shares of the classes, a row each: 1/k for each of k."""
         targets = np.zeros((len(numbers), len(self._rows.labels)), np.float32)
-        for target, number in zip(targets, numbers, strict=True):
+        for row, number in enumerate(numbers):
             own = self._rows.classes[number]
-            target[own] = 1 / len(own)
+            for place in own:
+                targets[row, place] = 1 / len(own)
         return torch.from_numpy(targets)
 
     def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> Batch:
@@ -43,7 +44,7 @@ class Examples:
             some = [drop(own, self._setting, rng) for own in some]
         return (
             _padded([own.words for own in some], self._widest),
-            torch.tensor([max(len(own.words), self._widest) for own in some]),
+            torch.from_numpy(np.array([max(len(own.words), self._widest) for own in some])),
             _padded([own.features for own in some], 1),
             _padded([own.values for own in some], 1),
         )

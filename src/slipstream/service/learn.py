@@ -39,6 +39,9 @@ from slipstream.service.settings import JobSetting, Schedule, TextSetting
 REFUSED = 3  # the exit code
 EVALUATED = 64  # rows of a batch when nothing is learnt
 CURVE = 50  # times that held-out rows are measured on the way
+SELDOM = (
+    8  # steps between two looks at the loss and two changes of the rate: each costs 2% of a step
+)
 REPORT_LIMIT_S = 600.0  # that learners wait for the report
 POLL_S = 0.05
 
@@ -135,20 +138,24 @@ class Learner:
         rng = np.random.default_rng([self._task.job.seed, self._job.rank, self._job.step])
         batches = shuffled(numbers, self._task.schedule.batch, rng)
         self._net.train()
-        for _ in self._job.steps(until):
-            self._step(next(batches), rng)
+        for number, _ in enumerate(self._job.steps(until)):
+            if number % SELDOM == 0:
+                self._set_rate()
+            self._step(next(batches), rng, looks=number % SELDOM == 0)
 
-    def _step(self, numbers: list[int], rng: np.random.Generator) -> None:
+    def _set_rate(self) -> None:
         left = max(1 - self._job.step / self._task.schedule.total, 0.0)
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.setting.rate * left
+
+    def _step(self, numbers: list[int], rng: np.random.Generator, *, looks: bool) -> None:
         targets = self._task.examples.targets(numbers)
         self._optimizer.zero_grad()
         deep, wide = self._net(*self._task.examples.batch(numbers, rng))
         loss = loss_of(deep, wide, targets)
         loss.backward()
         self._optimizer.step()
-        if self._progress is not None:
+        if looks and self._progress is not None:
             answers = (deep.detach().softmax(1) + wide.detach().softmax(1)).argmax(1, True)
             right = int((targets.gather(1, answers) > 0).sum())
             self._progress.record(loss.item(), right, len(numbers))
