@@ -198,8 +198,10 @@ def start_server(
         "SLIPSTREAM_RUN_KEY": credentials.key.hex(),
         "SLIPSTREAM_ENCRYPT": "1" if credentials.encrypt else "0",
         "SLIPSTREAM_BIND": bind,
-        "SLIPSTREAM_STARTED_BY": str(os.getpid()),
     }
+    arms_itself = command is SERVER_COMMAND
+    if arms_itself:
+        env["SLIPSTREAM_STARTED_BY"] = str(os.getpid())
     pipe = subprocess.PIPE
     process = start_process(
         command,
@@ -208,7 +210,7 @@ def start_server(
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
-        arms_itself=command is SERVER_COMMAND,
+        arms_itself=arms_itself,
     )
     server = ServerProcess(index, process)
     try:
