@@ -387,7 +387,11 @@ class Job(JobMetrics):
         trace: TracebackType | None,
     ) -> None:
         ended_well = isinstance(error, SystemExit) and not error.code
-        fault = None if error is None else self._session.fault_behind(error)
+        try:
+            fault = None if error is None else self._session.fault_behind(error)
+        except BaseException as interrupted:  # Ctrl-C during its wait
+            self._end.end(interrupted)
+            raise
         self._end.end(fault or (None if ended_well else error))
         if fault is not None:
             raise fault from error

@@ -171,7 +171,11 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         if job is None:
             return
         if error is None:
-            self.optimizers = [own_with_state(optimizer) for optimizer in self.optimizers]
+            try:
+                self.optimizers = [own_with_state(optimizer) for optimizer in self.optimizers]
+            except BaseException as late:  # servers may be lost
+                job.__exit__(type(late), late, late.__traceback__)
+                raise
         with warnings.catch_warnings():
             # An evaluation distributes nothing.
             warnings.filterwarnings("ignore", "job.distribute was never called")

@@ -200,11 +200,13 @@ class SlipstreamLauncher(launchers._SubprocessScriptLauncher):
         if self.num_nodes == 1 and not any(map(os.environ.get, SECRET_VARIABLES)):
             os.environ["SLIPSTREAM_SECRET"] = secrets.token_hex(32)
         os.environ[PARENT] = str(os.getpid())
-        super()._call_children_scripts()
-        del os.environ[PARENT]
-        CHILDREN.watch(self.procs)
-        # Lightning's own observer would kill all, before they have printed why they end.
-        self.procs: list[Any] = []
+        try:
+            super()._call_children_scripts()
+        finally:  # also those that were started before one could not be
+            os.environ.pop(PARENT, None)
+            CHILDREN.watch(self.procs)
+            # Lightning's own observer would kill all, before they have printed why they end.
+            self.procs: list[Any] = []
 
     def kill(self, signum: Any) -> None:
         CHILDREN.send(signum)

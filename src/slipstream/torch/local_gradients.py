@@ -51,14 +51,12 @@ class LocalGradients:
         self._left = [(p, g, 0 if g is None else g._version) for p, g in gradients]
 
     def changed_since(self) -> bool:
-        """Whether gradients were changed after they were sent; if not, stop tracking them."""
-        changed = any(
+        """Whether gradients were changed after they were sent; from now on they are not tracked."""
+        left, self._left = self._left, []
+        return any(
             p.grad is not gradient or (gradient is not None and gradient._version != version)
-            for p, gradient, version in self._left
+            for p, gradient, version in left
         )
-        if not changed:
-            self._left = []
-        return changed
 
     def refuse_converted(self, tensor: int) -> None:
         """Refuse a tensor that does not match the plan.

@@ -20,6 +20,7 @@ from slipstream.errors import RuntimeFault
 from slipstream.torch.synchronizer import Synchronizer
 
 PROBED_STEPS = 3  # in which gradients leave at step()
+LATE_PASS = "a second backward() came before step()", "the passes after the first do"
 CHANGED = "changed between backward() and step()"
 
 
@@ -66,8 +67,14 @@ class LoopWatch:
             self._seen[tensor] = gradient, gradient._version, gradient.detach().sum()
 
     def note_late_pass(self) -> None:
-        """A backward pass adds to gradients that have left."""
+        """A backward pass adds to gradients that have left.
+
+        Raises:
+            RuntimeFault: As ``examine``; at once, before a layer sends a second compact gradient.
+        """
         self.late_pass = True
+        if self._compact or self._synchronizer.leaves_at_step:
+            self._stop_overlap(*LATE_PASS)
 
     def examine(self, settings_sent: Any = None) -> None:
         """The step is about to end: has the loop touched what leaves, or has left?
@@ -80,13 +87,12 @@ class LoopWatch:
                 layers in compact form.
         """
         if self._synchronizer.driver.exchanged:
+            changed = self._synchronizer.gradients.changed_since()
             if self.late_pass:
-                self._stop_overlap(
-                    "a second backward() came before step()", "the passes after the first do"
-                )
+                self._stop_overlap(*LATE_PASS)
             elif settings_sent is not None and settings_sent != self._settings():
                 self._stop_overlap(f"an optimizer setting was {CHANGED}", "the change does")
-            elif self._synchronizer.gradients.changed_since():
+            elif changed:
                 self._stop_overlap(f"gradients were {CHANGED}", "the change does")
         elif self._probes and self._seen:
             self._untouched = 0 if self._touched() else self._untouched + 1

@@ -50,15 +50,15 @@ class Children:
         Raises:
             LaunchError: one of them has ended already.
         """
-        for name, process in self._processes.items():
-            if (code := process.poll()) is not None:
-                raise LaunchError(
-                    f"{name} has ended (exit code {code}), so there are not enough workers any "
-                    "more: every rank has to make the same calls of the Trainer"
-                )
         self._over.clear()
         self._training.set()
         try:
+            for name, process in self._processes.items():
+                if (code := process.poll()) is not None:
+                    raise LaunchError(
+                        f"{name} has ended (exit code {code}), so there are not enough workers any "
+                        "more: every rank has to make the same calls of the Trainer"
+                    )
             yield
         finally:
             self._training.clear()
