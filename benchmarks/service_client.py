@@ -31,6 +31,7 @@ class Client:
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
         self._connection.request(method, path, body or None, headers)
         answer = self._connection.getresponse()
+        self.headers = answer.headers  # of the last answer
         return answer.status, json.loads(answer.read())
 
     def create(self, rows: bytes) -> str:
@@ -82,10 +83,10 @@ def serving(folder: Path, options: list[str]) -> Iterator[tuple[str, psutil.Proc
     try:
         while not (found := re.search(r"ready at (http://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
+            assert time.monotonic() < began + LIMIT_S, log.read_text()
             time.sleep(0.01)
         url = found[1]
-        while Client(url).send("GET", "/livez")[0] != 200:
-            time.sleep(0.01)
+        assert Client(url).send("GET", "/livez")[0] == 200
         yield url, psutil.Process(process.pid), time.monotonic() - began
     finally:
         process.terminate()

@@ -185,8 +185,8 @@ class RandomClient:
             while not self._stop.is_set():
                 self._act()
             self._finish()
-        except Violation as error:
-            self.violation = f"{self.name}: {error}"
+        except Exception as error:  # an answer that cannot be read is a fault, too
+            self.violation = f"{self.name}: {error!r}"
             self._stop.set()
 
     def _act(self) -> None:
@@ -218,6 +218,8 @@ class RandomClient:
             try:
                 client = Client(self._service.url)
                 code, answer = client.send(method, path, body, **self._headers, **headers)
+                if code == 503 and "Retry-After" not in client.headers:
+                    raise Violation(f"{method} {path}: 503 without Retry-After: {answer}")
             except LOST as error:
                 code, answer = 0, repr(error)
             self.counts[f"{code}"] += 1

@@ -70,8 +70,9 @@ class Engine:
         shared = dict(zip(self._names, self._on_host(leaves), strict=True))
         self._exchange = job.exchange(shared, strategy, outputs_last=True)
         self.params, self._alone = params, job.world_size == 1
+        weights = self._exchange.weights()  # also alone: the exchange then keeps none of them
         if not self._alone:
-            given = map(adopt, self._exchange.weights())
+            given = map(adopt, weights)
             self.params = self._tree.unflatten(map(put_back, given, leaves))
 
     def mean(self, grads: Any) -> Any:

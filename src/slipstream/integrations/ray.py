@@ -66,7 +66,7 @@ def run(
     """Train on Ray: call ``fn`` once on each of ``workers`` actors, and wait for all.
 
     ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. All
-    actors have ended when ``run`` returns or raises, also after Ctrl-C.
+    actors are ended when ``run`` returns or raises, also after Ctrl-C.
 
     Args:
         workers: how many.
@@ -118,8 +118,10 @@ def _checked_arguments(
         raise ConfigError(f"workers={workers!r}: give a whole number, 1 or more")
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement={placement!r}: choose one of {', '.join(PLACEMENTS)}")
-    if not place_limit_s > 0:
+    if not 0 < place_limit_s < math.inf:
         raise ConfigError(f"place_limit_s={place_limit_s!r}: give seconds, more than 0")
+    if not isinstance(resources, Mapping | None):
+        raise ConfigError(f"resources={resources!r}: give a mapping, such as {{'CPU': 1}}")
     bundle = {"CPU": 1.0} if resources is None else dict(resources)
     for name, amount in bundle.items():
         if not isinstance(amount, int | float) or not 0 < amount < math.inf:

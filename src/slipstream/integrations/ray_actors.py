@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -194,7 +194,7 @@ class ActorJob:
 
     def _take(self, watch: Supervision, ended: Ended) -> None:
         if self.returns is not None and ended.member == watch.leader:
-            for rank in ray.get(self.returns.back.remote(), timeout=START_S):
+            for rank in self._back():
                 watch.take(CameBack(f"rank {rank}"))
         before = len(watch.replaced)
         watch.take(ended)
@@ -203,6 +203,13 @@ class ActorJob:
             incarnation = sum(other.member == lost.member for other in watch.replaced)
             watch.started(lost.member)
             self._start_again(rank_of(lost.member), incarnation)
+
+    def _back(self) -> list[int]:
+        """Ranks that have rejoined; without an answer, all that were started again get a grace."""
+        try:
+            return list(ray.get(self.returns.back.remote(), timeout=KILL_S))
+        except RayError:
+            return []
 
     def _start_again(self, rank: int, incarnation: int) -> None:
         """Start a worker again in its bundle, which Ray moves if its node has died."""
@@ -215,6 +222,7 @@ class ActorJob:
             )
             options = {"num_cpus": 0, "scheduling_strategy": here}
             self.returns = ray.remote(Returns).options(**options).remote()
+        ray.kill(self.actors[rank])  # it may live, and only be out of reach
         self.actors[rank] = self._actor(self.bundles[rank])
         self.told[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
         self._call(rank)
@@ -242,4 +250,6 @@ def rank_of(member: str) -> int:
 def reason_of_death(error: RayActorError) -> str:
     """Ray's last line about an actor that died."""
     reason = str(error).strip().splitlines()[-1].split(" Some common causes")[0]
+    if isinstance(error, ActorUnavailableError):
+        return f"its process or its node cannot be reached ({reason})"
     return f"its process or its node died ({reason})"

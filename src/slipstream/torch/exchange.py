@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -63,6 +64,8 @@ class Exchange:
         Raises:
             RuntimeFault: It has another shape or dtype, or was ready before in this step.
         """
+        if not 0 <= tensor < len(self.names):
+            raise RuntimeFault(f"there is no tensor {tensor}: job.exchange got {len(self.names)}")
         given = as_tensor(gradient)
         shape, dtype = self._held.layouts[tensor]
         if given.shape != shape or given.dtype != dtype:
@@ -142,7 +145,8 @@ class HeldTensors(nn.Module):
             if not alone:
                 given = given.clone(memory_format=torch.contiguous_format)
             if outputs_last and given.ndim > 2:  # codecs take the first for the outputs
-                given = given.reshape(-1, given.shape[-1])
+                # Rows are computed, not inferred with -1, so empty tensors work.
+                given = given.reshape(math.prod(given.shape[:-1]), given.shape[-1])
             self.register_parameter(str(number), nn.Parameter(given))
         self.tensors = list(self.parameters())
         self.results = FreshResults(self.tensors)
@@ -262,7 +266,15 @@ def checked(named: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     if not named:
         raise ConfigError("job.exchange was given no tensors")
-    tensors = {name: as_tensor(array) for name, array in named.items()}
+    tensors = {}
+    for name, array in named.items():
+        try:
+            tensors[name] = as_tensor(array)
+        except (AttributeError, BufferError, TypeError) as error:
+            raise ConfigError(
+                f"{name!r} is a {type(array).__name__} that DLPack cannot share ({error}): give "
+                "tensors, or arrays that may be written"
+            ) from error
     for name, tensor in tensors.items():
         if dtype_name(tensor) not in ITEM_BYTES:
             raise ConfigError(

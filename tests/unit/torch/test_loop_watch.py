@@ -46,12 +46,12 @@ def test_a_late_pass_is_told_once_and_counts_from_the_next_step() -> None:
     given = synchronizer(None)
     watch = LoopWatch(given)
     watch.note_late_pass()
-    with pytest.warns(UserWarning, match="second backward.* passes after the first do not count"):
+    with pytest.warns(UserWarning, match=r"second backward.* passes after the first do not count"):
         watch.examine()
     assert given.told == ["at step"]
     assert not watch.late_pass
 
 
 def test_a_late_pass_of_layers_in_compact_form_is_refused_before_they_send() -> None:
-    with pytest.raises(RuntimeFault, match="second backward.* layers in compact form"):
+    with pytest.raises(RuntimeFault, match=r"second backward.* layers in compact form"):
         LoopWatch(synchronizer("fc")).note_late_pass()
