@@ -47,6 +47,9 @@ def test_mistakes_of_a_framework(job: slipstream.Job) -> None:
         exchange.ready(0, torch.ones(2))
     with pytest.raises(RuntimeFault, match=r"'a' is torch\.float64"):
         exchange.ready(0, torch.ones(3, dtype=torch.float64))
+    for number in (-1, 2):
+        with pytest.raises(RuntimeFault, match="there is no tensor"):
+            exchange.ready(number, torch.ones(1))
     exchange.ready(0, torch.ones(3))
     with pytest.raises(RuntimeFault, match="ready twice in one step"):
         exchange.ready(0, torch.ones(3))
@@ -55,6 +58,18 @@ def test_mistakes_of_a_framework(job: slipstream.Job) -> None:
     assert [tensor.tolist() for tensor in exchange.weights()] == [[1.0, 1.0, 1.0], [1.0]]
     with pytest.raises(ConfigError, match="called before"):
         exchange.weights()
+
+
+def test_empty_kernels_are_matrices_without_columns(job: slipstream.Job) -> None:
+    tensors = {"a": torch.ones(2, 3, 0), "b": torch.ones(1)}
+    exchange = job.exchange(tensors, outputs_last=True)
+    assert exchange.weights()[0].shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("array", [[1.0], 5, np.broadcast_to(np.ones(1), 3)], ids=repr)
+def test_what_dlpack_cannot_share_is_refused_by_name(job: slipstream.Job, array: object) -> None:
+    with pytest.raises(ConfigError, match=r"'kernel' is a .* that DLPack cannot share"):
+        job.exchange({"kernel": array})
 
 
 def test_what_is_refused(job: slipstream.Job) -> None:
