@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import math
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ class ServerState:
                 value = tensor_of(frame, getattr(torch, dtype)).clone()
                 pieces.setdefault((segment.tensor, name), []).append((segment.start, value))
         for (tensor, name), parts in pieces.items():
+            if not self._is_whole(tensor, name, parts):
+                continue  # the first update has reached some servers only
             value = self._join(tensor, name, parts)
             spec = self._plan.specs[tensor]
             apart = {WEIGHTS: held.weights, AVERAGE: held.averages}
@@ -111,6 +114,11 @@ class ServerState:
             else:
                 held.state.setdefault(spec.name, {})[name] = value
         return held
+
+    def _is_whole(self, tensor: int, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> bool:
+        """Whether all servers of a tensor have sent this entry; each has it after an update."""
+        held = sum(part.numel() for _, part in parts)
+        return is_scalar(name) or held == math.prod(self._plan.specs[tensor].shape)
 
     def _join(self, tensor: int, name: str, parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
         if is_scalar(name):
