@@ -30,7 +30,11 @@ from slipstream.errors import ConfigError, LaunchError, SecretError
 from slipstream.integrations import lightning_environment
 from slipstream.integrations.lightning import SlipstreamStrategy
 
-pytestmark = pytest.mark.process
+pytestmark = [
+    pytest.mark.process,
+    # Lightning's, where Slurm is installed.
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
+]
 
 WORKER = str(Path(__file__).with_name("lightning_worker.py"))
 RUN = (sys.executable, "-m", "slipstream.cli", "run", "--workers=2")
