@@ -39,9 +39,7 @@ from slipstream.service.settings import JobSetting, Schedule, TextSetting
 REFUSED = 3  # the exit code
 EVALUATED = 64  # rows of a batch when nothing is learnt
 CURVE = 50  # times that held-out rows are measured on the way
-SELDOM = (
-    8  # steps between two looks at the loss and two changes of the rate: each costs 2% of a step
-)
+SELDOM = 8  # steps between two looks at the loss, and two changes of the rate: both take time
 REPORT_LIMIT_S = 600.0  # that learners wait for the report
 POLL_S = 0.05
 

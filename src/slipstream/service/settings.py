@@ -6,8 +6,9 @@ By held-out rows of TREC (6 and 50 classes) and MR, one split each, a rate that 
 constant one of the same mean by 0.7 to 2.2 points in the deep part. In the wide part alone
 (one split, one seed), feature dropout 0.3 is better than 0.5 on held-out rows of TREC fine (0.818
 to 0.806) and within noise of it on clinc150 (0.955 to 0.953) and MR (0.794 to 0.793); without any,
-TREC fine and MR are within noise of 0.3. Within noise or worse: feature scales 1 and 3, feature dropout 0.7, windows 1-3 and 3-5, dropout 0.3, smoothed
-labels, averaged weights, other shares of the two parts.
+TREC fine and MR are within noise of 0.3. Within noise or worse: feature scales 1 and 3, feature
+dropout 0.7, windows 1-3 and 3-5, dropout 0.3, smoothed labels, averaged weights, other shares of
+the two parts.
 """
 
 from __future__ import annotations
