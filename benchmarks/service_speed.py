@@ -34,7 +34,6 @@ import slipstream
 from slipstream.bench.comparison import machine_facts
 from slipstream.service.batches import shuffled
 from slipstream.service.learn import Task
-from slipstream.service.net import loss_of
 from slipstream.service.rows import Limits, read
 from slipstream.service.settings import JobSetting
 
@@ -53,19 +52,16 @@ def bare_worker(folder: Path, seconds: float) -> None:
     with slipstream.init() as job:
         rng = np.random.default_rng(job.rank)
         numbers = shuffled(range(len(task.rows.texts)), task.schedule.batch, rng)
-        batches = [
-            (task.examples.batch(some, rng), task.examples.targets(some))
-            for some in itertools.islice(numbers, READY)
-        ]
+        batches = [task.examples.batch(some, rng) for some in itertools.islice(numbers, READY)]
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate / 2)
         net, optimizer = job.distribute(task.net, optimizer)
         job.share(None)  # all begin together
         steps, begun = -WARM_STEPS, time.perf_counter()
-        for batch, targets in itertools.cycle(batches):
+        for batch in itertools.cycle(batches):
             if steps == 0:
                 begun = time.perf_counter()
             optimizer.zero_grad()
-            loss_of(*net(*batch), targets).backward()
+            net(batch).loss.backward()
             optimizer.step()
             steps += 1
             if steps > 0 and time.perf_counter() - begun > seconds:

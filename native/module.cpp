@@ -20,6 +20,7 @@
 #include "one_bit.h"
 #include "quantize.h"
 #include "shared.h"
+#include "text_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -440,4 +441,5 @@ NB_MODULE(_native, m) {
     m.def("crc32c_portable", &checksum<slipstream::crc32c_portable>, "data"_a, "seed"_a = 0,
           "The same checksum by table, whatever the processor offers.");
     slipstream::bind_shared(m);
+    slipstream::bind_text(m);
 }

@@ -86,6 +86,28 @@ def low_rank_unpack(out: _Bytes, u: _Bytes, v: _Bytes, rows: int, rank: int) -> 
     `u` are as long as a column of `out`, `v` as long as a row, all float32.
     """
 
+def text_net_gradients(
+    sizes: tuple[int, int, int],
+    widths: Sequence[int],
+    weights: Sequence[_Bytes],
+    batch: Sequence[_Bytes],
+    gradients: Sequence[_Bytes],
+    scores: Sequence[_Bytes],
+) -> float:
+    """Write the gradients and scores of a wide and deep net; return the mean loss of the batch.
+
+    Args:
+        sizes: Dimensions of a word, maps of a window, classes.
+        widths: Words of each window.
+        weights: float32: embedding, wide table, classifier and its bias, then each window and its
+            bias.
+        batch: int64 words and their ends, int64 features, float32 values, int64 ends of the
+            features, float32 targets and dropout's mask.
+        gradients: Where gradients go, in the order of the weights; of the first two, a row for
+            each word and each feature of the batch.
+        scores: Where scores of the deep and the wide part go, a row a text.
+    """
+
 def quantized_nbytes(count: int, bits: int, block: int) -> int:
     """The bytes that `quantize_pack` writes for `count` values: scales, then codes."""
 

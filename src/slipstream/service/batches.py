@@ -1,4 +1,4 @@
-"""Rows of training data as batches of tensors, and which rows are held out."""
+"""Rows of training data as batches, and which rows are held out."""
 
 from __future__ import annotations
 
@@ -6,48 +6,54 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from slipstream.service.features import UNKNOWN, Encoded, Encoder
+from slipstream.service.features import UNKNOWN, Encoded, Encoder, Values
+from slipstream.service.net import TextBatch
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
 
-Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # what the net's forward takes
-
 
 class Examples:
-    """The rows of training data, encoded.
-
-    Batches are filled by numpy: on batches of 2, torch's own operations take three times as long.
-    """
+    """The rows of training data, encoded."""
 
     def __init__(self, rows: Rows, encoder: Encoder) -> None:
-        self._encoded = [encoder.encode(text) for text in rows.texts]
         self._setting = encoder.setting
-        self._widest = max(encoder.setting.windows)
+        self._encoded = [self._padded(encoder.encode(text)) for text in rows.texts]
         self._rows = rows
 
-    def targets(self, numbers: Sequence[int]) -> Tensor:
-        """Shares of the classes, a row each: 1/k for each of k."""
+    def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> TextBatch:
+        """Some rows; with a generator, words, features and maps are dropped for training."""
+        some = [self._encoded[number] for number in numbers]
+        if rng is not None:
+            some = [drop(own, self._setting, rng) for own in some]
+        return TextBatch(
+            np.concatenate([own.words for own in some]),
+            np.cumsum([len(own.words) for own in some]),
+            np.concatenate([own.features for own in some]),
+            np.concatenate([own.values for own in some]),
+            np.cumsum([len(own.features) for own in some]),
+            self._targets(numbers),
+            self._kept(len(some), rng),
+        )
+
+    def _padded(self, encoded: Encoded) -> Encoded:
+        missing = max(self._setting.windows) - len(encoded.words)
+        return encoded._replace(words=np.pad(encoded.words, (0, max(missing, 0))))
+
+    def _targets(self, numbers: Sequence[int]) -> Values:
         targets = np.zeros((len(numbers), len(self._rows.labels)), np.float32)
         for row, number in enumerate(numbers):
             own = self._rows.classes[number]
             for place in own:
                 targets[row, place] = 1 / len(own)
-        return torch.from_numpy(targets)
+        return targets
 
-    def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> Batch:
-        """Tensors of some rows; with a generator, words and features are dropped for training."""
-        some = [self._encoded[number] for number in numbers]
-        if rng is not None:
-            some = [drop(own, self._setting, rng) for own in some]
-        return (
-            _padded([own.words for own in some], self._widest),
-            torch.from_numpy(np.array([max(len(own.words), self._widest) for own in some])),
-            _padded([own.features for own in some], 1),
-            _padded([own.values for own in some], 1),
-        )
+    def _kept(self, texts: int, rng: np.random.Generator | None) -> Values:
+        shape = (texts, len(self._setting.windows) * self._setting.maps)
+        if rng is None:
+            return np.ones(shape, np.float32)
+        kept = rng.random(shape, np.float32) >= self._setting.dropout
+        return kept * np.float32(1 / (1 - self._setting.dropout))
 
 
 def drop(encoded: Encoded, setting: TextSetting, rng: np.random.Generator) -> Encoded:
@@ -59,19 +65,14 @@ def drop(encoded: Encoded, setting: TextSetting, rng: np.random.Generator) -> En
     (True, {2.0})
     """
     chance = rng.random(len(encoded.words) + len(encoded.features), np.float32)
-    words = encoded.words.copy()
-    words[chance[: len(words)] < setting.word_dropout] = UNKNOWN
-    keep = chance[len(words) :] >= setting.feature_dropout
+    dropped = (chance[: len(encoded.words)] < setting.word_dropout) & (encoded.words > 0)
+    keep = chance[len(encoded.words) :] >= setting.feature_dropout
     scale = np.float32(1 / (1 - setting.feature_dropout))
-    return Encoded(words, encoded.features[keep], encoded.values[keep] * scale)
-
-
-def _padded(rows: Sequence[np.ndarray], least: int) -> Tensor:
-    """Rows as one tensor, with 0 up to the longest, and at least ``least`` wide."""
-    padded = np.zeros((len(rows), max(least, *map(len, rows))), rows[0].dtype)
-    for place, row in zip(padded, rows, strict=True):
-        place[: len(row)] = row
-    return torch.from_numpy(padded)
+    return Encoded(
+        np.where(dropped, UNKNOWN, encoded.words),
+        encoded.features[keep],
+        encoded.values[keep] * scale,
+    )
 
 
 def shuffled(numbers: Sequence[int], batch: int, rng: np.random.Generator) -> Iterator[list[int]]:

@@ -30,7 +30,7 @@ from slipstream.service.answers import Scores, mean_softmax
 from slipstream.service.batches import Examples, hold_out, shuffled
 from slipstream.service.features import Encoder
 from slipstream.service.model_file import Array, ModelHead, write_model
-from slipstream.service.net import WideAndDeep, loss_of
+from slipstream.service.net import WideAndDeep
 from slipstream.service.progress import ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
 from slipstream.service.rows import Rows
@@ -135,7 +135,6 @@ class Learner:
         # Another order after a resume: the first epoch's rows are not trained twice as often.
         rng = np.random.default_rng([self._task.job.seed, self._job.rank, self._job.step])
         batches = shuffled(numbers, self._task.schedule.batch, rng)
-        self._net.train()
         for number, _ in enumerate(self._job.steps(until)):
             if number % SELDOM == 0:
                 self._set_rate()
@@ -147,16 +146,15 @@ class Learner:
             group["lr"] = self._task.setting.rate * left
 
     def _step(self, numbers: list[int], rng: np.random.Generator, *, looks: bool) -> None:
-        targets = self._task.examples.targets(numbers)
+        batch = self._task.examples.batch(numbers, rng)
         self._optimizer.zero_grad()
-        deep, wide = self._net(*self._task.examples.batch(numbers, rng))
-        loss = loss_of(deep, wide, targets)
-        loss.backward()
+        scored = self._net(batch)
+        scored.loss.backward()
         self._optimizer.step()
         if looks and self._progress is not None:
-            answers = (deep.detach().softmax(1) + wide.detach().softmax(1)).argmax(1, True)
-            right = int((targets.gather(1, answers) > 0).sum())
-            self._progress.record(loss.item(), right, len(numbers))
+            answers = (scored.deep.softmax(1) + scored.wide.softmax(1)).argmax(1)
+            right = int((batch.targets[range(len(numbers)), answers] > 0).sum())
+            self._progress.record(scored.loss.item(), right, len(numbers))
             if self._progress.due:
                 self._progress.write(self._job.step, self._held_accuracy())
 
@@ -185,16 +183,16 @@ class Learner:
 
     def _scores(self) -> tuple[Scores, Scores]:
         """The scores of both parts for the held-out rows, without dropout."""
-        self._net.eval()
         held = self._task.held
         with torch.no_grad():
             found = [
-                self._net(*self._task.examples.batch(held[start : start + EVALUATED]))
+                self._net(self._task.examples.batch(held[start : start + EVALUATED]))
                 for start in range(0, len(held), EVALUATED)
             ]
-        self._net.train()
-        deep, wide = (torch.cat(scores).numpy() for scores in zip(*found, strict=True))
-        return deep, wide
+        return (
+            torch.cat([scored.deep for scored in found]).numpy(),
+            torch.cat([scored.wide for scored in found]).numpy(),
+        )
 
 
 def tensors_of(net: WideAndDeep, encoder: Encoder, shares: Array) -> dict[str, Array]:

@@ -12,7 +12,7 @@ from slipstream.service.batches import Examples
 from slipstream.service.features import Encoder
 from slipstream.service.learn import tensors_of
 from slipstream.service.model_file import ModelHead, write_model
-from slipstream.service.net import WideAndDeep
+from slipstream.service.net import Scored, TextBatch, WideAndDeep
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
 
@@ -48,9 +48,29 @@ def write_random_model(path: Path, temperatures: tuple[float, float] = (1.3, 0.4
 
 
 def scores_in_torch(net: WideAndDeep, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all texts in one padded batch."""
+    """Of all texts in one batch."""
     rows = Rows(texts, [[0]] * len(texts), LABELS, [])
     examples = Examples(rows, Encoder.of(TEXTS, len(LABELS), SETTING))
-    with torch.no_grad():
-        deep, wide = net(*examples.batch(range(len(texts))))
-    return deep, wide
+    return reference(net, examples.batch(range(len(texts))))[:2]
+
+
+def reference(net: WideAndDeep, batch: TextBatch) -> Scored:
+    """The same net by torch's own operations, text by text."""
+    deep, wide = [], []
+    words = np.split(batch.words, batch.word_ends[:-1])
+    features = np.split(batch.features, batch.feature_ends[:-1])
+    values = np.split(batch.values, batch.feature_ends[:-1])
+    for own, numbers, weights, kept in zip(words, features, values, batch.kept, strict=True):
+        embedded = net.embedding(torch.from_numpy(own))
+        pooled = []
+        for layer in net.windows:
+            width = layer.in_features // net.embedding.embedding_dim
+            windows = embedded.unfold(0, width, 1).transpose(1, 2).flatten(1)
+            pooled.append(layer(windows).relu().amax(0))
+        deep.append(net.classifier(torch.cat(pooled) * torch.from_numpy(kept)))
+        wide.append(torch.from_numpy(weights) @ net.wide(torch.from_numpy(numbers)))
+    targets = torch.from_numpy(batch.targets)
+    signs = torch.where(targets > 0, 1.0, -1.0)
+    hinge = (1 - signs * torch.stack(wide)).clamp(min=0).square().sum(1).mean()
+    loss = nn.functional.cross_entropy(torch.stack(deep), targets) + hinge
+    return Scored(torch.stack(deep).detach(), torch.stack(wide).detach(), loss)

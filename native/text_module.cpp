@@ -1,0 +1,159 @@
+// The Python face of the text net: sizes and numbers are checked here, so the kernel need not.
+
+#include "text_module.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <deque>
+#include <tuple>
+#include <vector>
+
+#include "buffers.h"
+#include "text_net.h"
+
+namespace slipstream {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// Buffers of one argument, with sizes that are checked as they are taken one after the other.
+class Buffers {
+  public:
+    Buffers(const nb::sequence& objects, std::string name, Buffer::Access access)
+        : name_(std::move(name)) {
+        for (nb::handle object : objects)
+            held_.emplace_back(object, name_ + "[" + std::to_string(held_.size()) + "]", access);
+    }
+
+    std::size_t size() const { return held_.size(); }
+
+    template <typename T>
+    std::size_t count(std::size_t index) const {
+        const std::size_t nbytes = held_.at(index).nbytes();
+        if (nbytes % sizeof(T) != 0) wrong(index, nbytes, "a whole number of values");
+        if (reinterpret_cast<std::uintptr_t>(held_[index].data()) % alignof(T) != 0)
+            refuse(label(index) + " is not aligned to its values");
+        return nbytes / sizeof(T);
+    }
+
+    template <typename T>
+    T* take(std::size_t index, std::size_t expected) const {
+        if (count<T>(index) != expected)
+            wrong(index, held_[index].nbytes(), std::to_string(expected) + " values");
+        return reinterpret_cast<T*>(held_[index].data());
+    }
+
+  private:
+    std::string label(std::size_t index) const {
+        return name_ + "[" + std::to_string(index) + "]";
+    }
+
+    [[noreturn]] void wrong(std::size_t index, std::size_t nbytes, const std::string& expected) const {
+        refuse(label(index) + " has " + std::to_string(nbytes) + " bytes, which are not " + expected);
+    }
+
+    std::string name_;
+    std::deque<Buffer> held_;
+};
+
+void check_numbers(const std::int64_t* numbers, std::size_t count, std::size_t rows,
+                   const char* what) {
+    const auto known = [rows](std::int64_t n) {
+        return n >= 0 && static_cast<std::uint64_t>(n) < rows;
+    };
+    const auto* bad = std::find_if_not(numbers, numbers + count, known);
+    if (bad != numbers + count)
+        refuse(std::string(what) + " " + std::to_string(*bad) + " is not one of the table's " +
+               std::to_string(rows));
+}
+
+void check_ends(const std::int64_t* ends, std::size_t texts, std::size_t total, std::size_t least,
+                const char* what) {
+    std::int64_t before = 0;
+    for (std::size_t i = 0; i < texts; before = ends[i++])
+        if (ends[i] < before || static_cast<std::size_t>(ends[i] - before) < least)
+            refuse("text " + std::to_string(i) + " has fewer than " + std::to_string(least) + " " +
+                   what);
+    if (static_cast<std::size_t>(before) != total)
+        refuse("the texts end at " + std::to_string(before) + " of " + std::to_string(total) + " " +
+               what);
+}
+
+constexpr std::size_t kPlain = 4;  // weights before those of the windows
+constexpr std::size_t kMost = std::size_t{1} << 24;  // of any size, so that no product overflows
+
+double gradients(std::tuple<std::size_t, std::size_t, std::size_t> sizes,
+                 const std::vector<std::size_t>& widths, const nb::sequence& weights,
+                 const nb::sequence& batch, const nb::sequence& gradients,
+                 const nb::sequence& scores) {
+    const auto [dimensions, maps, classes] = sizes;
+    const Buffers own(weights, "weights", Buffer::Access::read);
+    const Buffers in(batch, "batch", Buffer::Access::read);
+    const Buffers to(gradients, "gradients", Buffer::Access::write);
+    const Buffers out(scores, "scores", Buffer::Access::write);
+    const std::size_t parts = kPlain + 2 * widths.size();
+    if (own.size() != parts || to.size() != parts || in.size() != 7 || out.size() != 2)
+        refuse("there must be " + std::to_string(parts) +
+               " weights and gradients, 7 parts of a batch and 2 of scores");
+    for (std::size_t size : {dimensions, maps, classes})
+        if (size == 0 || size > kMost) refuse("a size is 0 or too large");
+    for (std::size_t width : widths)
+        if (width == 0 || width > kMost) refuse("a window's width is 0 or too large");
+    if (widths.empty()) refuse("there must be a window");
+
+    const std::size_t pooled = widths.size() * maps;
+    const std::size_t words = in.count<std::int64_t>(0), features = in.count<std::int64_t>(2);
+    const std::size_t texts = in.count<std::int64_t>(1);
+    if (texts == 0) refuse("the batch has no text");
+    const std::size_t rows = own.count<float>(0) / dimensions;
+    const std::size_t wide_rows = own.count<float>(1) / classes;
+    std::vector<TextWindow> windows;
+    for (std::size_t i = 0; i < widths.size(); ++i) {
+        const std::size_t at = kPlain + 2 * i, size = maps * widths[i] * dimensions;
+        windows.push_back({widths[i], own.take<float>(at, size), own.take<float>(at + 1, maps),
+                           to.take<float>(at, size), to.take<float>(at + 1, maps)});
+    }
+    const TextNet net{dimensions,
+                      maps,
+                      classes,
+                      windows,
+                      own.take<float>(0, rows * dimensions),
+                      own.take<float>(2, classes * pooled),
+                      own.take<float>(3, classes),
+                      own.take<float>(1, wide_rows * classes),
+                      to.take<float>(2, classes * pooled),
+                      to.take<float>(3, classes)};
+    const TextBatch some{texts,
+                         in.take<std::int64_t>(0, words),
+                         in.take<std::int64_t>(1, texts),
+                         in.take<std::int64_t>(2, features),
+                         in.take<float>(3, features),
+                         in.take<std::int64_t>(4, texts),
+                         in.take<float>(5, texts * classes),
+                         in.take<float>(6, texts * pooled)};
+    const TextResults results{to.take<float>(0, words * dimensions),
+                              to.take<float>(1, features * classes),
+                              out.take<float>(0, texts * classes),
+                              out.take<float>(1, texts * classes)};
+    check_numbers(some.words, words, rows, "word");
+    check_numbers(some.features, features, wide_rows, "feature");
+    check_ends(some.word_ends, texts, words, *std::ranges::max_element(widths), "words");
+    check_ends(some.feature_ends, texts, features, 0, "features");
+
+    const nb::gil_scoped_release unlocked;
+    return text_net_gradients(net, some, results);
+}
+
+}  // namespace
+
+void bind_text(nb::module_& m) {
+    m.def("text_net_gradients", &gradients, "sizes"_a, "widths"_a, "weights"_a, "batch"_a,
+          "gradients"_a, "scores"_a,
+          "Write the gradients and scores of a wide and deep net; return its mean loss.");
+}
+
+}  // namespace slipstream
