@@ -20,12 +20,16 @@ class Examples:
         self._setting = encoder.setting
         self._encoded = [self._padded(encoder.encode(text)) for text in rows.texts]
         self._rows = rows
+        counts = np.bincount(np.concatenate([own.words for own in self._encoded]))
+        rare = encoder.setting.rare_words
+        self._dropped = (rare / (rare + np.maximum(counts, 1))).astype(np.float32)
+        self._dropped[0] = 0.0  # padding stays
 
     def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> TextBatch:
         """Some rows; with a generator, words, features and maps are dropped for training."""
         some = [self._encoded[number] for number in numbers]
         if rng is not None:
-            some = [drop(own, self._setting, rng) for own in some]
+            some = [drop(own, self._dropped, self._setting.feature_dropout, rng) for own in some]
         return TextBatch(
             np.concatenate([own.words for own in some]),
             np.cumsum([len(own.words) for own in some]),
@@ -56,22 +60,24 @@ class Examples:
         return kept * np.float32(1 / (1 - self._setting.dropout))
 
 
-def drop(encoded: Encoded, setting: TextSetting, rng: np.random.Generator) -> Encoded:
+def drop(encoded: Encoded, words: Values, features: float, rng: np.random.Generator) -> Encoded:
     """Some words become unknown; some features are left out, and the others count for them.
 
+    Args:
+        words: For the number of each word, the probability to become unknown.
+        features: The probability to leave out a feature.
+
     >>> text = Encoded(np.arange(2, 9), np.arange(1, 9), np.ones(8, np.float32))
-    >>> fewer = drop(text, TextSetting(feature_dropout=0.5), np.random.default_rng(0))
-    >>> len(fewer.features) < 8, set(fewer.values.tolist())
-    (True, {2.0})
+    >>> fewer = drop(text, np.zeros(9, np.float32), 0.5, np.random.default_rng(0))
+    >>> len(fewer.features) < 8, set(fewer.values.tolist()), fewer.words.tolist()
+    (True, {2.0}, [2, 3, 4, 5, 6, 7, 8])
     """
     chance = rng.random(len(encoded.words) + len(encoded.features), np.float32)
-    dropped = (chance[: len(encoded.words)] < setting.word_dropout) & (encoded.words > 0)
-    keep = chance[len(encoded.words) :] >= setting.feature_dropout
-    scale = np.float32(1 / (1 - setting.feature_dropout))
+    keep = chance[len(encoded.words) :] >= features
     return Encoded(
-        np.where(dropped, UNKNOWN, encoded.words),
+        np.where(chance[: len(encoded.words)] < words[encoded.words], UNKNOWN, encoded.words),
         encoded.features[keep],
-        encoded.values[keep] * scale,
+        encoded.values[keep] * np.float32(1 / (1 - features)),
     )
 
 

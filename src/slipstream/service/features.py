@@ -135,12 +135,14 @@ def hash_words(words: Sequence[str]) -> Hashes:
 
 
 def hash_terms(words: Sequence[str]) -> Hashes:
-    """Hashes of words, and of pairs of words that follow each other.
+    """Hashes of words, of pairs of words that follow each other, and of pairs with one between.
 
-    >>> len(hash_terms(["a", "b", "c"]))
-    5
+    >>> len(hash_terms(["a", "b", "c"]))  # "a" "b" "c" "a b" "b c" "a * c"
+    6
     """
-    return hash_words([*words, *(f"{first} {second}" for first, second in pairwise(words))])
+    pairs = [f"{first} {second}" for first, second in pairwise(words)]
+    apart = [f"{first} * {second}" for first, second in zip(words, words[2:], strict=False)]
+    return hash_words([*words, *pairs, *apart])
 
 
 def hash_characters(words: Sequence[str], shortest: int, longest: int) -> Hashes:

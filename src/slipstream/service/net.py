@@ -117,6 +117,9 @@ class GradientsInOnePass(torch.autograd.Function):
             found = [gradient * slope for gradient in found]
         for table, rows in enumerate(ctx.rows):
             found[table] = torch.sparse_coo_tensor(
-                torch.from_numpy(rows)[None], found[table], ctx.shapes[table], check_invariants=False
+                torch.from_numpy(rows)[None],
+                found[table],
+                ctx.shapes[table],
+                check_invariants=False,
             )
         return None, None, *found

@@ -31,7 +31,7 @@ class TextSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows: Annotated[tuple[Size, ...], msgspec.Meta(min_length=1)] = (2, 3, 4)
     maps: Size = 100
     dropout: float = 0.5
-    word_dropout: float = 0.1
+    rare_words: float = 1.0  # α: a word seen n times is unknown with probability α/(α + n)
     characters: tuple[Size, Size] = (2, 5)  # n-grams within words, shortest and longest
     least_rows: int = 2  # that a character n-gram is in
     feature_scale: float = 2.0
