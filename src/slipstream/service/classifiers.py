@@ -36,15 +36,6 @@ AVAILABLE: Final = (
 )
 
 
-class Draft(msgspec.Struct, frozen=True):
-    """A checked upload: its directory in ``incoming/``, and what the two tables keep of it."""
-
-    directory: Path
-    classifier: dict[str, str | None]
-    version: dict[str, object]
-    placed: list[Path] = []  # where it was moved to
-
-
 # ---- what comes in
 
 
@@ -69,45 +60,35 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
     return {"name": name, "language": short}
 
 
-@contextlib.contextmanager
-def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
-    """Check an upload, and lay out the files of a version in ``incoming/``.
-
-    Raises:
-        ApiError: The metadata cannot be used.
-        Refused: The rows are not training data.
-    """
-    metadata = parse_metadata(upload.metadata)
+def check_rows(call: Call, upload: Upload) -> dict[str, object]:
+    """Check the rows of an upload and store them beside its data; returns what the table keeps."""
     read = rows.read(upload.blocks(), call.service.options.limits)
-    version = {
-        "rows": len(read.texts),
-        "classes": len(read.labels),
-        "sha256": upload.sha256(),
-        "bytes": upload.path.stat().st_size,
-    }
-    directory = call.service.directory.incoming / secrets.token_hex(16)
-    draft = Draft(directory, metadata, version)
-    try:
-        directory.mkdir(mode=0o700)
-        with upload.path.open("rb") as file:
-            os.fsync(file.fileno())
-        upload.path.rename(directory / "data.csv")
-        replace_file(directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-        yield draft
-    except BaseException:
-        # Of a COMMIT whose answer was lost, only the database knows what became.
-        known = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
-        with contextlib.suppress(DatabaseUnavailable):
-            for path in draft.placed:
-                place = {"id": path.parent.name, "number": int(path.name)}
-                if not call.service.database.run(known, **place):
-                    remove(path.parent if path.name == "1" else path)
-        raise
-    finally:
-        remove(directory)  # unless it was moved into place
+    with upload.path.open("rb") as file:
+        os.fsync(file.fileno())
+        nbytes = os.fstat(file.fileno()).st_size
+    replace_file(upload.directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
+    counts = {"rows": len(read.texts), "classes": len(read.labels)}
+    return {**counts, "sha256": upload.sha256(), "bytes": nbytes}
 
 
 # ---- writing
+
+
+@contextlib.contextmanager
+def _adding(call: Call, upload: Upload) -> Iterator[Database]:
+    """A transaction that adds a version; if it fails, so do the files that it has placed."""
+    database = call.service.database
+    try:
+        with database.transaction():
+            yield database
+    except BaseException:
+        # Of a COMMIT whose answer was lost, only the database knows what became.
+        known = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
+        path = upload.placed
+        with contextlib.suppress(DatabaseUnavailable):
+            if path and not database.run(known, id=path.parent.name, number=int(path.name)):
+                remove(path.parent if path.name == "1" else path)
+        raise
 
 
 def create(call: Call, upload: Upload, key: str | None) -> str:
@@ -117,8 +98,9 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
         ApiError: No room for the tenant or in the queue; the key was used for other bytes.
     """
     now, tenant = now_ms(), call.tenant
-    with prepared(call, upload) as draft, call.service.database.transaction() as database:
-        use = {"tenant": tenant.id, "key": key, "sha256": draft.version["sha256"]}
+    metadata, checked = parse_metadata(upload.metadata), check_rows(call, upload)
+    with _adding(call, upload) as database:
+        use = {"tenant": tenant.id, "key": key, "sha256": checked["sha256"]}
         if key is not None and (first := _first_of(database, use, now)):
             return first
         if database.postgres:  # two creates at once would count the same
@@ -130,10 +112,10 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
         serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
         classifier = f"{secrets.token_hex(3)}x{secrets.token_hex(5)}-nlc-{serial}"
         row = {"id": classifier, "tenant": tenant.id, "created": now, "serial": serial}
-        database.insert("classifiers", **row, **draft.classifier)
+        database.insert("classifiers", **row, **metadata)
         if key is not None:
             database.insert("idempotency", classifier=classifier, at=now, **use)
-        _add_version(call, classifier, 1, draft, now)
+        _place(call, upload, classifier=classifier, number=1, created=now, **checked)
         return classifier
 
 
@@ -154,7 +136,9 @@ def add_version(call: Call, upload: Upload) -> int:
     Raises:
         ApiError: It is unknown, still trains, or the queue is full.
     """
-    with prepared(call, upload) as draft, call.service.database.transaction() as database:
+    parse_metadata(upload.metadata)
+    checked = check_rows(call, upload)
+    with _adding(call, upload) as database:
         _, job = find_with_job(call)
         if job["state"] in ("waiting", "running"):
             reason = "It still trains; wait for the end, or cancel it."
@@ -162,7 +146,7 @@ def add_version(call: Call, upload: Upload) -> int:
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
         number = database.number(latest, id=call.id) + 1
         old = queue.prune(database, call.id)
-        _add_version(call, call.id, number, draft, now_ms())
+        _place(call, upload, classifier=call.id, number=number, created=now_ms(), **checked)
     for one in old:
         remove(call.service.directory.version(call.id, one))
     return number
@@ -171,29 +155,28 @@ def add_version(call: Call, upload: Upload) -> int:
 def enqueue(call: Call, classifier: str, number: int, now: int) -> None:
     """Add a job; 429 if the queue is full."""
     database, limit = call.service.database, call.service.options.queue
-    if queue.waiting(database) >= limit:
+    if database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'") >= limit:
         raise ApiError("Queue full", f"{limit} jobs wait already; try again later.", retry_s=30)
     queue.enqueue(database, classifier, number, call.tenant.id, now)
 
 
-def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
-    version = {"classifier": classifier, "number": number, "created": now}
-    call.service.database.insert("versions", **version, **draft.version)
-    enqueue(call, classifier, number, now)
-    directory = call.service.directory.version(classifier, number)
+def _place(
+    call: Call, upload: Upload, *, classifier: str, number: int, created: int, **checked: object
+) -> None:
+    """Add a version and its job, and move its files into place."""
+    version = {"classifier": classifier, "number": number, "created": created}
+    call.service.database.insert("versions", **version, **checked)
+    enqueue(call, classifier, number, created)
+    upload.placed = directory = call.service.directory.version(classifier, number)
     directory.parent.mkdir(mode=0o700, exist_ok=True)
-    draft.placed.append(directory)
     remove(directory)  # its row is new: what is there is of a transaction that failed
-    draft.directory.rename(directory)
+    upload.directory.rename(directory)
     sync_directory(directory.parent)
     sync_directory(directory.parent.parent)
 
 
-def delete(call: Call) -> None:
-    """Delete a classifier, its files and all that is known of it.
-
-    A job that runs is ended by the trainer, which then removes the files.
-    """
+def delete(call: Call) -> dict[str, object]:
+    """Delete a classifier: model, data, log, all of it."""
     database, directory = call.service.database, call.service.directory.classifiers / call.id
     lock = "FOR UPDATE" if database.postgres else ""  # the trainer does not claim it meanwhile
     with database.transaction():
@@ -202,9 +185,10 @@ def delete(call: Call) -> None:
         database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
         database.insert("purges", path=call.id, at=now_ms())
     call.service.models.forget(directory)
-    if all(job["state"] != "running" for job in jobs):
+    if all(job["state"] != "running" for job in jobs):  # else the trainer does, once it has ended
         remove(directory)
     database.forget_deleted()
+    return {}
 
 
 # ---- reading

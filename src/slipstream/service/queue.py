@@ -137,11 +137,6 @@ def enqueue(database: Database, classifier: str, version: int, tenant: str, now:
     database.insert("jobs", id=secrets.token_hex(8), state="waiting", queued=now, **job)
 
 
-def waiting(database: Database) -> int:
-    """How many jobs wait."""
-    return database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'")
-
-
 def ahead(database: Database, job: Row) -> int:
     """How many jobs came before a waiting one and have not ended."""
     earlier = "FROM jobs WHERE id <> :id AND queued <= :queued AND state IN ('waiting', 'running')"

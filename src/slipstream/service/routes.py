@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from slipstream.service import metrics, own, v1
+from slipstream.service import classifiers, metrics, own, v1
 from slipstream.service.context import Call
 from slipstream.service.errors import ApiError, ErrorBody, not_found
 
@@ -82,7 +82,7 @@ OPERATIONS: Final = (
     Operation("POST", ALL, v1.create, v1.Classifier, trains=True),
     Operation("GET", ALL, v1.list_all, v1.ClassifierList),
     Operation("GET", ONE, v1.show, v1.Classifier),
-    Operation("DELETE", ONE, v1.delete),
+    Operation("DELETE", ONE, classifiers.delete),
     Operation("POST", f"{ONE}/classify", v1.classify, v1.Classification),
     Operation("GET", f"{ONE}/classify", v1.classify, v1.Classification),
     Operation(

@@ -48,10 +48,11 @@ def malformed(description: str) -> ApiError:
 
 
 class Upload:
-    """The parts of a multipart body: metadata in memory, data in a file until ``close()``."""
+    """The parts of a multipart body: metadata in memory, data in a directory until ``close()``."""
 
     def __init__(self, incoming: Path, boundary: bytes) -> None:
         self.metadata = b""
+        self.placed: Path | None = None  # where the directory was moved to
         self._seen: list[str] = []
         self._header = (bytearray(), bytearray())
         name, value = self._header
@@ -67,8 +68,14 @@ class Upload:
             max_header_count=HEADERS,
             max_header_size=HEADERS_NBYTES,
         )
-        self.path = incoming / secrets.token_hex(16)
-        self._file = self.path.open("wb")
+        self.directory = incoming / secrets.token_hex(16)
+        self.directory.mkdir(mode=0o700)
+        self.path = self.directory / "data.csv"
+        try:
+            self._file = self.path.open("wb")
+        except OSError:
+            remove(self.directory)
+            raise
 
     def finish(self) -> None:
         """The body has ended: check that it is whole, and unwrap what a Node client wrapped."""
@@ -98,9 +105,9 @@ class Upload:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Remove the file, if it was not moved away."""
+        """Remove the directory, if it was not moved away."""
         self._file.close()
-        remove(self.path)
+        remove(self.directory)
 
     def _begin(self) -> None:
         if len(self._seen) >= PARTS:

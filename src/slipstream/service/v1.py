@@ -151,12 +151,6 @@ def timestamp(at_ms: int) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"
 
 
-def delete(call: Call) -> dict[str, object]:
-    """Delete a classifier: model, data, log, all of it."""
-    classifiers.delete(call)
-    return {}
-
-
 # ---- classify
 
 
