@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import csv
 import io
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -92,13 +93,14 @@ def show(call: Call) -> JobState:
 
 def events(call: Call) -> Response:
     """Follow a job: server-sent events ``progress``, ``epoch`` and ``end``."""
-    last = call.headers.get("last-event-id", "")
-    after = int(last) if last.isdecimal() and len(last) < 10 else -1
+    after = _whole_number(call.headers.get("last-event-id", ""), -1)
     _, job = classifiers.find_with_job(call)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _follow(call, job["id"], after), media_type="text/event-stream", headers=headers
-    )
+    return StreamingResponse(_follow(call, job["id"], after), 200, headers, "text/event-stream")
+
+
+def _whole_number(text: str, otherwise: int) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else otherwise
 
 
 def event(name: str, data: object, number: int | None = None) -> bytes:
@@ -195,16 +197,16 @@ def versions(call: Call) -> Versions:
 
 def activate(call: Call) -> Changed:
     """Let another version answer."""
-    given = call.path_params["number"]
-    number = int(given) if given.isdecimal() and len(given) < 10 else 0
-    kept = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
-    with call.service.database.transaction() as database:
-        classifiers.find(call)
-        is_kept = database.one(kept, id=call.id, number=number)
-        if not is_kept or call.service.models.damage(_folder(call, number) / MODEL) is not None:
-            raise not_found(f"There is no trained version {given[:20]}.")
-        change = "UPDATE classifiers SET active = :number WHERE id = :id"
-        database.run(change, number=number, id=call.id)
+    given, classifier = call.path_params["number"], classifiers.find(call)["id"]
+    number = _whole_number(given, 0)
+    # Outside of a transaction, for which others would wait: a large model takes long to load.
+    damage = call.service.models.damage(_folder(call, number) / MODEL)
+    change = (
+        "UPDATE classifiers SET active = :number WHERE id = :id AND EXISTS"
+        " (SELECT 1 FROM versions WHERE classifier = :id AND number = :number) RETURNING id"
+    )
+    if damage or not call.service.database.run(change, id=classifier, number=number):
+        raise not_found(f"There is no trained version {given[:20]}.")
     return Changed(number)
 
 
@@ -274,8 +276,15 @@ def safe_cell(value: object) -> object:
 def log(call: Call) -> Response:
     """The log of the newest job: its last 64 KiB, or all of it with ``?all=1``."""
     path = _file(call, "train.log")
-    if call.query_params.get("all") == "1":
-        return Download(path, media_type="text/plain; charset=utf-8")
-    with _unless_deleted(), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_NBYTES))
-        return Response(file.read(LOG_NBYTES), media_type="text/plain; charset=utf-8")
+    with _unless_deleted():
+        file = path.open("rb")
+    if call.query_params.get("all") != "1":
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_NBYTES))
+    # Not as a file of a known length: it may grow while it is sent.
+    return StreamingResponse(_blocks(file), media_type="text/plain; charset=utf-8")
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while block := file.read(LOG_NBYTES):
+            yield block
