@@ -1,0 +1,40 @@
+"""A file that another program wrote is refused, and not changed."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.service.data_directory import DataDirectory
+
+
+def write_notes(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as other:
+        other.executescript("CREATE TABLE notes (a TEXT); CREATE TABLE schema_version (b TEXT)")
+
+
+def write_text(path: Path) -> None:
+    path.write_text("these are notes of another program\n" * 100)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (write_notes, "is the database of another program, with the table 'notes'"),
+        (write_text, "is not an SQLite database"),
+    ],
+)
+def test_a_file_of_another_program(tmp_path: Path, write, said: str) -> None:
+    path = tmp_path / "service.db"
+    write(path)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        DataDirectory(str(tmp_path)).migrated("")
+    assert str(refused.value) == (
+        f"{path} {said}; move it away, or give another --data or --database"
+    )
+    assert path.read_bytes() == before
