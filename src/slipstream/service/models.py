@@ -28,11 +28,7 @@ class Models:
         self._checked: dict[File, str | None] = {}  # what is wrong with it
 
     def get(self, path: Path) -> Model:
-        """The model of a file.
-
-        Raises:
-            Damaged: The file is damaged, of an unknown format or gone.
-        """
+        """The model of a file; raises Damaged if it is damaged, of an unknown format or gone."""
         file = _identify(path)
         if (model := self._kept(file)) is not None:
             return model
@@ -68,7 +64,8 @@ class Models:
             model = Model.load(file[0])
         except Damaged as error:
             LOG.warning("%s: %s", file[0], error)
-            self._checked[file] = str(error)
+            if not isinstance(error.__cause__, OSError):  # what cannot be read now may be later
+                self._checked[file] = str(error)
             raise
         with self._lock:
             self._models[file] = model
