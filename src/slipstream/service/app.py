@@ -23,7 +23,6 @@ from slipstream.service import keys, metrics
 from slipstream.service.context import Call, Service
 from slipstream.service.database import DatabaseUnavailable, now_ms
 from slipstream.service.errors import NO_KEY, ApiError
-from slipstream.service.refusals import Refused
 from slipstream.service.routes import choose_operation, find_operations
 
 LOG = logging.getLogger("slipstream.service")
@@ -157,9 +156,7 @@ def host_name(authority: str) -> str:
 
 
 def _error_answer(error: Exception, number: str) -> Response:
-    if isinstance(error, Refused):
-        error = ApiError(error.error, error.description)
-    elif isinstance(error, DatabaseUnavailable):
+    if isinstance(error, DatabaseUnavailable):
         LOG.warning("%s %s", number, error)
         error = ApiError("Service unavailable", "The database does not answer now.")
     elif isinstance(error, OSError):

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from slipstream.runtime.files.whole_files import open_regular, write_whole
+from slipstream.service.errors import Damaged
 from slipstream.service.features import FIRST_WORD
-from slipstream.service.refusals import Damaged
 from slipstream.service.settings import TextSetting
 from slipstream.service.words import TOKENIZER
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from slipstream.service.answers import Model
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import Damaged
 
 LOG = logging.getLogger("slipstream.service")
 File = tuple[Path, int, int, int]  # a changed file is another one

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from slipstream.service.database import Database, Row
+from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
@@ -26,8 +27,14 @@ WAITS: Final = (  # unless it was cancelled
 )
 BLAMELESS: Final = WAITS + ", resumed_from = -1"
 NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
-CURVE: Final = ("at", "loss", "accuracy", "held_accuracy")
-POINT: Final = "DELETE FROM epochs WHERE job = :job AND epoch = :epoch RETURNING *"
+POINT: Final = """
+INSERT INTO epochs (job, epoch, at, loss, accuracy, held_accuracy)
+VALUES (:job, :epoch, :at, :loss, :accuracy, :held_accuracy)
+ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at,
+  loss = COALESCE(excluded.loss, epochs.loss),
+  accuracy = COALESCE(excluded.accuracy, epochs.accuracy),
+  held_accuracy = COALESCE(excluded.held_accuracy, epochs.held_accuracy)
+"""
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
   lease_until = :now + :lease, started = COALESCE(started, :now),
@@ -40,20 +47,6 @@ WHERE id = (
   LIMIT 1 {lock})
 AND cancel = 0 AND (state = 'waiting' OR lease_until < :now) RETURNING *
 """
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """A line of ``progress.jsonl``."""
-
-    updates: int
-    total: int
-    epoch: int
-    epochs: int
-    samples_s: float
-    at: int
-    loss: float | None = None
-    accuracy: float | None = None
-    held_accuracy: float | None = None
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -170,14 +163,9 @@ def record(
         best=max(line.updates for line in lines),
         **newest,
     )
-    curve: dict[int, Row] = {}  # a line without a value keeps that of an earlier one
-    for line in lines:
+    for line in lines if hit else ():
         if (line.loss, line.accuracy) != (None, None):
-            given = {name: value for name in CURVE if (value := getattr(line, name)) is not None}
-            curve.setdefault(line.epoch, {}).update(given)
-    for epoch, given in curve.items() if hit else ():
-        point = {"job": held.id, "epoch": epoch}
-        database.insert("epochs", **{**(database.one(POINT, **point) or point), **given})
+            database.run(POINT, job=held.id, **msgspec.structs.asdict(line))
 
 
 def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:

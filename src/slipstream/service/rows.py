@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.service.csv_records import records
-from slipstream.service.refusals import Refused, malformed
+from slipstream.service.csv_records import malformed, records
+from slipstream.service.errors import ApiError
 
 CONTROLS = re.compile(r"[\x01-\x1f\x7f-\x9f]")
 TEXT_CONTROLS = re.compile(rf"\\[tnr]|{CONTROLS.pattern}")  # in a text, written escapes are too
@@ -63,7 +63,7 @@ def read(stream: Iterable[bytes], limits: Limits) -> Rows:
         limits: How much there may be.
 
     Raises:
-        Refused: It cannot be used; the description has the line.
+        ApiError: It cannot be used; the description has the line.
 
     >>> data = b"hi,greeting\\nbye,parting\\nhello,greeting\\nciao,greeting,parting\\nhey,greeting"
     >>> read([data], Limits()).classes
@@ -98,19 +98,19 @@ def _check_counts(rows: int, classes: int, limits: Limits) -> None:
     received = f"The number of training entries received = {rows:,}, which is"
     if rows < limits.min_rows:
         least = f"smaller than the required minimum of {limits.min_rows:,}"
-        raise Refused("Data too small", f"{received} {least}")
+        raise ApiError("Data too small", f"{received} {least}")
     if rows > limits.max_rows:
         most = f"larger than the permitted maximum of {limits.max_rows:,}"
-        raise Refused("Too many data instances", f"{received} {most}")
+        raise ApiError("Too many data instances", f"{received} {most}")
     if classes > limits.max_classes:
         counted = "more than " if classes > MOST_COUNTED_CLASSES else ""
-        raise Refused(
+        raise ApiError(
             "Too many classes",
             f"The training data has {counted}{min(classes, MOST_COUNTED_CLASSES):,} classes which "
             f"is larger than the permitted maximum of {limits.max_classes:,} classes.",
         )
     if classes < limits.min_classes:
-        raise Refused(
+        raise ApiError(
             "Too few classes",
             f"The training data has {classes} class; a classifier needs at least "
             f"{limits.min_classes}.",
@@ -153,7 +153,7 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
 
 def _check_length(what: str, text: str, limit: int) -> None:
     if len(text) > limit:
-        raise Refused(
+        raise ApiError(
             f"{what.partition(' ')[0].capitalize()} too long",
             f"The {what} has {len(text):,} characters which is larger than the permitted maximum "
             f"of {limit:,} characters.",

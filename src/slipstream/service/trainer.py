@@ -27,7 +27,8 @@ from slipstream.service import queue
 from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, now_ms
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import Damaged
+from slipstream.service.progress import Progress
 from slipstream.service.serve_options import MIB, ServeOptions
 from slipstream.service.settings import JobSetting
 
@@ -53,8 +54,8 @@ class Running:
         self.held, self.directory = held, directory
         self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
         self.best, self.updates_s = held.resumed_from, 0.0
-        self.unwritten: list[queue.Progress] = []
-        self._first: queue.Progress | None = None
+        self.unwritten: list[Progress] = []
+        self._first: Progress | None = None
         self._kill_at = float("inf")
         job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
@@ -82,7 +83,7 @@ class Running:
             self._offset += len(whole)
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
-                    self.unwritten.append(msgspec.json.decode(line, type=queue.Progress))
+                    self.unwritten.append(msgspec.json.decode(line, type=Progress))
         if self.unwritten:
             first = self._first = self._first or self.unwritten[0]
             last = self.unwritten[-1]

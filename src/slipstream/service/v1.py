@@ -17,8 +17,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream.service import classifiers, keys
 from slipstream.service.context import Call
 from slipstream.service.database import Row
-from slipstream.service.errors import ApiError
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import ApiError, Damaged
 from slipstream.service.upload import malformed, read_body, read_json, received
 
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
