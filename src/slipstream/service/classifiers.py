@@ -92,11 +92,7 @@ def _adding(call: Call, upload: Upload) -> Iterator[Database]:
 
 
 def create(call: Call, upload: Upload, key: str | None) -> str:
-    """Make a classifier and its job; with an idempotency key that was used, the first one.
-
-    Raises:
-        ApiError: No room for the tenant or in the queue; the key was used for other bytes.
-    """
+    """Make a classifier and its job; with an idempotency key that was used, return the first."""
     now, tenant = now_ms(), call.tenant
     metadata, checked = parse_metadata(upload.metadata), check_rows(call, upload)
     with _adding(call, upload) as database:
@@ -131,11 +127,7 @@ def _first_of(database: Database, use: dict[str, object], now: int) -> str | Non
 
 
 def add_version(call: Call, upload: Upload) -> int:
-    """Train a classifier anew on other data; the version that answers stays until it is done.
-
-    Raises:
-        ApiError: It is unknown, still trains, or the queue is full.
-    """
+    """Train a classifier anew on other data; the version that answers stays until it is done."""
     parse_metadata(upload.metadata)
     checked = check_rows(call, upload)
     with _adding(call, upload) as database:
@@ -195,11 +187,7 @@ def delete(call: Call) -> dict[str, object]:
 
 
 def find(call: Call) -> Row:
-    """The classifier that a request is about.
-
-    Raises:
-        ApiError: 404, also if it is another tenant's.
-    """
+    """The classifier that a request is about; 404, also if it is another tenant's."""
     statement = "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant"
     known = ID.fullmatch(call.id)
     row = known and call.service.database.one(statement, id=call.id, tenant=call.tenant.id)

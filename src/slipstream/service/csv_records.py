@@ -33,13 +33,7 @@ def malformed(description: str) -> ApiError:
 
 
 def records(stream: Iterable[bytes]) -> Iterator[Record]:
-    """The records of a CSV; blank lines are skipped.
-
-    Args:
-        stream: The bytes, cut anywhere; UTF-8 with or without a byte order mark.
-
-    Raises:
-        ApiError: It is not UTF-8, has a NUL, or a quote that is not closed properly.
+    """The records of a CSV in UTF-8, whose bytes are cut anywhere; blank lines are skipped.
 
     >>> list(records([b'one,a\\r\\n\\n"two,', b' ""2"" ",b\\n']))
     [(1, ['one', 'a']), (3, ['two, "2" ', 'b'])]

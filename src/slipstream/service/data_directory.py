@@ -19,14 +19,7 @@ MODEL = "model.safetensors"
 
 
 class DataDirectory:
-    """The files of a service.
-
-    Args:
-        path: Created if necessary, for this user alone.
-
-    Raises:
-        ConfigError: It cannot be created or written.
-    """
+    """The files of a service; created if necessary, for this user alone."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).absolute()
@@ -36,10 +29,13 @@ class DataDirectory:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
-                "user may write to (--data)"
-            ) from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
+            "user may write to (--data)"
+        )
 
     def version(self, classifier: str, number: int) -> Path:
         """The files of one version."""
@@ -57,14 +53,12 @@ class DataDirectory:
         return database
 
     def lock(self) -> None:
-        """Make this process the only service of the directory, until it ends.
-
-        Raises:
-            ConfigError: Another service has it.
-        """
-        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Make this process the only service of the directory, until it ends."""
         try:
+            file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
             os.close(file)
@@ -72,8 +66,8 @@ class DataDirectory:
                 f"another service (process {owner}) uses the data directory {self.path}; stop it, "
                 "or give another one (--data)"
             ) from None
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""

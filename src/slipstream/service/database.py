@@ -41,15 +41,8 @@ class Database:
     """A database by its address: SQL that both understand, with ``:name`` parameters.
 
     Threads take turns. Statements of a thread that is in ``transaction()`` are part of it; others
-    are transactions of their own.
-
-    Args:
-        address: ``postgresql://…``, or the path of an SQLite file.
-
-    Raises:
-        ConfigError: The extra for PostgreSQL is missing; or, by the first statement, another
-            program has written the SQLite file.
-        DatabaseUnavailable: By each statement, if the database is locked, full or gone.
+    are transactions of their own. Each raises DatabaseUnavailable if the database is locked, full
+    or gone; the first one, ConfigError if another program has written the SQLite file.
 
     >>> with Database(":memory:") as database:
     ...     database.migrate()
@@ -118,10 +111,9 @@ class Database:
                 raise
 
     def migrate(self, unless_new: str = "") -> None:
-        """Bring the schema to the newest number, in one transaction; or say why not, if it is new.
+        """Bring the schema to the newest number, in one transaction.
 
-        Raises:
-            ConfigError: The database was written by a later version of slipstream, or is new.
+        A database that a later version wrote is refused; with ``unless_new``, a new one also.
         """
         folder = resources.files("slipstream.service")
         names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))

@@ -15,10 +15,7 @@ File = tuple[Path, int, int, int]  # a changed file is another one
 
 
 class Models:
-    """Loads model files, keeps those used last, and remembers which files are sound.
-
-    All of them have at most ``limit_nbytes``, or the one in use alone.
-    """
+    """Loads model files, keeps up to ``limit_nbytes`` of them, and remembers which are sound."""
 
     def __init__(self, limit_nbytes: int) -> None:
         self._limit_nbytes = limit_nbytes

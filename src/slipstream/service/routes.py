@@ -125,11 +125,7 @@ def find_operations(call: Call) -> dict[str, Operation]:
 
 
 def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
-    """The operation of a call's method.
-
-    Raises:
-        ApiError: 404, 405; 503 if the service stops.
-    """
+    """The operation of a call's method; 404, 405, or 503 if the service stops."""
     if not methods:
         raise not_found(f"There is nothing at {call.method} {call.scope['path'][:200]!r}.")
     methods = {"HEAD": methods["GET"], **methods} if "GET" in methods else methods
@@ -144,11 +140,7 @@ def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
 
 @functools.cache
 def description() -> dict[str, Any]:
-    """The table as OpenAPI 3.1.
-
-    >>> description()["openapi"]
-    '3.1.0'
-    """
+    """The table as OpenAPI 3.1."""
     types = [ErrorBody, *dict.fromkeys(one.answer for one in OPERATIONS if one.answer)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"

@@ -40,30 +40,16 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct):
-    """Training data that was accepted; ``rows.msgpack`` is its msgpack.
-
-    Attributes:
-        texts: One text a row.
-        classes: For each row, the numbers of its classes in ``labels``; at least one.
-        labels: The classes' names, sorted.
-        warnings: What the report should mention.
-    """
+    """Training data that was accepted; ``rows.msgpack`` is its msgpack."""
 
     texts: list[str]
-    classes: list[list[int]]
-    labels: list[str]
-    warnings: list[str]
+    classes: list[list[int]]  # for each text, the numbers of its labels; at least one
+    labels: list[str]  # sorted
+    warnings: list[str]  # for the report
 
 
 def read(stream: Iterable[bytes], limits: Limits) -> Rows:
-    """Read and check training data.
-
-    Args:
-        stream: The CSV's bytes, cut anywhere.
-        limits: How much there may be.
-
-    Raises:
-        ApiError: It cannot be used; the description has the line.
+    """Read and check the bytes of a CSV, cut anywhere; ApiError with the line that is wrong.
 
     >>> data = b"hi,greeting\\nbye,parting\\nhello,greeting\\nciao,greeting,parting\\nhey,greeting"
     >>> read([data], Limits()).classes
@@ -104,17 +90,12 @@ def _check_counts(rows: int, classes: int, limits: Limits) -> None:
         raise ApiError("Too many data instances", f"{received} {most}")
     if classes > limits.max_classes:
         counted = "more than " if classes > MOST_COUNTED_CLASSES else ""
-        raise ApiError(
-            "Too many classes",
-            f"The training data has {counted}{min(classes, MOST_COUNTED_CLASSES):,} classes which "
-            f"is larger than the permitted maximum of {limits.max_classes:,} classes.",
-        )
+        has = f"The training data has {counted}{min(classes, MOST_COUNTED_CLASSES):,} classes"
+        most = f"larger than the permitted maximum of {limits.max_classes:,} classes."
+        raise ApiError("Too many classes", f"{has} which is {most}")
     if classes < limits.min_classes:
-        raise ApiError(
-            "Too few classes",
-            f"The training data has {classes} class; a classifier needs at least "
-            f"{limits.min_classes}.",
-        )
+        least = f"a classifier needs at least {limits.min_classes}."
+        raise ApiError("Too few classes", f"The training data has {classes} class; {least}")
 
 
 def clean_text(line: int, field: str, limit: int) -> str:

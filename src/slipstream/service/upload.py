@@ -149,11 +149,7 @@ def unwrap(part: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def received(call: Call) -> AsyncIterator[Upload]:
-    """Receive a multipart upload; it is gone at the end of the block.
-
-    Raises:
-        ApiError: 400, 413 or 415.
-    """
+    """Receive a multipart upload; it is gone at the end of the block."""
     kind, options = parse_options_header(call.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         parts = "the parts training_metadata and training_data"
@@ -176,11 +172,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> dict[str, object]:
-    """The JSON object in a body.
-
-    Raises:
-        ApiError: 400, 413 or 415.
-    """
+    """The JSON object in a body."""
     kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
     if kind.strip() != "application/json" or "utf-16" in charset or "utf-32" in charset:
         raise ApiError("Unsupported media type", "Send application/json in UTF-8.")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import parse_qs
@@ -163,9 +163,8 @@ async def classify(call: Call) -> Classification:
             text = parse_qs(query.decode("ascii"), errors="strict").get("text", [None])[0]
         except ValueError:
             raise malformed("The query is not percent-encoded UTF-8.") from None
-    [answer] = await _answers(call, [check_text(text, "'text'")])
-    fields = (answer.text, answer.top_class, answer.classes)
-    return Classification(call.id, call.url_of(call.id), *fields)
+    [item] = await _in_thread(call, [check_text(text, "'text'")])
+    return Classification(call.id, call.url_of(call.id), item.text, item.top_class, item.classes)
 
 
 async def classify_collection(call: Call) -> ClassificationCollection:
@@ -181,16 +180,12 @@ async def classify_collection(call: Call) -> ClassificationCollection:
         )
     given = [phrase.get("text") if isinstance(phrase, dict) else None for phrase in phrases]
     texts = [check_text(text, f"'collection[{place}].text'") for place, text in enumerate(given)]
-    answers = await _answers(call, texts)
-    return ClassificationCollection(call.id, call.url_of(call.id), answers)
+    items = await _in_thread(call, texts)
+    return ClassificationCollection(call.id, call.url_of(call.id), items)
 
 
 def check_text(value: object, place: str) -> str:
-    """A text to classify.
-
-    Raises:
-        ApiError: It is missing, empty or too long.
-    """
+    """A text to classify; ApiError if it is missing, empty or too long."""
     if not isinstance(value, str) or not value.strip():
         raise ApiError("Missing text", f"The field {place} is not a text that has words.")
     if (length := len(value.strip())) > TEXT_CHARACTERS:
@@ -202,16 +197,13 @@ def check_text(value: object, place: str) -> str:
     return value
 
 
-async def _answers(call: Call, texts: Sequence[str]) -> list[CollectionItem]:
+async def _in_thread(call: Call, texts: list[str]) -> list[CollectionItem]:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(call.service.answering, _answers, call, texts)
+
+
+def _answers(call: Call, texts: list[str]) -> list[CollectionItem]:
     """Classify by the active version."""
-    loop, threads = asyncio.get_running_loop(), call.service.answering
-    found = await loop.run_in_executor(threads, _compute_answers, call, texts)
-    answers = [[ClassifiedClass(*one) for one in classes] for classes in found]
-    pairs = zip(texts, answers, strict=True)
-    return [CollectionItem(text, classes[0].class_name, classes) for text, classes in pairs]
-
-
-def _compute_answers(call: Call, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
     row, job = classifiers.find_with_job(call)
     if row["active"] is None:
         raise ApiError("Classifier not available", classifiers.status(call, row, job)[1])
@@ -221,7 +213,9 @@ def _compute_answers(call: Call, texts: Sequence[str]) -> list[list[tuple[str, f
         classifiers.find(call)  # 404 if it was deleted meanwhile
         reason = f"The model file is damaged: {error}."
         raise ApiError("Classifier not available", reason) from None
-    return list(model.classify(texts))
+    answers = [[ClassifiedClass(*pair) for pair in classes] for classes in model.classify(texts)]
+    pairs = zip(texts, answers, strict=True)
+    return [CollectionItem(text, classes[0].class_name, classes) for text, classes in pairs]
 
 
 # ---- tokens

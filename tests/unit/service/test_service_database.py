@@ -1,4 +1,4 @@
-"""A file that another program wrote is refused, and not changed."""
+"""A data directory that cannot be used, and files of other programs: refused, not changed."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def test_a_file_of_another_program(tmp_path: Path, write, said: str) -> None:
         f"{path} {said}; move it away, or give another --data or --database"
     )
     assert path.read_bytes() == before
+
+
+def test_a_directory_that_cannot_be_locked(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot use the data directory .*; give one that"):
+        DataDirectory(str(tmp_path)).lock()
