@@ -23,6 +23,7 @@ CODES: Final = {  # all others are 400
     "Request too large": 413,
     "Unsupported media type": 415,
     "Unsupported content encoding": 415,
+    "Range not satisfiable": 416,
     "Idempotency key reused": 422,
     "Too many requests": 429,
     "Queue full": 429,

@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.service import classifiers, queue
 from slipstream.service.context import Call
@@ -31,6 +31,7 @@ FILES: Final = {  # by the end of the path: name, type, and the name if it is to
     "model": (MODEL, "application/octet-stream", MODEL),
     "report": ("report.json", "application/json", None),
 }
+RANGE_ERRORS: Final = {400: "Malformed range", 416: "Range not satisfiable"}
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -240,8 +241,13 @@ class Download(FileResponse):
     """A file; 404 if it is deleted before the answer begins."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_file(message: Message) -> None:
+            if message.get("status") in RANGE_ERRORS:  # a plain text of Starlette
+                raise ApiError(RANGE_ERRORS[message["status"]], "The file has no such bytes.")
+            await send(message)
+
         with _unless_deleted(RuntimeError):  # Starlette's own
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_file)
 
 
 def download(call: Call) -> Response:

@@ -106,7 +106,8 @@ class Upload:
 
     def close(self) -> None:
         """Remove the directory, if it was not moved away."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # on a full disk, closing fails as writing did
+            self._file.close()
         remove(self.directory)
 
     def _begin(self) -> None:
@@ -213,9 +214,11 @@ async def decoded(request: Request, limit_nbytes: int) -> AsyncIterator[bytes]:
 
 
 def _inflated(inflate: zlib._Decompress, block: bytes) -> Iterator[bytes]:
-    while block and not inflate.eof:
+    while block:
+        if inflate.eof:
+            raise malformed("The gzip body goes on after its end.")
         try:
             yield inflate.decompress(block, BLOCK_NBYTES)
         except zlib.error:
             raise malformed("The body is not what its Content-Encoding gzip says.") from None
-        block = inflate.unconsumed_tail
+        block = inflate.unconsumed_tail or inflate.unused_data

@@ -44,3 +44,13 @@ def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.M
     assert body == b"one\nmore\n"
     # Of a longer body than the header says, the server sends a part, and no error.
     assert int(dict(sent[0]["headers"]).get(b"content-length", len(body))) == len(body)
+
+
+@pytest.mark.parametrize(("asked", "code"), [(b"bytes=90-", 416), (b"bytes=x", 400)])
+def test_bytes_that_a_file_does_not_have(tmp_path: Path, asked: bytes, code: int) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(b"one,a\n")
+    scope = {"type": "http", "method": "GET", "headers": [(b"range", asked)]}
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(own.Download(path)(scope, None, None))  # type: ignore[arg-type]
+    assert refused.value.body.code == code
