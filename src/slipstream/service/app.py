@@ -109,7 +109,7 @@ class Gate:
         database, credential = call.service.database, call.headers.get("authorization", "")
         hashed = keys.hash_from_header(credential, call.service.secret, time.time()) or ""
         tenant = keys.tenant_of(database, hashed) if hashed else None
-        keys_needed = not call.service.options.no_auth and keys.any_key(database)
+        keys_needed = call.service.needs_key()
         if tenant is None and not keys_needed:
             tenant = keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
         elif tenant is not None and self._used.get(hashed, 0) < (now := now_ms()) - keys.USED_MS:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
-from slipstream.service.keys import RateLimit, Tenant
+from slipstream.service.keys import RateLimit, Tenant, any_key
 from slipstream.service.models import Models
 from slipstream.service.serve_options import MIB, ServeOptions
 
@@ -35,6 +35,10 @@ class Service:
     uploads: set[tuple[str, str]] = field(default_factory=set)  # tenants, idempotency keys
     trainer_silent_s: Callable[[], float] = lambda: 0.0
     restarts: int = 0
+
+    def needs_key(self) -> bool:
+        """Whether requests need a key: from the first one on, unless ``--no-auth`` is given."""
+        return not self.options.no_auth and any_key(self.database)
 
     def close(self) -> None:
         """End the threads and close the database."""

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -123,24 +122,19 @@ class Trainer:
         self._options, self._database, self._directory = options, database, directory
         self._me = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._running: list[Running] = []
-        self._written, self._had_room = 0.0, True
-        self.stopping = threading.Event()
+        self._written, self._had_room, self.stopping = 0.0, True, False
 
     def run(self) -> None:
         """Work until ``stopping`` is set; then let the jobs wait again."""
-        while not self.stopping.is_set() or self._running:
+        while not self.stopping or self._running:
             os.write(1, b".")
+            for running in self._running if self.stopping else ():
+                running.end("stopped", STOP_S)
             try:
                 self._tick()
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
-                self.stopping.wait(WRITE_S)
-            if self.stopping.is_set():
-                for running in self._running:
-                    running.end("stopped", STOP_S)
-                time.sleep(TICK_S)
-            else:
-                self.stopping.wait(TICK_S)
+            time.sleep(TICK_S)
 
     def _tick(self) -> None:
         for running in list(self._running):
@@ -154,7 +148,7 @@ class Trainer:
             if not self._record(running):
                 running.end("lost", CANCEL_S)
         self._purge()
-        full = self.stopping.is_set() or len(self._running) >= self._options.jobs
+        full = self.stopping or len(self._running) >= self._options.jobs
         if not full and self._has_room():
             self._claim()
 
@@ -262,7 +256,7 @@ def main() -> None:
     with directory.database(options.database) as database:
         trainer = Trainer(options, database, directory)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: trainer.stopping.set())
+            signal.signal(number, lambda *_: setattr(trainer, "stopping", True))
         trainer.run()
 
 

@@ -227,8 +227,7 @@ async def token(call: Call) -> Token | Response:
     hashed = keys.key_hash(form.get("apikey", [""])[0])
 
     def is_known() -> bool:
-        without_keys = service.options.no_auth or not keys.any_key(service.database)
-        return without_keys or keys.tenant_of(service.database, hashed) is not None
+        return keys.tenant_of(service.database, hashed) is not None or not service.needs_key()
 
     if form.get("grant_type") != [GRANT] or not await asyncio.to_thread(is_known):
         return JSONResponse(UNKNOWN_KEY, 400)
