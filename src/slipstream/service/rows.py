@@ -107,7 +107,7 @@ def clean_text(line: int, field: str, limit: int) -> str:
     text = TEXT_CONTROLS.sub(" ", field).strip()
     if not text:
         raise malformed(f"The 'text' value at line {line:,} and column 1 is 'empty'.")
-    _check_length(f"phrase at line {line:,}", text, limit)
+    check_length("Phrase too long", f"phrase at line {line:,}", text, limit)
     return text
 
 
@@ -123,7 +123,7 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
         if CLASS_BREAKS.search(field.strip()):
             raise malformed(f"The 'class' value {place} has a tab or a line end.")
         name = unicodedata.normalize("NFC", CONTROLS.sub(" ", field)).strip()
-        _check_length(f"class {place}", name, limit)
+        check_length("Class too long", f"class {place}", name, limit)
         if name:
             names[name] = None
     if not names:
@@ -132,13 +132,11 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
     return list(names)
 
 
-def _check_length(what: str, text: str, limit: int) -> None:
+def check_length(error: str, what: str, text: str, limit: int) -> None:
+    """Refuse a text of more characters than permitted; ``what`` names it."""
     if len(text) > limit:
-        raise ApiError(
-            f"{what.partition(' ')[0].capitalize()} too long",
-            f"The {what} has {len(text):,} characters which is larger than the permitted maximum "
-            f"of {limit:,} characters.",
-        )
+        most = f"larger than the permitted maximum of {limit:,} characters."
+        raise ApiError(error, f"The {what} has {len(text):,} characters which is {most}")
 
 
 def _hint(only: str) -> str:

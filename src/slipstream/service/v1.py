@@ -18,6 +18,7 @@ from slipstream.service import classifiers, keys
 from slipstream.service.context import Call
 from slipstream.service.database import Row
 from slipstream.service.errors import ApiError, Damaged
+from slipstream.service.rows import check_length
 from slipstream.service.upload import malformed, read_body, read_json, received
 
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
@@ -173,11 +174,9 @@ async def classify_collection(call: Call) -> ClassificationCollection:
     if not isinstance(phrases, list) or not phrases:
         raise ApiError("Missing collection", "The field 'collection' is not a list of texts.")
     if len(phrases) > PHRASES:
-        raise ApiError(
-            "Too many phrases",
-            f"The field 'collection' has {len(phrases)} phrases which is larger than the "
-            f"permitted maximum of {PHRASES}.",
-        )
+        most = f"larger than the permitted maximum of {PHRASES}."
+        reason = f"The field 'collection' has {len(phrases)} phrases which is {most}"
+        raise ApiError("Too many phrases", reason)
     given = [phrase.get("text") if isinstance(phrase, dict) else None for phrase in phrases]
     texts = [check_text(text, f"'collection[{place}].text'") for place, text in enumerate(given)]
     items = await _in_thread(call, texts)
@@ -188,12 +187,7 @@ def check_text(value: object, place: str) -> str:
     """A text to classify; ApiError if it is missing, empty or too long."""
     if not isinstance(value, str) or not value.strip():
         raise ApiError("Missing text", f"The field {place} is not a text that has words.")
-    if (length := len(value.strip())) > TEXT_CHARACTERS:
-        raise ApiError(
-            "Phrase too long",
-            f"The field {place} has {length:,} characters which is larger than the permitted "
-            f"maximum of {TEXT_CHARACTERS:,} characters.",
-        )
+    check_length("Phrase too long", f"field {place}", value.strip(), TEXT_CHARACTERS)
     return value
 
 
