@@ -15,6 +15,7 @@ import time
 from typing import Final
 
 import msgspec
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -47,10 +48,7 @@ class Gate:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
-                message["headers"] = [
-                    *message.get("headers", []),
-                    (b"x-global-transaction-id", number.encode()),
-                ]
+                MutableHeaders(scope=message)["X-Global-Transaction-Id"] = number
             await send(message)
 
         call, path = Call(scope, receive), scope["path"]

@@ -107,11 +107,11 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def log_tail(self) -> str:
-        """The end of this attempt's log."""
+        """The end of this attempt's log, without what PostgreSQL cannot store."""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - LOG_TAIL_NBYTES))
-            return file.read(LOG_TAIL_NBYTES).decode("utf-8", "replace")
+            return file.read(LOG_TAIL_NBYTES).decode("utf-8", "replace").replace("\0", "\ufffd")
         return ""
 
 
