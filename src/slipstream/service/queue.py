@@ -26,7 +26,11 @@ WAITS: Final = (  # unless it was cancelled
     " state = CASE WHEN cancel = 1 THEN 'cancelled' ELSE 'waiting' END"
 )
 BLAMELESS: Final = WAITS + ", resumed_from = -1"
-NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
+NEWEST: Final = (
+    "epoch = :epoch, epochs = :epochs, updates = :updates, total = :total, samples_s = :samples_s,"
+    " updates_s = :updates_s,"
+    " best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END"
+)
 POINT: Final = """
 INSERT INTO epochs (job, epoch, at, loss, accuracy, held_accuracy)
 VALUES (:job, :epoch, :at, :loss, :accuracy, :held_accuracy)
@@ -154,15 +158,9 @@ def record(
     database: Database, held: Claim, lines: Sequence[Progress], updates_s: float = 0
 ) -> None:
     """Write progress and the attempt's rate; ignored if the job is another's by now."""
-    last = max(lines, key=lambda line: line.at)
-    newest = {name: getattr(last, name) for name in NEWEST} | {"updates_s": updates_s}
-    hit = held.change(
-        database,
-        ", ".join(f"{name} = :{name}" for name in newest)
-        + ", best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END",
-        best=max(line.updates for line in lines),
-        **newest,
-    )
+    last = msgspec.structs.asdict(max(lines, key=lambda line: line.at))
+    best = max(line.updates for line in lines)
+    hit = held.change(database, NEWEST, best=best, updates_s=updates_s, **last)
     for line in lines if hit else ():
         if (line.loss, line.accuracy) != (None, None):
             database.run(POINT, job=held.id, **msgspec.structs.asdict(line))
