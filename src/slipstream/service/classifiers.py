@@ -34,6 +34,17 @@ TRAINING: Final = (
 AVAILABLE: Final = (
     "The classifier instance is now available and is ready to take classifier requests."
 )
+NEWEST_JOBS: Final = """
+SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes,
+  v.report AS accuracy
+FROM classifiers c
+JOIN jobs j ON j.id = (
+  SELECT id FROM jobs WHERE classifier = c.id
+  ORDER BY CASE WHEN state IN ('waiting', 'running') THEN 0 ELSE 1 END, version DESC, queued DESC
+  LIMIT 1)
+JOIN versions v ON v.classifier = c.id AND v.number = j.version
+WHERE c.tenant = :tenant
+"""
 
 
 # ---- what comes in
@@ -111,7 +122,8 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
         database.insert("classifiers", **row, **metadata)
         if key is not None:
             database.insert("idempotency", classifier=classifier, at=now, **use)
-        _place(call, upload, classifier=classifier, number=1, created=now, **checked)
+        version = {"classifier": classifier, "number": 1, "created": now}
+        _place(call, upload, {**version, **checked})
         return classifier
 
 
@@ -131,14 +143,14 @@ def add_version(call: Call, upload: Upload) -> int:
     parse_metadata(upload.metadata)
     checked = check_rows(call, upload)
     with _adding(call, upload) as database:
-        _, job = find_with_job(call)
-        if job["state"] in ("waiting", "running"):
+        if find(call)["state"] in ("waiting", "running"):
             reason = "It still trains; wait for the end, or cancel it."
             raise ApiError("Classifier not available", reason)
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
         number = database.number(latest, id=call.id) + 1
         old = queue.prune(database, call.id)
-        _place(call, upload, classifier=call.id, number=number, created=now_ms(), **checked)
+        version = {"classifier": call.id, "number": number, "created": now_ms()}
+        _place(call, upload, {**version, **checked})
     for one in old:
         remove(call.service.directory.version(call.id, one))
     return number
@@ -152,13 +164,11 @@ def enqueue(call: Call, classifier: str, number: int, now: int) -> None:
     queue.enqueue(database, classifier, number, call.tenant.id, now)
 
 
-def _place(
-    call: Call, upload: Upload, *, classifier: str, number: int, created: int, **checked: object
-) -> None:
+def _place(call: Call, upload: Upload, version: Row) -> None:
     """Add a version and its job, and move its files into place."""
-    version = {"classifier": classifier, "number": number, "created": created}
-    call.service.database.insert("versions", **version, **checked)
-    enqueue(call, classifier, number, created)
+    classifier, number = version["classifier"], version["number"]
+    call.service.database.insert("versions", **version)
+    enqueue(call, classifier, number, version["created"])
     upload.placed = directory = call.service.directory.version(classifier, number)
     directory.parent.mkdir(mode=0o700, exist_ok=True)
     remove(directory)  # its row is new: what is there is of a transaction that failed
@@ -186,43 +196,37 @@ def delete(call: Call) -> dict[str, object]:
 # ---- reading
 
 
-def find(call: Call) -> Row:
-    """The classifier that a request is about; 404, also if it is another tenant's."""
-    statement = "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant"
-    known = ID.fullmatch(call.id)
-    row = known and call.service.database.one(statement, id=call.id, tenant=call.tenant.id)
+def newest_job(call: Call, classifier: str) -> Row:
+    """The newest job of a classifier, with what is known of this and of the job's version.
+
+    404 if there is none, also if it is another tenant's.
+    """
+    known, statement = ID.fullmatch(classifier), f"{NEWEST_JOBS} AND c.id = :id"
+    row = known and call.service.database.one(statement, tenant=call.tenant.id, id=classifier)
     if not row:
         raise not_found()
     return row
 
 
-def newest_job(call: Call, classifier: str) -> Row:
-    """The last job of a classifier that is there, with the figures of its version."""
-    [row] = call.service.database.run(
-        "SELECT j.*, v.rows, v.classes, v.bytes, v.report AS accuracy FROM jobs j"
-        " JOIN versions v ON v.classifier = j.classifier AND v.number = j.version"
-        " WHERE j.classifier = :id ORDER BY CASE WHEN j.state IN ('waiting', 'running')"
-        " THEN 0 ELSE 1 END, j.version DESC, j.queued DESC LIMIT 1",
-        id=classifier,
-    )
-    return row
+def find(call: Call) -> Row:
+    """The newest job of the classifier that a request is about; 404 if there is none."""
+    return newest_job(call, call.id)
 
 
-def find_with_job(call: Call) -> tuple[Row, Row]:
-    """The classifier that a request is about, and its newest job."""
-    with call.service.database.reading():
-        return find(call), newest_job(call, call.id)
+def find_all(call: Call) -> list[Row]:
+    """The newest job of each classifier of a tenant, newest classifier first."""
+    return call.service.database.run(f"{NEWEST_JOBS} ORDER BY c.serial DESC", tenant=call.tenant.id)
 
 
-def model_path(call: Call, row: Row) -> Path:
+def model_path(call: Call, job: Row) -> Path:
     """The model file of the active version."""
-    return call.service.directory.version(row["id"], row["active"]) / MODEL
+    return call.service.directory.version(job["classifier"], job["active"]) / MODEL
 
 
-def status(call: Call, row: Row, job: Row) -> tuple[str, str]:
+def status(call: Call, job: Row) -> tuple[str, str]:
     """IBM's status of a classifier, and its sentence."""
-    if row["active"] is not None:
-        damage = call.service.models.damage(model_path(call, row))
+    if job["active"] is not None:
+        damage = call.service.models.damage(model_path(call, job))
         if damage is None:
             return "Available", AVAILABLE
         return "Unavailable", f"The model file is damaged: {damage}."

@@ -86,7 +86,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 def show(call: Call) -> JobState:
     """How far the newest job is."""
-    _, job = classifiers.find_with_job(call)
+    job = classifiers.find(call)
     ahead = queue.ahead(call.service.database, job)
     now = {"ahead": ahead, "percent": queue.percent(job), "eta_s": queue.seconds_left(job)}
     return msgspec.convert({**job, **now}, JobState)
@@ -95,9 +95,9 @@ def show(call: Call) -> JobState:
 def events(call: Call) -> Response:
     """Follow a job: server-sent events ``progress``, ``epoch`` and ``end``."""
     after = _whole_number(call.headers.get("last-event-id", ""), -1)
-    _, job = classifiers.find_with_job(call)
+    job = classifiers.find(call)["id"]
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_follow(call, job["id"], after), 200, headers, "text/event-stream")
+    return StreamingResponse(_follow(call, job, after), 200, headers, "text/event-stream")
 
 
 def _whole_number(text: str, otherwise: int) -> int:
@@ -155,14 +155,14 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
 def cancel(call: Call) -> JobState:
     """Stop a job; also if it is over."""
     with call.service.database.transaction() as database:
-        queue.cancel(database, classifiers.find(call)["id"], now_ms())
+        queue.cancel(database, classifiers.find(call)["classifier"], now_ms())
     return show(call)
 
 
 def retry(call: Call) -> JobState:
     """Train again on the same data, after a job that failed."""
     with call.service.database.transaction() as database:
-        _, job = classifiers.find_with_job(call)
+        job = classifiers.find(call)
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
@@ -198,7 +198,7 @@ def versions(call: Call) -> Versions:
 
 def activate(call: Call) -> Changed:
     """Let another version answer."""
-    given, classifier = call.path_params["number"], classifiers.find(call)["id"]
+    given, classifier = call.path_params["number"], classifiers.find(call)["classifier"]
     number = _whole_number(given, 0)
     # Outside of a transaction, for which others would wait: a large model takes long to load.
     damage = call.service.models.damage(_folder(call, number) / MODEL)
@@ -220,9 +220,9 @@ def _folder(call: Call, number: int) -> Path:
 
 def _file(call: Call, name: str) -> Path:
     """A file of the active version; the log, of the newest."""
-    row, job = classifiers.find_with_job(call)
-    newest = name == "train.log" or row["active"] is None
-    path = _folder(call, job["version"] if newest else row["active"]) / name
+    job = classifiers.find(call)
+    newest = name == "train.log" or job["active"] is None
+    path = _folder(call, job["version"] if newest else job["active"]) / name
     if not path.is_file():
         raise not_found(f"There is no {name} yet.")
     return path

@@ -124,21 +124,17 @@ def _idempotency_key(call: Call) -> Iterator[str | None]:
 
 def show(call: Call) -> Classifier:
     """What a classifier is, and its status."""
-    return _classifier(call, *classifiers.find_with_job(call))
+    return _classifier(call, classifiers.find(call))
 
 
 def list_all(call: Call) -> ClassifierList:
     """All classifiers, newest first."""
-    mine = "SELECT * FROM classifiers WHERE tenant = :tenant ORDER BY serial DESC"
-    with call.service.database.reading() as database:
-        rows = database.run(mine, tenant=call.tenant.id)
-        found = [(row, classifiers.newest_job(call, row["id"])) for row in rows]
-    return ClassifierList([_classifier(call, row, job) for row, job in found])
+    return ClassifierList([_classifier(call, job) for job in classifiers.find_all(call)])
 
 
-def _classifier(call: Call, row: Row, job: Row) -> Classifier:
-    known = (row["id"], call.url_of(row["id"]), row["name"], row["language"])
-    return Classifier(*known, timestamp(row["created"]), *classifiers.status(call, row, job))
+def _classifier(call: Call, job: Row) -> Classifier:
+    known = (job["classifier"], call.url_of(job["classifier"]), job["name"], job["language"])
+    return Classifier(*known, timestamp(job["created"]), *classifiers.status(call, job))
 
 
 def timestamp(at_ms: int) -> str:
@@ -198,11 +194,11 @@ async def _in_thread(call: Call, texts: list[str]) -> list[CollectionItem]:
 
 def _answers(call: Call, texts: list[str]) -> list[CollectionItem]:
     """Classify by the active version."""
-    row, job = classifiers.find_with_job(call)
-    if row["active"] is None:
-        raise ApiError("Classifier not available", classifiers.status(call, row, job)[1])
+    job = classifiers.find(call)
+    if job["active"] is None:
+        raise ApiError("Classifier not available", classifiers.status(call, job)[1])
     try:
-        model = call.service.models.get(classifiers.model_path(call, row))
+        model = call.service.models.get(classifiers.model_path(call, job))
     except Damaged as error:
         classifiers.find(call)  # 404 if it was deleted meanwhile
         reason = f"The model file is damaged: {error}."
