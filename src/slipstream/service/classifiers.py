@@ -87,7 +87,7 @@ def check_rows(call: Call, upload: Upload) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _adding(call: Call, upload: Upload) -> Iterator[Database]:
-    """A transaction that adds a version; if it fails, so do the files that it has placed."""
+    """A transaction that adds a version; if it fails, the files that it placed are removed."""
     database = call.service.database
     try:
         with database.transaction():

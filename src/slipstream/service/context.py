@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
 
 from starlette.requests import Request
 
@@ -14,9 +13,7 @@ from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
 from slipstream.service.keys import RateLimit, Tenant, any_key
 from slipstream.service.models import Models
-from slipstream.service.serve_options import MIB, ServeOptions
-
-MODELS_NBYTES: Final = 512 * MIB
+from slipstream.service.serve_options import ServeOptions
 
 
 @dataclass
@@ -28,7 +25,7 @@ class Service:
     database: Database
     secret: bytes
     rate: RateLimit
-    models: Models = field(default_factory=lambda: Models(MODELS_NBYTES))
+    models: Models = field(default_factory=Models)
     # Classifications compute, so they have threads of their own; the others wait for the disk.
     answering: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "answers"))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

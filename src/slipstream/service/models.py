@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slipstream.service.answers import Model
 from slipstream.service.errors import Damaged
+from slipstream.service.serve_options import MIB
 
 LOG = logging.getLogger("slipstream.service")
 File = tuple[Path, int, int, int]  # a changed file is another one
@@ -17,7 +18,7 @@ File = tuple[Path, int, int, int]  # a changed file is another one
 class Models:
     """Loads model files, keeps up to ``limit_nbytes`` of them, and remembers which are sound."""
 
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(self, limit_nbytes: int = 512 * MIB) -> None:
         self._limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         self._loading = threading.Lock()

@@ -134,6 +134,7 @@ class Trainer:
                 self._tick()
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
+                time.sleep(WRITE_S)
             time.sleep(TICK_S)
 
     def _tick(self) -> None:
