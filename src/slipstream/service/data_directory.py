@@ -46,10 +46,17 @@ class DataDirectory:
         return Database(address or str(self.path / "service.db"))
 
     def migrated(self, address: str) -> Database:
-        """The database, with the newest schema; not a new one if there are classifiers."""
+        """The database, with the newest schema; not a new or another one if there are classifiers.
+
+        By that one, a start would remove all files here: it has no rows of them.
+        """
         error = f"this database does not know the directory {self.path}; was --database forgotten?"
         database = self.database(address)
-        database.migrate(error if any(self.classifiers.iterdir()) else "")
+        found = {path.name for path in self.classifiers.iterdir()}
+        database.migrate(error if found else "")
+        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
+        if found and known and not found & known:
+            raise ConfigError(error)
         return database
 
     def lock(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.service import keys
 from slipstream.service.data_directory import DataDirectory
 
 
@@ -44,3 +45,18 @@ def test_a_directory_that_cannot_be_locked(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(ConfigError, match=r"cannot use the data directory .*; give one that"):
         DataDirectory(str(tmp_path)).lock()
+
+
+def test_the_database_of_another_directory(tmp_path: Path) -> None:
+    """A start would remove all models here."""
+    other = str(tmp_path / "other.db")
+    for name in ("a", "b"):
+        folder = DataDirectory(str(tmp_path / name))
+        with folder.migrated(other if name == "a" else "") as database:
+            keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
+            row = {"id": name, "tenant": keys.LOCAL, "language": "en", "created": 1, "serial": 1}
+            database.insert("classifiers", **row)
+        (folder.classifiers / name).mkdir()
+    folder.migrated("").close()
+    with pytest.raises(ConfigError, match=r"does not know the directory .*; was --database"):
+        folder.migrated(other)
