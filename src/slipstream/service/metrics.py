@@ -50,15 +50,12 @@ def show(call: Call) -> Response:
     by_state = Gauge("slipstream_jobs", "Jobs by state.", ["state"], registry=gauges)
     for state, row in jobs.items():
         by_state.labels(state).set(row["n"])
-    oldest_s, free_nbytes = (
-        (now - jobs["waiting"]["oldest"]) / 1000,
-        service.directory.free_nbytes(),
-    )
+    oldest_s = (now - jobs["waiting"]["oldest"]) / 1000
     for name, description, value in (
         ("oldest_wait_seconds", "How long the oldest waiting job waits.", oldest_s),
         ("samples_per_second", "Samples a second of running jobs.", jobs["running"]["samples_s"]),
         ("trainer_restarts", "Restarts of the trainer.", service.restarts),
-        ("disk_free_bytes", "Free on the data's disk.", free_nbytes),
+        ("disk_free_bytes", "Free on the data's disk.", service.directory.free_nbytes()),
     ):
         Gauge(f"slipstream_{name}", description, registry=gauges).set(value)
     shown = generate_latest(REGISTRY) + generate_latest(gauges)
