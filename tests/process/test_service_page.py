@@ -14,7 +14,7 @@ from importlib import resources
 import pytest
 from service_process import ServiceProcess
 
-from slipstream.service.refusals import Refused
+from slipstream.service.errors import ApiError as Refused
 from slipstream.service.rows import Limits, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"

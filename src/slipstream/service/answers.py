@@ -20,12 +20,7 @@ Shares = npt.NDArray[np.float64]
 
 
 class Model:
-    """A classifier from a model file. Threads may share it.
-
-    Attributes:
-        labels: The classes' names.
-        nbytes: The memory that it takes.
-    """
+    """A classifier from a model file; it takes ``nbytes`` of memory. Threads may share it."""
 
     def __init__(self, head: ModelHead, tensors: dict[str, Array]) -> None:
         self.labels = head.labels
@@ -35,11 +30,7 @@ class Model:
 
     @classmethod
     def load(cls, path: Path | str) -> Model:
-        """Read a model file and check it.
-
-        Raises:
-            Damaged: It cannot be read, was damaged, or has another format.
-        """
+        """Read a model file and check it; raises Damaged if it cannot be used."""
         return cls(*read_model(Path(path)))
 
     def classify(self, texts: Sequence[str], top: int = 10) -> list[list[tuple[str, float]]]:

@@ -15,6 +15,7 @@ import time
 from typing import Final
 
 import msgspec
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -23,7 +24,6 @@ from slipstream.service import keys, metrics
 from slipstream.service.context import Call, Service
 from slipstream.service.database import DatabaseUnavailable, now_ms
 from slipstream.service.errors import NO_KEY, ApiError
-from slipstream.service.refusals import Refused
 from slipstream.service.routes import choose_operation, find_operations
 
 LOG = logging.getLogger("slipstream.service")
@@ -48,10 +48,7 @@ class Gate:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
-                message["headers"] = [
-                    *message.get("headers", []),
-                    (b"x-global-transaction-id", number.encode()),
-                ]
+                MutableHeaders(scope=message)["X-Global-Transaction-Id"] = number
             await send(message)
 
         call, path = Call(scope, receive), scope["path"]
@@ -110,7 +107,7 @@ class Gate:
         database, credential = call.service.database, call.headers.get("authorization", "")
         hashed = keys.hash_from_header(credential, call.service.secret, time.time()) or ""
         tenant = keys.tenant_of(database, hashed) if hashed else None
-        keys_needed = not call.service.options.no_auth and keys.any_key(database)
+        keys_needed = call.service.needs_key()
         if tenant is None and not keys_needed:
             tenant = keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
         elif tenant is not None and self._used.get(hashed, 0) < (now := now_ms()) - keys.USED_MS:
@@ -157,9 +154,7 @@ def host_name(authority: str) -> str:
 
 
 def _error_answer(error: Exception, number: str) -> Response:
-    if isinstance(error, Refused):
-        error = ApiError(error.error, error.description)
-    elif isinstance(error, DatabaseUnavailable):
+    if isinstance(error, DatabaseUnavailable):
         LOG.warning("%s %s", number, error)
         error = ApiError("Service unavailable", "The database does not answer now.")
     elif isinstance(error, OSError):

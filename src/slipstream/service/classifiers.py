@@ -34,15 +34,17 @@ TRAINING: Final = (
 AVAILABLE: Final = (
     "The classifier instance is now available and is ready to take classifier requests."
 )
-
-
-class Draft(msgspec.Struct, frozen=True):
-    """A checked upload: its directory in ``incoming/``, and what the two tables keep of it."""
-
-    directory: Path
-    classifier: dict[str, str | None]
-    version: dict[str, object]
-    placed: list[Path] = []  # where it was moved to
+NEWEST_JOBS: Final = """
+SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes,
+  v.report AS accuracy
+FROM classifiers c
+JOIN jobs j ON j.id = (
+  SELECT id FROM jobs WHERE classifier = c.id
+  ORDER BY CASE WHEN state IN ('waiting', 'running') THEN 0 ELSE 1 END, version DESC, queued DESC
+  LIMIT 1)
+JOIN versions v ON v.classifier = c.id AND v.number = j.version
+WHERE c.tenant = :tenant
+"""
 
 
 # ---- what comes in
@@ -69,56 +71,43 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
     return {"name": name, "language": short}
 
 
-@contextlib.contextmanager
-def prepared(call: Call, upload: Upload) -> Iterator[Draft]:
-    """Check an upload, and lay out the files of a version in ``incoming/``.
-
-    Raises:
-        ApiError: The metadata cannot be used.
-        Refused: The rows are not training data.
-    """
-    metadata = parse_metadata(upload.metadata)
+def check_rows(call: Call, upload: Upload) -> dict[str, object]:
+    """Check the rows of an upload and store them beside its data; returns what the table keeps."""
     read = rows.read(upload.blocks(), call.service.options.limits)
-    version = {
-        "rows": len(read.texts),
-        "classes": len(read.labels),
-        "sha256": upload.sha256(),
-        "bytes": upload.path.stat().st_size,
-    }
-    directory = call.service.directory.incoming / secrets.token_hex(16)
-    draft = Draft(directory, metadata, version)
-    try:
-        directory.mkdir(mode=0o700)
-        with upload.path.open("rb") as file:
-            os.fsync(file.fileno())
-        upload.path.rename(directory / "data.csv")
-        replace_file(directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-        yield draft
-    except BaseException:
-        # Of a COMMIT whose answer was lost, only the database knows what became.
-        known = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
-        with contextlib.suppress(DatabaseUnavailable):
-            for path in draft.placed:
-                place = {"id": path.parent.name, "number": int(path.name)}
-                if not call.service.database.run(known, **place):
-                    remove(path.parent if path.name == "1" else path)
-        raise
-    finally:
-        remove(directory)  # unless it was moved into place
+    with upload.path.open("rb") as file:
+        os.fsync(file.fileno())
+        nbytes = os.fstat(file.fileno()).st_size
+    replace_file(upload.directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
+    counts = {"rows": len(read.texts), "classes": len(read.labels)}
+    return {**counts, "sha256": upload.sha256(), "bytes": nbytes}
 
 
 # ---- writing
 
 
-def create(call: Call, upload: Upload, key: str | None) -> str:
-    """Make a classifier and its job; with an idempotency key that was used, the first one.
+@contextlib.contextmanager
+def _adding(call: Call, upload: Upload) -> Iterator[Database]:
+    """A transaction that adds a version; if it fails, the files that it placed are removed."""
+    database = call.service.database
+    try:
+        with database.transaction():
+            yield database
+    except BaseException:
+        # Of a COMMIT whose answer was lost, only the database knows what became.
+        known = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
+        path = upload.placed
+        with contextlib.suppress(DatabaseUnavailable):
+            if path and not database.run(known, id=path.parent.name, number=int(path.name)):
+                remove(path.parent if path.name == "1" else path)
+        raise
 
-    Raises:
-        ApiError: No room for the tenant or in the queue; the key was used for other bytes.
-    """
+
+def create(call: Call, upload: Upload, key: str | None) -> str:
+    """Make a classifier and its job; with an idempotency key that was used, return the first."""
     now, tenant = now_ms(), call.tenant
-    with prepared(call, upload) as draft, call.service.database.transaction() as database:
-        use = {"tenant": tenant.id, "key": key, "sha256": draft.version["sha256"]}
+    metadata, checked = parse_metadata(upload.metadata), check_rows(call, upload)
+    with _adding(call, upload) as database:
+        use = {"tenant": tenant.id, "key": key, "sha256": checked["sha256"]}
         if key is not None and (first := _first_of(database, use, now)):
             return first
         if database.postgres:  # two creates at once would count the same
@@ -130,10 +119,11 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
         serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
         classifier = f"{secrets.token_hex(3)}x{secrets.token_hex(5)}-nlc-{serial}"
         row = {"id": classifier, "tenant": tenant.id, "created": now, "serial": serial}
-        database.insert("classifiers", **row, **draft.classifier)
+        database.insert("classifiers", **row, **metadata)
         if key is not None:
             database.insert("idempotency", classifier=classifier, at=now, **use)
-        _add_version(call, classifier, 1, draft, now)
+        version = {"classifier": classifier, "number": 1, "created": now}
+        _place(call, upload, {**version, **checked})
         return classifier
 
 
@@ -149,20 +139,18 @@ def _first_of(database: Database, use: dict[str, object], now: int) -> str | Non
 
 
 def add_version(call: Call, upload: Upload) -> int:
-    """Train a classifier anew on other data; the version that answers stays until it is done.
-
-    Raises:
-        ApiError: It is unknown, still trains, or the queue is full.
-    """
-    with prepared(call, upload) as draft, call.service.database.transaction() as database:
-        _, job = find_with_job(call)
-        if job["state"] in ("waiting", "running"):
+    """Train a classifier anew on other data; the version that answers stays until it is done."""
+    parse_metadata(upload.metadata)
+    checked = check_rows(call, upload)
+    with _adding(call, upload) as database:
+        if find(call)["state"] in ("waiting", "running"):
             reason = "It still trains; wait for the end, or cancel it."
             raise ApiError("Classifier not available", reason)
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
         number = database.number(latest, id=call.id) + 1
         old = queue.prune(database, call.id)
-        _add_version(call, call.id, number, draft, now_ms())
+        version = {"classifier": call.id, "number": number, "created": now_ms()}
+        _place(call, upload, {**version, **checked})
     for one in old:
         remove(call.service.directory.version(call.id, one))
     return number
@@ -171,29 +159,26 @@ def add_version(call: Call, upload: Upload) -> int:
 def enqueue(call: Call, classifier: str, number: int, now: int) -> None:
     """Add a job; 429 if the queue is full."""
     database, limit = call.service.database, call.service.options.queue
-    if queue.waiting(database) >= limit:
+    if database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'") >= limit:
         raise ApiError("Queue full", f"{limit} jobs wait already; try again later.", retry_s=30)
     queue.enqueue(database, classifier, number, call.tenant.id, now)
 
 
-def _add_version(call: Call, classifier: str, number: int, draft: Draft, now: int) -> None:
-    version = {"classifier": classifier, "number": number, "created": now}
-    call.service.database.insert("versions", **version, **draft.version)
-    enqueue(call, classifier, number, now)
-    directory = call.service.directory.version(classifier, number)
+def _place(call: Call, upload: Upload, version: Row) -> None:
+    """Add a version and its job, and move its files into place."""
+    classifier, number = version["classifier"], version["number"]
+    call.service.database.insert("versions", **version)
+    enqueue(call, classifier, number, version["created"])
+    upload.placed = directory = call.service.directory.version(classifier, number)
     directory.parent.mkdir(mode=0o700, exist_ok=True)
-    draft.placed.append(directory)
     remove(directory)  # its row is new: what is there is of a transaction that failed
-    draft.directory.rename(directory)
+    upload.directory.rename(directory)
     sync_directory(directory.parent)
     sync_directory(directory.parent.parent)
 
 
-def delete(call: Call) -> None:
-    """Delete a classifier, its files and all that is known of it.
-
-    A job that runs is ended by the trainer, which then removes the files.
-    """
+def delete(call: Call) -> dict[str, object]:
+    """Delete a classifier: model, data, log, all of it."""
     database, directory = call.service.database, call.service.directory.classifiers / call.id
     lock = "FOR UPDATE" if database.postgres else ""  # the trainer does not claim it meanwhile
     with database.transaction():
@@ -202,55 +187,46 @@ def delete(call: Call) -> None:
         database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
         database.insert("purges", path=call.id, at=now_ms())
     call.service.models.forget(directory)
-    if all(job["state"] != "running" for job in jobs):
+    if all(job["state"] != "running" for job in jobs):  # else the trainer does, once it has ended
         remove(directory)
     database.forget_deleted()
+    return {}
 
 
 # ---- reading
 
 
-def find(call: Call) -> Row:
-    """The classifier that a request is about.
+def newest_job(call: Call, classifier: str) -> Row:
+    """The newest job of a classifier, with what is known of this and of the job's version.
 
-    Raises:
-        ApiError: 404, also if it is another tenant's.
+    404 if there is none, also if it is another tenant's.
     """
-    statement = "SELECT * FROM classifiers WHERE id = :id AND tenant = :tenant"
-    known = ID.fullmatch(call.id)
-    row = known and call.service.database.one(statement, id=call.id, tenant=call.tenant.id)
+    known, statement = ID.fullmatch(classifier), f"{NEWEST_JOBS} AND c.id = :id"
+    row = known and call.service.database.one(statement, tenant=call.tenant.id, id=classifier)
     if not row:
         raise not_found()
     return row
 
 
-def newest_job(call: Call, classifier: str) -> Row:
-    """The last job of a classifier that is there, with the figures of its version."""
-    [row] = call.service.database.run(
-        "SELECT j.*, v.rows, v.classes, v.bytes, v.report AS accuracy FROM jobs j"
-        " JOIN versions v ON v.classifier = j.classifier AND v.number = j.version"
-        " WHERE j.classifier = :id ORDER BY CASE WHEN j.state IN ('waiting', 'running')"
-        " THEN 0 ELSE 1 END, j.version DESC, j.queued DESC LIMIT 1",
-        id=classifier,
-    )
-    return row
+def find(call: Call) -> Row:
+    """The newest job of the classifier that a request is about; 404 if there is none."""
+    return newest_job(call, call.id)
 
 
-def find_with_job(call: Call) -> tuple[Row, Row]:
-    """The classifier that a request is about, and its newest job."""
-    with call.service.database.reading():
-        return find(call), newest_job(call, call.id)
+def find_all(call: Call) -> list[Row]:
+    """The newest job of each classifier of a tenant, newest classifier first."""
+    return call.service.database.run(f"{NEWEST_JOBS} ORDER BY c.serial DESC", tenant=call.tenant.id)
 
 
-def model_path(call: Call, row: Row) -> Path:
+def model_path(call: Call, job: Row) -> Path:
     """The model file of the active version."""
-    return call.service.directory.version(row["id"], row["active"]) / MODEL
+    return call.service.directory.version(job["classifier"], job["active"]) / MODEL
 
 
-def status(call: Call, row: Row, job: Row) -> tuple[str, str]:
+def status(call: Call, job: Row) -> tuple[str, str]:
     """IBM's status of a classifier, and its sentence."""
-    if row["active"] is not None:
-        damage = call.service.models.damage(model_path(call, row))
+    if job["active"] is not None:
+        damage = call.service.models.damage(model_path(call, job))
         if damage is None:
             return "Available", AVAILABLE
         return "Unavailable", f"The model file is damaged: {damage}."

@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final
 
 from starlette.requests import Request
 
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
-from slipstream.service.keys import RateLimit, Tenant
+from slipstream.service.keys import RateLimit, Tenant, any_key
 from slipstream.service.models import Models
-from slipstream.service.serve_options import MIB, ServeOptions
-
-MODELS_NBYTES: Final = 512 * MIB
+from slipstream.service.serve_options import ServeOptions
 
 
 @dataclass
@@ -28,13 +25,17 @@ class Service:
     database: Database
     secret: bytes
     rate: RateLimit
-    models: Models = field(default_factory=lambda: Models(MODELS_NBYTES))
+    models: Models = field(default_factory=Models)
     # Classifications compute, so they have threads of their own; the others wait for the disk.
     answering: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "answers"))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     uploads: set[tuple[str, str]] = field(default_factory=set)  # tenants, idempotency keys
     trainer_silent_s: Callable[[], float] = lambda: 0.0
     restarts: int = 0
+
+    def needs_key(self) -> bool:
+        """Whether requests need a key: from the first one on, unless ``--no-auth`` is given."""
+        return not self.options.no_auth and any_key(self.database)
 
     def close(self) -> None:
         """End the threads and close the database."""

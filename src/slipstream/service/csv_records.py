@@ -15,7 +15,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 
-from slipstream.service.refusals import malformed
+from slipstream.service.errors import ApiError
 
 MOST_CHARACTERS = 4 << 20  # of a record: 3,000 classes of 256 characters, and a text, fit
 # Bytes that are no UTF-8 are decoded to these characters, which no valid UTF-8 contains.
@@ -27,14 +27,13 @@ CLOSED = re.compile(r'([^"]*+(?:""[^"]*+)*+)"([^,]*)')  # a quoted value, and wh
 Record = tuple[int, list[str]]  # the physical line where it began, from 1; its fields
 
 
+def malformed(description: str) -> ApiError:
+    """The refusal of training data that is no CSV of texts and classes."""
+    return ApiError("Malformed data", description)
+
+
 def records(stream: Iterable[bytes]) -> Iterator[Record]:
-    """The records of a CSV; blank lines are skipped.
-
-    Args:
-        stream: The bytes, cut anywhere; UTF-8 with or without a byte order mark.
-
-    Raises:
-        Refused: It is not UTF-8, has a NUL, or a quote that is not closed properly.
+    """The records of a CSV in UTF-8, whose bytes are cut anywhere; blank lines are skipped.
 
     >>> list(records([b'one,a\\r\\n\\n"two,', b' ""2"" ",b\\n']))
     [(1, ['one', 'a']), (3, ['two, "2" ', 'b'])]

@@ -19,14 +19,7 @@ MODEL = "model.safetensors"
 
 
 class DataDirectory:
-    """The files of a service.
-
-    Args:
-        path: Created if necessary, for this user alone.
-
-    Raises:
-        ConfigError: It cannot be created or written.
-    """
+    """The files of a service; created if necessary, for this user alone."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path).absolute()
@@ -36,10 +29,13 @@ class DataDirectory:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
-                "user may write to (--data)"
-            ) from error
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
+            "user may write to (--data)"
+        )
 
     def version(self, classifier: str, number: int) -> Path:
         """The files of one version."""
@@ -50,21 +46,26 @@ class DataDirectory:
         return Database(address or str(self.path / "service.db"))
 
     def migrated(self, address: str) -> Database:
-        """The database, with the newest schema; not a new one if there are classifiers."""
+        """The database, with the newest schema; not a new or another one if there are classifiers.
+
+        By that one, a start would remove all files here: it has no rows of them.
+        """
         error = f"this database does not know the directory {self.path}; was --database forgotten?"
         database = self.database(address)
-        database.migrate(error if any(self.classifiers.iterdir()) else "")
+        found = {path.name for path in self.classifiers.iterdir()}
+        database.migrate(error if found else "")
+        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
+        if found and known and not found & known:
+            raise ConfigError(error)
         return database
 
     def lock(self) -> None:
-        """Make this process the only service of the directory, until it ends.
-
-        Raises:
-            ConfigError: Another service has it.
-        """
-        file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Make this process the only service of the directory, until it ends."""
         try:
+            file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
             os.close(file)
@@ -72,8 +73,8 @@ class DataDirectory:
                 f"another service (process {owner}) uses the data directory {self.path}; stop it, "
                 "or give another one (--data)"
             ) from None
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""

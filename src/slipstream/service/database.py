@@ -29,6 +29,8 @@ PRAGMAS: Final = (
     "secure_delete=ON",
 )
 MIGRATION_LOCK: Final = 7_146_001  # PostgreSQL: only one process migrates at a time
+TABLES: Final = "SELECT name FROM sqlite_master WHERE type = 'table'"
+OURS: Final = frozenset({"schema_version", "tenants", "classifiers", "jobs"})
 
 
 class DatabaseUnavailable(RuntimeFault):
@@ -39,14 +41,8 @@ class Database:
     """A database by its address: SQL that both understand, with ``:name`` parameters.
 
     Threads take turns. Statements of a thread that is in ``transaction()`` are part of it; others
-    are transactions of their own.
-
-    Args:
-        address: ``postgresql://…``, or the path of an SQLite file.
-
-    Raises:
-        ConfigError: The extra for PostgreSQL is missing.
-        DatabaseUnavailable: By each statement, if the database is locked, full or gone.
+    are transactions of their own. Each raises DatabaseUnavailable if the database is locked, full
+    or gone; the first one, ConfigError if another program has written the SQLite file.
 
     >>> with Database(":memory:") as database:
     ...     database.migrate()
@@ -115,10 +111,9 @@ class Database:
                 raise
 
     def migrate(self, unless_new: str = "") -> None:
-        """Bring the schema to the newest number, in one transaction; or say why not, if it is new.
+        """Bring the schema to the newest number, in one transaction.
 
-        Raises:
-            ConfigError: The database was written by a later version of slipstream, or is new.
+        A database that a later version wrote is refused; with ``unless_new``, a new one also.
         """
         folder = resources.files("slipstream.service")
         names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))
@@ -159,11 +154,31 @@ def _sqlite(address: str) -> tuple[type[Exception], Connect]:
         connection = sqlite3.connect(
             address, BUSY_MS / 1000, isolation_level=None, check_same_thread=False
         )
-        for pragma in PRAGMAS:
-            connection.execute(f"PRAGMA {pragma}")
+        try:
+            _refuse_foreign(connection, address)  # before a pragma changes the file
+            for pragma in PRAGMAS:
+                connection.execute(f"PRAGMA {pragma}")
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     return sqlite3.OperationalError, connect
+
+
+def _refuse_foreign(connection: sqlite3.Connection, address: str) -> None:
+    """Raise ConfigError if an SQLite file is no database, or one of another program."""
+    try:
+        tables = {name for (name,) in connection.execute(TABLES)}
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+            raise
+        found = "is not an SQLite database"
+    else:
+        if not tables or tables >= OURS:
+            return
+        found = f"is the database of another program, with the table {min(tables)!r}"
+    raise ConfigError(f"{address} {found}; move it away, or give another --data or --database")
 
 
 def _postgres(address: str) -> tuple[type[Exception], Connect]:

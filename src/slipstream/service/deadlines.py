@@ -123,9 +123,5 @@ class DeadlineProtocol(H11Protocol):
 
 
 def with_limit(connections: int) -> type[DeadlineProtocol]:
-    """The protocol, for at most so many connections at once.
-
-    >>> with_limit(8).limit
-    8
-    """
+    """The protocol, for at most so many connections at once."""
     return type("LimitedProtocol", (DeadlineProtocol,), {"limit": connections})

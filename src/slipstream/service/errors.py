@@ -1,4 +1,4 @@
-"""Every error answer of the service: ``{"code", "error", "description"}``.
+"""What the service refuses. Every error answer is ``{"code", "error", "description"}``.
 
 ``error`` is short and fixed, in IBM's words where they are known: clients show only that. It
 decides the code. ``description`` gives what, where and the way out.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+
+from slipstream.errors import ConfigError
 
 CODES: Final = {  # all others are 400
     "Unauthorized": 401,
@@ -21,6 +23,7 @@ CODES: Final = {  # all others are 400
     "Request too large": 413,
     "Unsupported media type": 415,
     "Unsupported content encoding": 415,
+    "Range not satisfiable": 416,
     "Idempotency key reused": 422,
     "Too many requests": 429,
     "Queue full": 429,
@@ -55,11 +58,15 @@ class ApiError(Exception):
 
     def __init__(self, error: str, description: str, retry_s: int = 0, **headers: str) -> None:
         super().__init__(f"{error}: {description}")
-        code = CODES.get(error, 400)
+        self.error, self.description, code = error, description, CODES.get(error, 400)
         self.body = ErrorBody(code, error, description)
         self.headers = {**HEADERS.get(code, {}), **headers}
         if retry_s or code == 503:
             self.headers["Retry-After"] = str(retry_s or 5)
+
+
+class Damaged(ConfigError):
+    """A model file that cannot be used. The reason names no path, so that users may see it."""
 
 
 def not_found(description: str = "Classifier not found.") -> ApiError:

@@ -57,14 +57,7 @@ def add_tenant(database: Database, tenant: str, name: str, quota: int | None = N
 
 
 def add_key(database: Database, name: str, quota: int | None = None) -> str:
-    """Make a key (``sk_`` and 43 characters) for the tenant of that name, who may be new.
-
-    Returns:
-        The key; it is not known afterwards.
-
-    Raises:
-        ConfigError: The name is empty, too long or reserved.
-    """
+    """Make a key for the tenant of that name, who may be new; it is not known afterwards."""
     if not 0 < len(name) <= 64 or name == LOCAL or not name.isprintable():
         raise ConfigError(f"{name!r}: a name has 1 to 64 printable characters, and is not 'local'")
     tenant = add_tenant(database, secrets.token_hex(8), name, quota)
@@ -75,11 +68,7 @@ def add_key(database: Database, name: str, quota: int | None = None) -> str:
 
 
 def take_local(database: Database, name: str) -> int:
-    """Give a tenant what was made without a key, which nobody could see any more.
-
-    Returns:
-        How many classifiers that were.
-    """
+    """Give a tenant the classifiers that were made without a key; returns how many they were."""
     count = database.number("SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :id", id=LOCAL)
     for table in ("classifiers", "jobs", "idempotency"):
         tenant = "(SELECT id FROM tenants WHERE name = :name)"
@@ -97,11 +86,7 @@ def list_keys(database: Database) -> list[Row]:
 
 
 def revoke_key(database: Database, prefix: str) -> str:
-    """Revoke the one key that begins so; returns its tenant's name.
-
-    Raises:
-        ConfigError: No key begins so, or several do.
-    """
+    """Revoke the one key that begins so; returns its tenant's name."""
     start = prefix[:9]
     valid = [row for row in list_keys(database) if row["revoked"] is None]
     found = [row for row in valid if start and row["prefix"].startswith(start)]

@@ -20,16 +20,7 @@ REQUESTS: Final = Counter(
 SECONDS: Final = Histogram(
     "slipstream_request_seconds", "Seconds a request took.", ["route"], registry=REGISTRY
 )
-JOBS: Final = Gauge("slipstream_jobs", "Jobs by state.", ["state"], registry=REGISTRY)
-GAUGES: Final = {
-    name: Gauge(f"slipstream_{name}", description, registry=REGISTRY)
-    for name, description in {
-        "oldest_wait_seconds": "How long the oldest waiting job waits.",
-        "samples_per_second": "Samples a second of running jobs.",
-        "trainer_restarts": "Restarts of the trainer.",
-        "disk_free_bytes": "Free on the data's disk.",
-    }.items()
-}
+STATES: Final = ("waiting", "running", "done", "failed", "cancelled")
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"})
 FREE_NBYTES: Final = 1024 * MIB  # below, the service is not ready
 TRAINER_SILENT_S: Final = 30.0
@@ -52,19 +43,23 @@ def show(call: Call) -> Response:
         "SELECT state, COUNT(*) AS n, MIN(queued) AS oldest, SUM(samples_s) AS samples_s"
         " FROM jobs GROUP BY state"
     )
-    jobs = {row["state"]: row for row in counts}
-    for state in ("waiting", "running", "done", "failed", "cancelled"):
-        JOBS.labels(state).set(jobs[state]["n"] if state in jobs else 0)
     now = now_ms()
-    figures = {
-        "oldest_wait_seconds": (now - jobs.get("waiting", {}).get("oldest", now)) / 1000,
-        "samples_per_second": jobs.get("running", {}).get("samples_s", 0),
-        "trainer_restarts": service.restarts,
-        "disk_free_bytes": service.directory.free_nbytes(),
-    }
-    for name, value in figures.items():
-        GAUGES[name].set(value)
-    return Response(generate_latest(REGISTRY), media_type="text/plain; version=0.0.4")
+    none = {"n": 0, "oldest": now, "samples_s": 0}
+    jobs = dict.fromkeys(STATES, none) | {row["state"]: row for row in counts}
+    gauges = CollectorRegistry()
+    by_state = Gauge("slipstream_jobs", "Jobs by state.", ["state"], registry=gauges)
+    for state, row in jobs.items():
+        by_state.labels(state).set(row["n"])
+    oldest_s = (now - jobs["waiting"]["oldest"]) / 1000
+    for name, description, value in (
+        ("oldest_wait_seconds", "How long the oldest waiting job waits.", oldest_s),
+        ("samples_per_second", "Samples a second of running jobs.", jobs["running"]["samples_s"]),
+        ("trainer_restarts", "Restarts of the trainer.", service.restarts),
+        ("disk_free_bytes", "Free on the data's disk.", service.directory.free_nbytes()),
+    ):
+        Gauge(f"slipstream_{name}", description, registry=gauges).set(value)
+    shown = generate_latest(REGISTRY) + generate_latest(gauges)
+    return Response(shown, media_type="text/plain; version=0.0.4")
 
 
 async def live(call: Call) -> dict[str, bool]:

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from slipstream.runtime.files.whole_files import open_regular, write_whole
+from slipstream.service.errors import Damaged
 from slipstream.service.features import FIRST_WORD
-from slipstream.service.refusals import Damaged
 from slipstream.service.settings import TextSetting
 from slipstream.service.words import TOKENIZER
 
@@ -49,22 +49,14 @@ class ModelHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_model(path: Path, head: ModelHead, tensors: Mapping[str, Array]) -> None:
-    """Write a model file: it appears complete, or not at all.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write a model file: it appears complete, or not at all."""
     own = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     text = msgspec.json.encode(head).decode()
     write_whole(path, [save(own, {TEXT: text, SHA256: _digest(text, own)})])
 
 
 def read_model(path: Path) -> tuple[ModelHead, dict[str, Array]]:
-    """Read a model file: its head and its tensors.
-
-    Raises:
-        Damaged: It cannot be read, was damaged, or has another format.
-    """
+    """The head and the tensors of a model file; raises Damaged if it cannot be used."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MOST_NBYTES:

@@ -8,19 +8,17 @@ from collections import OrderedDict
 from pathlib import Path
 
 from slipstream.service.answers import Model
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import Damaged
+from slipstream.service.serve_options import MIB
 
 LOG = logging.getLogger("slipstream.service")
 File = tuple[Path, int, int, int]  # a changed file is another one
 
 
 class Models:
-    """Loads model files, keeps those used last, and remembers which files are sound.
+    """Loads model files, keeps up to ``limit_nbytes`` of them, and remembers which are sound."""
 
-    All of them have at most ``limit_nbytes``, or the one in use alone.
-    """
-
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(self, limit_nbytes: int = 512 * MIB) -> None:
         self._limit_nbytes = limit_nbytes
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -28,11 +26,7 @@ class Models:
         self._checked: dict[File, str | None] = {}  # what is wrong with it
 
     def get(self, path: Path) -> Model:
-        """The model of a file.
-
-        Raises:
-            Damaged: The file is damaged, of an unknown format or gone.
-        """
+        """The model of a file; raises Damaged if it is damaged, of an unknown format or gone."""
         file = _identify(path)
         if (model := self._kept(file)) is not None:
             return model
@@ -68,7 +62,8 @@ class Models:
             model = Model.load(file[0])
         except Damaged as error:
             LOG.warning("%s: %s", file[0], error)
-            self._checked[file] = str(error)
+            if not isinstance(error.__cause__, OSError):  # what cannot be read now may be later
+                self._checked[file] = str(error)
             raise
         with self._lock:
             self._models[file] = model

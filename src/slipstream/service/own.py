@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import csv
 import io
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.service import classifiers, queue
 from slipstream.service.context import Call
@@ -30,6 +31,7 @@ FILES: Final = {  # by the end of the path: name, type, and the name if it is to
     "model": (MODEL, "application/octet-stream", MODEL),
     "report": ("report.json", "application/json", None),
 }
+RANGE_ERRORS: Final = {400: "Malformed range", 416: "Range not satisfiable"}
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -84,7 +86,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 def show(call: Call) -> JobState:
     """How far the newest job is."""
-    _, job = classifiers.find_with_job(call)
+    job = classifiers.find(call)
     ahead = queue.ahead(call.service.database, job)
     now = {"ahead": ahead, "percent": queue.percent(job), "eta_s": queue.seconds_left(job)}
     return msgspec.convert({**job, **now}, JobState)
@@ -92,13 +94,14 @@ def show(call: Call) -> JobState:
 
 def events(call: Call) -> Response:
     """Follow a job: server-sent events ``progress``, ``epoch`` and ``end``."""
-    last = call.headers.get("last-event-id", "")
-    after = int(last) if last.isdecimal() and len(last) < 10 else -1
-    _, job = classifiers.find_with_job(call)
+    after = _whole_number(call.headers.get("last-event-id", ""), -1)
+    job = classifiers.find(call)["id"]
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(
-        _follow(call, job["id"], after), media_type="text/event-stream", headers=headers
-    )
+    return StreamingResponse(_follow(call, job, after), 200, headers, "text/event-stream")
+
+
+def _whole_number(text: str, otherwise: int) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else otherwise
 
 
 def event(name: str, data: object, number: int | None = None) -> bytes:
@@ -152,14 +155,14 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
 def cancel(call: Call) -> JobState:
     """Stop a job; also if it is over."""
     with call.service.database.transaction() as database:
-        queue.cancel(database, classifiers.find(call)["id"], now_ms())
+        queue.cancel(database, classifiers.find(call)["classifier"], now_ms())
     return show(call)
 
 
 def retry(call: Call) -> JobState:
     """Train again on the same data, after a job that failed."""
     with call.service.database.transaction() as database:
-        _, job = classifiers.find_with_job(call)
+        job = classifiers.find(call)
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
@@ -195,16 +198,16 @@ def versions(call: Call) -> Versions:
 
 def activate(call: Call) -> Changed:
     """Let another version answer."""
-    given = call.path_params["number"]
-    number = int(given) if given.isdecimal() and len(given) < 10 else 0
-    kept = "SELECT number FROM versions WHERE classifier = :id AND number = :number"
-    with call.service.database.transaction() as database:
-        classifiers.find(call)
-        is_kept = database.one(kept, id=call.id, number=number)
-        if not is_kept or call.service.models.damage(_folder(call, number) / MODEL) is not None:
-            raise not_found(f"There is no trained version {given[:20]}.")
-        change = "UPDATE classifiers SET active = :number WHERE id = :id"
-        database.run(change, number=number, id=call.id)
+    given, classifier = call.path_params["number"], classifiers.find(call)["classifier"]
+    number = _whole_number(given, 0)
+    # Outside of a transaction, for which others would wait: a large model takes long to load.
+    damage = call.service.models.damage(_folder(call, number) / MODEL)
+    change = (
+        "UPDATE classifiers SET active = :number WHERE id = :id AND EXISTS"
+        " (SELECT 1 FROM versions WHERE classifier = :id AND number = :number) RETURNING id"
+    )
+    if damage or not call.service.database.run(change, id=classifier, number=number):
+        raise not_found(f"There is no trained version {given[:20]}.")
     return Changed(number)
 
 
@@ -217,9 +220,9 @@ def _folder(call: Call, number: int) -> Path:
 
 def _file(call: Call, name: str) -> Path:
     """A file of the active version; the log, of the newest."""
-    row, job = classifiers.find_with_job(call)
-    newest = name == "train.log" or row["active"] is None
-    path = _folder(call, job["version"] if newest else row["active"]) / name
+    job = classifiers.find(call)
+    newest = name == "train.log" or job["active"] is None
+    path = _folder(call, job["version"] if newest else job["active"]) / name
     if not path.is_file():
         raise not_found(f"There is no {name} yet.")
     return path
@@ -238,8 +241,13 @@ class Download(FileResponse):
     """A file; 404 if it is deleted before the answer begins."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_file(message: Message) -> None:
+            if message.get("status") in RANGE_ERRORS:  # a plain text of Starlette
+                raise ApiError(RANGE_ERRORS[message["status"]], "The file has no such bytes.")
+            await send(message)
+
         with _unless_deleted(RuntimeError):  # Starlette's own
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_file)
 
 
 def download(call: Call) -> Response:
@@ -274,8 +282,15 @@ def safe_cell(value: object) -> object:
 def log(call: Call) -> Response:
     """The log of the newest job: its last 64 KiB, or all of it with ``?all=1``."""
     path = _file(call, "train.log")
-    if call.query_params.get("all") == "1":
-        return Download(path, media_type="text/plain; charset=utf-8")
-    with _unless_deleted(), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LOG_NBYTES))
-        return Response(file.read(LOG_NBYTES), media_type="text/plain; charset=utf-8")
+    with _unless_deleted():
+        file = path.open("rb")
+    if call.query_params.get("all") != "1":
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_NBYTES))
+    # Not as a file of a known length: it may grow while it is sent.
+    return StreamingResponse(_blocks(file), media_type="text/plain; charset=utf-8")
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while block := file.read(LOG_NBYTES):
+            yield block

@@ -15,14 +15,27 @@ import msgspec
 EVERY_S = 1.0
 
 
-class ProgressFile:
-    """Appends lines, at most one a second.
+class Progress(msgspec.Struct, frozen=True):
+    """A line: updates of all learners, passes over the data, and what was measured since the last.
 
-    Args:
-        path: The file; made if it is not there.
-        total: Updates at the end.
-        epochs: Passes over the data at the end.
-        batch: Rows an update.
+    ``at`` is in milliseconds since 1970.
+    """
+
+    updates: int
+    total: int
+    epoch: int
+    epochs: int
+    samples_s: float
+    at: int
+    loss: float | None = None
+    accuracy: float | None = None
+    held_accuracy: float | None = None
+
+
+class ProgressFile:
+    """Appends lines, at most one a second, to a file that may be new.
+
+    ``total`` updates of ``batch`` rows are ``epochs`` passes over the data.
     """
 
     def __init__(self, path: Path, total: int, epochs: int, batch: int) -> None:
@@ -46,25 +59,20 @@ class ProgressFile:
         return time.monotonic() - self._at >= EVERY_S
 
     def write(self, updates: int, held_accuracy: float | None = None) -> None:
-        """Append a line about what was recorded since the last one.
-
-        Args:
-            updates: Made by all learners so far.
-            held_accuracy: Of held-out rows, if it was measured.
-        """
+        """Append a line: all learners' updates so far, and what was recorded since the last one."""
         now = time.monotonic()
         done = max(updates - self._updates, 0) if self._updates >= 0 else 0
-        line = {
-            "updates": min(updates, self._total),
-            "total": self._total,
-            "epoch": min(updates * self._epochs // self._total, self._epochs),
-            "epochs": self._epochs,
-            "samples_s": round(done * self._batch / max(now - self._at, 1e-3), 1),
-            "loss": self._loss / self._seen if self._seen else None,
-            "accuracy": self._right / self._seen if self._seen else None,
-            "held_accuracy": held_accuracy,
-            "at": time.time_ns() // 1_000_000,
-        }
+        line = Progress(
+            updates=min(updates, self._total),
+            total=self._total,
+            epoch=min(updates * self._epochs // self._total, self._epochs),
+            epochs=self._epochs,
+            samples_s=round(done * self._batch / max(now - self._at, 1e-3), 1),
+            at=time.time_ns() // 1_000_000,
+            loss=self._loss / self._seen if self._seen else None,
+            accuracy=self._right / self._seen if self._seen else None,
+            held_accuracy=held_accuracy,
+        )
         os.write(self._handle, msgspec.json.encode(line) + b"\n")
         self._at, self._updates = now, updates
         self._loss, self._right, self._seen = 0.0, 0, 0

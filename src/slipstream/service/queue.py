@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from slipstream.service.database import Database, Row
+from slipstream.service.progress import Progress
 from slipstream.service.serve_options import LEASE_MS
 
 FRUITLESS_ATTEMPTS: Final = 3
@@ -25,9 +26,19 @@ WAITS: Final = (  # unless it was cancelled
     " state = CASE WHEN cancel = 1 THEN 'cancelled' ELSE 'waiting' END"
 )
 BLAMELESS: Final = WAITS + ", resumed_from = -1"
-NEWEST: Final = ("epoch", "epochs", "updates", "total", "samples_s")
-CURVE: Final = ("at", "loss", "accuracy", "held_accuracy")
-POINT: Final = "DELETE FROM epochs WHERE job = :job AND epoch = :epoch RETURNING *"
+NEWEST: Final = (
+    "epoch = :epoch, epochs = :epochs, updates = :updates, total = :total, samples_s = :samples_s,"
+    " updates_s = :updates_s,"
+    " best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END"
+)
+POINT: Final = """
+INSERT INTO epochs (job, epoch, at, loss, accuracy, held_accuracy)
+VALUES (:job, :epoch, :at, :loss, :accuracy, :held_accuracy)
+ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at,
+  loss = COALESCE(excluded.loss, epochs.loss),
+  accuracy = COALESCE(excluded.accuracy, epochs.accuracy),
+  held_accuracy = COALESCE(excluded.held_accuracy, epochs.held_accuracy)
+"""
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
   lease_until = :now + :lease, started = COALESCE(started, :now),
@@ -40,20 +51,6 @@ WHERE id = (
   LIMIT 1 {lock})
 AND cancel = 0 AND (state = 'waiting' OR lease_until < :now) RETURNING *
 """
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """A line of ``progress.jsonl``."""
-
-    updates: int
-    total: int
-    epoch: int
-    epochs: int
-    samples_s: float
-    at: int
-    loss: float | None = None
-    accuracy: float | None = None
-    held_accuracy: float | None = None
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -137,11 +134,6 @@ def enqueue(database: Database, classifier: str, version: int, tenant: str, now:
     database.insert("jobs", id=secrets.token_hex(8), state="waiting", queued=now, **job)
 
 
-def waiting(database: Database) -> int:
-    """How many jobs wait."""
-    return database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'waiting'")
-
-
 def ahead(database: Database, job: Row) -> int:
     """How many jobs came before a waiting one and have not ended."""
     earlier = "FROM jobs WHERE id <> :id AND queued <= :queued AND state IN ('waiting', 'running')"
@@ -166,23 +158,12 @@ def record(
     database: Database, held: Claim, lines: Sequence[Progress], updates_s: float = 0
 ) -> None:
     """Write progress and the attempt's rate; ignored if the job is another's by now."""
-    last = max(lines, key=lambda line: line.at)
-    newest = {name: getattr(last, name) for name in NEWEST} | {"updates_s": updates_s}
-    hit = held.change(
-        database,
-        ", ".join(f"{name} = :{name}" for name in newest)
-        + ", best_update = CASE WHEN best_update < :best THEN :best ELSE best_update END",
-        best=max(line.updates for line in lines),
-        **newest,
-    )
-    curve: dict[int, Row] = {}  # a line without a value keeps that of an earlier one
-    for line in lines:
+    last = msgspec.structs.asdict(max(lines, key=lambda line: line.at))
+    best = max(line.updates for line in lines)
+    hit = held.change(database, NEWEST, best=best, updates_s=updates_s, **last)
+    for line in lines if hit else ():
         if (line.loss, line.accuracy) != (None, None):
-            given = {name: value for name in CURVE if (value := getattr(line, name)) is not None}
-            curve.setdefault(line.epoch, {}).update(given)
-    for epoch, given in curve.items() if hit else ():
-        point = {"job": held.id, "epoch": epoch}
-        database.insert("epochs", **{**(database.one(POINT, **point) or point), **given})
+            database.run(POINT, job=held.id, **msgspec.structs.asdict(line))
 
 
 def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:

@@ -66,29 +66,20 @@ class Calibration(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """``report.json``.
-
-    Attributes:
-        held_out: Rows that it was measured on.
-        baseline: The share of rows that the most frequent class is right for.
-        accuracy: The share of held-out rows with a right answer; null if none were held out.
-        interval: Its 95% interval (Wilson).
-        macro_f1: The mean of the classes' F1, of classes with held-out rows.
-        confusion: Triples: true class, answer, how many; the most frequent first.
-    """
+    """``report.json``; what is null was not measured, because no rows were held out."""
 
     rows: int
     classes: int
-    held_out: int
+    held_out: int  # rows that it was measured on
     calibration: Calibration
     warnings: list[str]
     note: str
-    baseline: float
+    baseline: float  # the share of rows that the most frequent class is right for
     accuracy: float | None = None
-    interval: tuple[float, float] | None = None
-    macro_f1: float | None = None
+    interval: tuple[float, float] | None = None  # of accuracy, 95% (Wilson)
+    macro_f1: float | None = None  # the mean over classes with held-out rows
     per_class: list[ClassReport] = []
-    confusion: list[tuple[str, str, int]] = []
+    confusion: list[tuple[str, str, int]] = []  # true class, answer, how many
     thresholds: list[Threshold] = []
 
 
@@ -113,14 +104,9 @@ def measured(
     held: Sequence[list[int]],
     defaults: tuple[float, float],
 ) -> Report:
-    """The report on held-out rows, with the temperatures that they choose.
+    """The report on held-out rows, and the temperatures that they choose instead of ``defaults``.
 
-    Args:
-        rows: The training data.
-        deep: Scores of the deep part, a held-out row each.
-        wide: Scores of the wide part.
-        held: The classes of each held-out row.
-        defaults: Temperatures before they were chosen.
+    ``deep`` and ``wide`` have the scores of each held-out row, ``held`` has its classes.
 
     >>> scores = np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
     >>> rows = Rows([], [[0], [1]] * 5, ["a", "b"], [])
@@ -145,10 +131,7 @@ def measured(
         macro_f1=float(np.mean([found.f1 for found in per_class if found.rows])),
         per_class=per_class,
         confusion=confusion,
-        thresholds=[
-            Threshold(least, float((sure >= least).mean()), _mean(right[sure >= least]))
-            for least in (tenth / 10 for tenth in range(1, 10))
-        ],
+        thresholds=[threshold(tenth / 10, sure, right) for tenth in range(1, 10)],
     )
 
 
@@ -157,8 +140,10 @@ def right_answers(shares: Shares, held: Sequence[list[int]]) -> Right:
     return np.array([row.argmax() in own for row, own in zip(shares, held, strict=True)])
 
 
-def _mean(right: Right) -> float | None:
-    return float(right.mean()) if len(right) else None
+def threshold(least: float, sure: Shares, right: Right) -> Threshold:
+    """How many answers have at least this confidence, and how many of them are right."""
+    used = right[sure >= least]
+    return Threshold(least, len(used) / len(right), float(used.mean()) if len(used) else None)
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:

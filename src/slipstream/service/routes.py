@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from slipstream.service import metrics, own, v1
+from slipstream.service import classifiers, metrics, own, v1
 from slipstream.service.context import Call
 from slipstream.service.errors import ApiError, ErrorBody, not_found
 
@@ -82,7 +82,7 @@ OPERATIONS: Final = (
     Operation("POST", ALL, v1.create, v1.Classifier, trains=True),
     Operation("GET", ALL, v1.list_all, v1.ClassifierList),
     Operation("GET", ONE, v1.show, v1.Classifier),
-    Operation("DELETE", ONE, v1.delete),
+    Operation("DELETE", ONE, classifiers.delete),
     Operation("POST", f"{ONE}/classify", v1.classify, v1.Classification),
     Operation("GET", f"{ONE}/classify", v1.classify, v1.Classification),
     Operation(
@@ -125,11 +125,7 @@ def find_operations(call: Call) -> dict[str, Operation]:
 
 
 def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
-    """The operation of a call's method.
-
-    Raises:
-        ApiError: 404, 405; 503 if the service stops.
-    """
+    """The operation of a call's method; 404, 405, or 503 if the service stops."""
     if not methods:
         raise not_found(f"There is nothing at {call.method} {call.scope['path'][:200]!r}.")
     methods = {"HEAD": methods["GET"], **methods} if "GET" in methods else methods
@@ -144,11 +140,7 @@ def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
 
 @functools.cache
 def description() -> dict[str, Any]:
-    """The table as OpenAPI 3.1.
-
-    >>> description()["openapi"]
-    '3.1.0'
-    """
+    """The table as OpenAPI 3.1."""
     types = [ErrorBody, *dict.fromkeys(one.answer for one in OPERATIONS if one.answer)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from slipstream.service.csv_records import records
-from slipstream.service.refusals import Refused, malformed
+from slipstream.service.csv_records import malformed, records
+from slipstream.service.errors import ApiError
 
 CONTROLS = re.compile(r"[\x01-\x1f\x7f-\x9f]")
 TEXT_CONTROLS = re.compile(rf"\\[tnr]|{CONTROLS.pattern}")  # in a text, written escapes are too
@@ -40,30 +40,16 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct):
-    """Training data that was accepted; ``rows.msgpack`` is its msgpack.
-
-    Attributes:
-        texts: One text a row.
-        classes: For each row, the numbers of its classes in ``labels``; at least one.
-        labels: The classes' names, sorted.
-        warnings: What the report should mention.
-    """
+    """Training data that was accepted; ``rows.msgpack`` is its msgpack."""
 
     texts: list[str]
-    classes: list[list[int]]
-    labels: list[str]
-    warnings: list[str]
+    classes: list[list[int]]  # for each text, the numbers of its labels; at least one
+    labels: list[str]  # sorted
+    warnings: list[str]  # for the report
 
 
 def read(stream: Iterable[bytes], limits: Limits) -> Rows:
-    """Read and check training data.
-
-    Args:
-        stream: The CSV's bytes, cut anywhere.
-        limits: How much there may be.
-
-    Raises:
-        Refused: It cannot be used; the description has the line.
+    """Read and check the bytes of a CSV, cut anywhere; ApiError with the line that is wrong.
 
     >>> data = b"hi,greeting\\nbye,parting\\nhello,greeting\\nciao,greeting,parting\\nhey,greeting"
     >>> read([data], Limits()).classes
@@ -98,23 +84,18 @@ def _check_counts(rows: int, classes: int, limits: Limits) -> None:
     received = f"The number of training entries received = {rows:,}, which is"
     if rows < limits.min_rows:
         least = f"smaller than the required minimum of {limits.min_rows:,}"
-        raise Refused("Data too small", f"{received} {least}")
+        raise ApiError("Data too small", f"{received} {least}")
     if rows > limits.max_rows:
         most = f"larger than the permitted maximum of {limits.max_rows:,}"
-        raise Refused("Too many data instances", f"{received} {most}")
+        raise ApiError("Too many data instances", f"{received} {most}")
     if classes > limits.max_classes:
         counted = "more than " if classes > MOST_COUNTED_CLASSES else ""
-        raise Refused(
-            "Too many classes",
-            f"The training data has {counted}{min(classes, MOST_COUNTED_CLASSES):,} classes which "
-            f"is larger than the permitted maximum of {limits.max_classes:,} classes.",
-        )
+        has = f"The training data has {counted}{min(classes, MOST_COUNTED_CLASSES):,} classes"
+        most = f"larger than the permitted maximum of {limits.max_classes:,} classes."
+        raise ApiError("Too many classes", f"{has} which is {most}")
     if classes < limits.min_classes:
-        raise Refused(
-            "Too few classes",
-            f"The training data has {classes} class; a classifier needs at least "
-            f"{limits.min_classes}.",
-        )
+        least = f"a classifier needs at least {limits.min_classes}."
+        raise ApiError("Too few classes", f"The training data has {classes} class; {least}")
 
 
 def clean_text(line: int, field: str, limit: int) -> str:
@@ -126,7 +107,7 @@ def clean_text(line: int, field: str, limit: int) -> str:
     text = TEXT_CONTROLS.sub(" ", field).strip()
     if not text:
         raise malformed(f"The 'text' value at line {line:,} and column 1 is 'empty'.")
-    _check_length(f"phrase at line {line:,}", text, limit)
+    check_length("Phrase too long", f"phrase at line {line:,}", text, limit)
     return text
 
 
@@ -142,7 +123,7 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
         if CLASS_BREAKS.search(field.strip()):
             raise malformed(f"The 'class' value {place} has a tab or a line end.")
         name = unicodedata.normalize("NFC", CONTROLS.sub(" ", field)).strip()
-        _check_length(f"class {place}", name, limit)
+        check_length("Class too long", f"class {place}", name, limit)
         if name:
             names[name] = None
     if not names:
@@ -151,13 +132,11 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
     return list(names)
 
 
-def _check_length(what: str, text: str, limit: int) -> None:
+def check_length(error: str, what: str, text: str, limit: int) -> None:
+    """Refuse a text of more characters than permitted; ``what`` names it."""
     if len(text) > limit:
-        raise Refused(
-            f"{what.partition(' ')[0].capitalize()} too long",
-            f"The {what} has {len(text):,} characters which is larger than the permitted maximum "
-            f"of {limit:,} characters.",
-        )
+        most = f"larger than the permitted maximum of {limit:,} characters."
+        raise ApiError(error, f"The {what} has {len(text):,} characters which is {most}")
 
 
 def _hint(only: str) -> str:

@@ -34,11 +34,7 @@ POLL_S: Final = 0.1
 
 
 def prepare(options: ServeOptions) -> Service:
-    """Lock the directory and open its database.
-
-    Raises:
-        ConfigError: Another service has the directory, or it has another database.
-    """
+    """Lock the directory and open its database."""
     os.umask(0o077)
     directory = DataDirectory(options.data)
     directory.lock()
@@ -82,7 +78,8 @@ class TrainerProcess:
         while True:
             began = time.monotonic()
             try:
-                await asyncio.to_thread(self._release_jobs)
+                release, database = queue.release_all, self._service.database
+                await asyncio.to_thread(release, database, now_ms(), blameless=False)
                 if not stopping.is_set():
                     await self._watch(self._start())
             except Exception as error:
@@ -98,10 +95,6 @@ class TrainerProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _release_jobs(self) -> None:
-        with self._service.database.transaction() as database:
-            queue.release_all(database, now_ms(), blameless=False)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start it from the main thread: it lives as long as the thread that is its parent."""
@@ -128,7 +121,7 @@ class TrainerProcess:
 
     def stop(self) -> None:
         """Ask it to end; its jobs keep their last checkpoint and wait again."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.terminate()
 
     def end(self, grace_s: float) -> None:
@@ -141,11 +134,7 @@ class TrainerProcess:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM.
-
-    Raises:
-        ConfigError: The service cannot start like this.
-    """
+    """Serve until SIGTERM; ConfigError if the service cannot start like this."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with contextlib.closing(prepare(options)) as service:
         recover(service)
@@ -204,11 +193,9 @@ async def _serve(service: Service, listener: socket.socket) -> None:
 
 
 def check(options: ServeOptions) -> list[str]:
-    """Check a service that does not run, and put SQLite's log into its file: then the directory
-    may be copied. Nothing is removed.
+    """What is wrong with a service that does not run. Nothing is removed.
 
-    Returns:
-        What is wrong.
+    SQLite's log is put into its file, so that the directory may be copied afterwards.
     """
     with contextlib.closing(prepare(options)) as service:
         rows = service.database.run("SELECT id, active FROM classifiers WHERE active IS NOT NULL")

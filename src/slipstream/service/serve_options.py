@@ -14,11 +14,7 @@ LEASE_MS: Final = 30_000
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of ``slipstream serve``; its help says what each is.
-
-    >>> ServeOptions(data="/var/lib/slipstream").limits.max_rows
-    20000
-    """
+    """The options of ``slipstream serve``; its help says what each is."""
 
     data: str
     host: str = "127.0.0.1"

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,8 @@ from slipstream.service import queue
 from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, now_ms
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import Damaged
+from slipstream.service.progress import Progress
 from slipstream.service.serve_options import MIB, ServeOptions
 from slipstream.service.settings import JobSetting
 
@@ -53,8 +53,8 @@ class Running:
         self.held, self.directory = held, directory
         self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
         self.best, self.updates_s = held.resumed_from, 0.0
-        self.unwritten: list[queue.Progress] = []
-        self._first: queue.Progress | None = None
+        self.unwritten: list[Progress] = []
+        self._first: Progress | None = None
         self._kill_at = float("inf")
         job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
@@ -82,7 +82,7 @@ class Running:
             self._offset += len(whole)
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
-                    self.unwritten.append(msgspec.json.decode(line, type=queue.Progress))
+                    self.unwritten.append(msgspec.json.decode(line, type=Progress))
         if self.unwritten:
             first = self._first = self._first or self.unwritten[0]
             last = self.unwritten[-1]
@@ -107,11 +107,11 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def log_tail(self) -> str:
-        """The end of this attempt's log."""
+        """The end of this attempt's log, without what PostgreSQL cannot store."""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - LOG_TAIL_NBYTES))
-            return file.read(LOG_TAIL_NBYTES).decode("utf-8", "replace")
+            return file.read(LOG_TAIL_NBYTES).decode("utf-8", "replace").replace("\0", "\ufffd")
         return ""
 
 
@@ -122,24 +122,20 @@ class Trainer:
         self._options, self._database, self._directory = options, database, directory
         self._me = f"{os.getpid()}-{os.urandom(4).hex()}"
         self._running: list[Running] = []
-        self._written, self._had_room = 0.0, True
-        self.stopping = threading.Event()
+        self._written, self._had_room, self.stopping = 0.0, True, False
 
     def run(self) -> None:
         """Work until ``stopping`` is set; then let the jobs wait again."""
-        while not self.stopping.is_set() or self._running:
+        while not self.stopping or self._running:
             os.write(1, b".")
+            for running in self._running if self.stopping else ():
+                running.end("stopped", STOP_S)
             try:
                 self._tick()
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
-                self.stopping.wait(WRITE_S)
-            if self.stopping.is_set():
-                for running in self._running:
-                    running.end("stopped", STOP_S)
-                time.sleep(TICK_S)
-            else:
-                self.stopping.wait(TICK_S)
+                time.sleep(WRITE_S)
+            time.sleep(TICK_S)
 
     def _tick(self) -> None:
         for running in list(self._running):
@@ -153,7 +149,7 @@ class Trainer:
             if not self._record(running):
                 running.end("lost", CANCEL_S)
         self._purge()
-        full = self.stopping.is_set() or len(self._running) >= self._options.jobs
+        full = self.stopping or len(self._running) >= self._options.jobs
         if not full and self._has_room():
             self._claim()
 
@@ -261,7 +257,7 @@ def main() -> None:
     with directory.database(options.database) as database:
         trainer = Trainer(options, database, directory)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: trainer.stopping.set())
+            signal.signal(number, lambda *_: setattr(trainer, "stopping", True))
         trainer.run()
 
 

@@ -48,10 +48,11 @@ def malformed(description: str) -> ApiError:
 
 
 class Upload:
-    """The parts of a multipart body: metadata in memory, data in a file until ``close()``."""
+    """The parts of a multipart body: metadata in memory, data in a directory until ``close()``."""
 
     def __init__(self, incoming: Path, boundary: bytes) -> None:
         self.metadata = b""
+        self.placed: Path | None = None  # where the directory was moved to
         self._seen: list[str] = []
         self._header = (bytearray(), bytearray())
         name, value = self._header
@@ -67,8 +68,14 @@ class Upload:
             max_header_count=HEADERS,
             max_header_size=HEADERS_NBYTES,
         )
-        self.path = incoming / secrets.token_hex(16)
-        self._file = self.path.open("wb")
+        self.directory = incoming / secrets.token_hex(16)
+        self.directory.mkdir(mode=0o700)
+        self.path = self.directory / "data.csv"
+        try:
+            self._file = self.path.open("wb")
+        except OSError:
+            remove(self.directory)
+            raise
 
     def finish(self) -> None:
         """The body has ended: check that it is whole, and unwrap what a Node client wrapped."""
@@ -98,9 +105,10 @@ class Upload:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Remove the file, if it was not moved away."""
-        self._file.close()
-        remove(self.path)
+        """Remove the directory, if it was not moved away."""
+        with contextlib.suppress(OSError):  # on a full disk, closing fails as writing did
+            self._file.close()
+        remove(self.directory)
 
     def _begin(self) -> None:
         if len(self._seen) >= PARTS:
@@ -142,11 +150,7 @@ def unwrap(part: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def received(call: Call) -> AsyncIterator[Upload]:
-    """Receive a multipart upload; it is gone at the end of the block.
-
-    Raises:
-        ApiError: 400, 413 or 415.
-    """
+    """Receive a multipart upload; it is gone at the end of the block."""
     kind, options = parse_options_header(call.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         parts = "the parts training_metadata and training_data"
@@ -169,11 +173,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> dict[str, object]:
-    """The JSON object in a body.
-
-    Raises:
-        ApiError: 400, 413 or 415.
-    """
+    """The JSON object in a body."""
     kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
     if kind.strip() != "application/json" or "utf-16" in charset or "utf-32" in charset:
         raise ApiError("Unsupported media type", "Send application/json in UTF-8.")
@@ -214,9 +214,11 @@ async def decoded(request: Request, limit_nbytes: int) -> AsyncIterator[bytes]:
 
 
 def _inflated(inflate: zlib._Decompress, block: bytes) -> Iterator[bytes]:
-    while block and not inflate.eof:
+    while block:
+        if inflate.eof:
+            raise malformed("The gzip body goes on after its end.")
         try:
             yield inflate.decompress(block, BLOCK_NBYTES)
         except zlib.error:
             raise malformed("The body is not what its Content-Encoding gzip says.") from None
-        block = inflate.unconsumed_tail
+        block = inflate.unconsumed_tail or inflate.unused_data

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 from urllib.parse import parse_qs
@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from slipstream.service import classifiers, keys
 from slipstream.service.context import Call
 from slipstream.service.database import Row
-from slipstream.service.errors import ApiError
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import ApiError, Damaged
+from slipstream.service.rows import check_length
 from slipstream.service.upload import malformed, read_body, read_json, received
 
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
@@ -124,21 +124,17 @@ def _idempotency_key(call: Call) -> Iterator[str | None]:
 
 def show(call: Call) -> Classifier:
     """What a classifier is, and its status."""
-    return _classifier(call, *classifiers.find_with_job(call))
+    return _classifier(call, classifiers.find(call))
 
 
 def list_all(call: Call) -> ClassifierList:
     """All classifiers, newest first."""
-    mine = "SELECT * FROM classifiers WHERE tenant = :tenant ORDER BY serial DESC"
-    with call.service.database.reading() as database:
-        rows = database.run(mine, tenant=call.tenant.id)
-        found = [(row, classifiers.newest_job(call, row["id"])) for row in rows]
-    return ClassifierList([_classifier(call, row, job) for row, job in found])
+    return ClassifierList([_classifier(call, job) for job in classifiers.find_all(call)])
 
 
-def _classifier(call: Call, row: Row, job: Row) -> Classifier:
-    known = (row["id"], call.url_of(row["id"]), row["name"], row["language"])
-    return Classifier(*known, timestamp(row["created"]), *classifiers.status(call, row, job))
+def _classifier(call: Call, job: Row) -> Classifier:
+    known = (job["classifier"], call.url_of(job["classifier"]), job["name"], job["language"])
+    return Classifier(*known, timestamp(job["created"]), *classifiers.status(call, job))
 
 
 def timestamp(at_ms: int) -> str:
@@ -149,12 +145,6 @@ def timestamp(at_ms: int) -> str:
     """
     moment = datetime.fromtimestamp(at_ms // 1000, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{at_ms % 1000:03d}Z"
-
-
-def delete(call: Call) -> dict[str, object]:
-    """Delete a classifier: model, data, log, all of it."""
-    classifiers.delete(call)
-    return {}
 
 
 # ---- classify
@@ -170,9 +160,8 @@ async def classify(call: Call) -> Classification:
             text = parse_qs(query.decode("ascii"), errors="strict").get("text", [None])[0]
         except ValueError:
             raise malformed("The query is not percent-encoded UTF-8.") from None
-    [answer] = await _answers(call, [check_text(text, "'text'")])
-    fields = (answer.text, answer.top_class, answer.classes)
-    return Classification(call.id, call.url_of(call.id), *fields)
+    [item] = await _in_thread(call, [check_text(text, "'text'")])
+    return Classification(call.id, call.url_of(call.id), item.text, item.top_class, item.classes)
 
 
 async def classify_collection(call: Call) -> ClassificationCollection:
@@ -181,54 +170,42 @@ async def classify_collection(call: Call) -> ClassificationCollection:
     if not isinstance(phrases, list) or not phrases:
         raise ApiError("Missing collection", "The field 'collection' is not a list of texts.")
     if len(phrases) > PHRASES:
-        raise ApiError(
-            "Too many phrases",
-            f"The field 'collection' has {len(phrases)} phrases which is larger than the "
-            f"permitted maximum of {PHRASES}.",
-        )
+        most = f"larger than the permitted maximum of {PHRASES}."
+        reason = f"The field 'collection' has {len(phrases)} phrases which is {most}"
+        raise ApiError("Too many phrases", reason)
     given = [phrase.get("text") if isinstance(phrase, dict) else None for phrase in phrases]
     texts = [check_text(text, f"'collection[{place}].text'") for place, text in enumerate(given)]
-    answers = await _answers(call, texts)
-    return ClassificationCollection(call.id, call.url_of(call.id), answers)
+    items = await _in_thread(call, texts)
+    return ClassificationCollection(call.id, call.url_of(call.id), items)
 
 
 def check_text(value: object, place: str) -> str:
-    """A text to classify.
-
-    Raises:
-        ApiError: It is missing, empty or too long.
-    """
+    """A text to classify; ApiError if it is missing, empty or too long."""
     if not isinstance(value, str) or not value.strip():
         raise ApiError("Missing text", f"The field {place} is not a text that has words.")
-    if (length := len(value.strip())) > TEXT_CHARACTERS:
-        raise ApiError(
-            "Phrase too long",
-            f"The field {place} has {length:,} characters which is larger than the permitted "
-            f"maximum of {TEXT_CHARACTERS:,} characters.",
-        )
+    check_length("Phrase too long", f"field {place}", value.strip(), TEXT_CHARACTERS)
     return value
 
 
-async def _answers(call: Call, texts: Sequence[str]) -> list[CollectionItem]:
+async def _in_thread(call: Call, texts: list[str]) -> list[CollectionItem]:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(call.service.answering, _answers, call, texts)
+
+
+def _answers(call: Call, texts: list[str]) -> list[CollectionItem]:
     """Classify by the active version."""
-    loop, threads = asyncio.get_running_loop(), call.service.answering
-    found = await loop.run_in_executor(threads, _compute_answers, call, texts)
-    answers = [[ClassifiedClass(*one) for one in classes] for classes in found]
-    pairs = zip(texts, answers, strict=True)
-    return [CollectionItem(text, classes[0].class_name, classes) for text, classes in pairs]
-
-
-def _compute_answers(call: Call, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
-    row, job = classifiers.find_with_job(call)
-    if row["active"] is None:
-        raise ApiError("Classifier not available", classifiers.status(call, row, job)[1])
+    job = classifiers.find(call)
+    if job["active"] is None:
+        raise ApiError("Classifier not available", classifiers.status(call, job)[1])
     try:
-        model = call.service.models.get(classifiers.model_path(call, row))
+        model = call.service.models.get(classifiers.model_path(call, job))
     except Damaged as error:
         classifiers.find(call)  # 404 if it was deleted meanwhile
         reason = f"The model file is damaged: {error}."
         raise ApiError("Classifier not available", reason) from None
-    return list(model.classify(texts))
+    answers = [[ClassifiedClass(*pair) for pair in classes] for classes in model.classify(texts)]
+    pairs = zip(texts, answers, strict=True)
+    return [CollectionItem(text, classes[0].class_name, classes) for text, classes in pairs]
 
 
 # ---- tokens
@@ -240,8 +217,7 @@ async def token(call: Call) -> Token | Response:
     hashed = keys.key_hash(form.get("apikey", [""])[0])
 
     def is_known() -> bool:
-        without_keys = service.options.no_auth or not keys.any_key(service.database)
-        return without_keys or keys.tenant_of(service.database, hashed) is not None
+        return keys.tenant_of(service.database, hashed) is not None or not service.needs_key()
 
     if form.get("grant_type") != [GRANT] or not await asyncio.to_thread(is_known):
         return JSONResponse(UNKNOWN_KEY, 400)

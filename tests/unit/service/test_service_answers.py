@@ -15,7 +15,7 @@ import pytest
 from service_models import LABELS, TEXTS, scores_in_torch, write_random_model
 
 from slipstream.service.answers import Model
-from slipstream.service.refusals import Damaged
+from slipstream.service.errors import Damaged
 
 UNSEEN = ["will it be hot tomorrow", "rain", "x", "Is it windy, today?", "天気"]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 
 from slipstream.service import own
 from slipstream.service.errors import ApiError
+
+LIMIT_S = 60
 
 
 @pytest.mark.parametrize("answer", [own.log, own.report_csv])
@@ -18,3 +21,36 @@ def test_a_file_that_is_deleted_while_it_is_asked_for_is_not_found(
     with pytest.raises(ApiError) as refused:
         answer(SimpleNamespace(query_params={}))
     assert refused.value.body.code == 404
+
+
+def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(b"one\n")
+    monkeypatch.setattr(own, "_file", lambda call, name: log)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(LIMIT_S)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        with log.open("ab") as file:
+            file.write(b"more\n" * (len(sent) == 1))
+
+    answer = own.log(SimpleNamespace(query_params={"all": "1"}))  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "GET", "headers": []}
+    asyncio.run(answer(scope, receive, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    assert body == b"one\nmore\n"
+    # Of a longer body than the header says, the server sends a part, and no error.
+    assert int(dict(sent[0]["headers"]).get(b"content-length", len(body))) == len(body)
+
+
+@pytest.mark.parametrize(("asked", "code"), [(b"bytes=90-", 416), (b"bytes=x", 400)])
+def test_bytes_that_a_file_does_not_have(tmp_path: Path, asked: bytes, code: int) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(b"one,a\n")
+    scope = {"type": "http", "method": "GET", "headers": [(b"range", asked)]}
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(own.Download(path)(scope, None, None))  # type: ignore[arg-type]
+    assert refused.value.body.code == code

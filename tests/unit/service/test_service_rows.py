@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.service.refusals import Refused
+from slipstream.service.errors import ApiError as Refused
 from slipstream.service.rows import Limits, Rows, read
 
 FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"

@@ -1,8 +1,9 @@
-"""Parts that a Node client wrapped in JSON are unwrapped, beside the event loop and bounded."""
+"""What is received: wrapped parts, gzip bodies, and a disk that is full."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.service import upload
 from slipstream.service.context import Call
+from slipstream.service.errors import ApiError
 
 PART = '--b\r\nContent-Disposition: form-data; name="training_{}"\r\n\r\n{}\r\n'
 
@@ -47,3 +49,32 @@ def test_wrapped_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert receive(tmp_path, small) == b"a,b\n" * 9
     assert receive(tmp_path, large) == large.encode()
     assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_a_gzip_body_that_goes_on(size: int) -> None:
+    """As if the rest were not there, a part of the data would be trained on."""
+
+    def read(body: bytes) -> bytes:
+        blocks = [body[start : start + size] for start in range(0, len(body), size)]
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": blocks.pop(0), "more_body": bool(blocks)}
+
+        head = [(b"content-encoding", b"gzip")]
+        return asyncio.run(upload.read_body(Call({"type": "http", "headers": head}, receive)))
+
+    whole = gzip.compress(b"one")
+    assert read(whole) == b"one"
+    for more in (gzip.compress(b"two"), b"x"):
+        with pytest.raises(ApiError, match="goes on after its end"):
+            read(whole + more)
+
+
+def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:
+    received = upload.Upload(tmp_path, b"b")
+    received._file.close()
+    received._file = open("/dev/full", "wb")  # noqa: SIM115 (closing it fails)
+    received._file.write(b"rows")
+    received.close()
+    assert not list(tmp_path.iterdir())
