@@ -14,6 +14,7 @@ as long, for their number, and because of each map only one window has a gradien
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,21 +81,28 @@ class WideAndDeep(nn.Module):
         self.classifier = nn.Linear(setting.maps * len(setting.windows), classes)
         self.wide = nn.Embedding(features + 1, classes, padding_idx=0)
         nn.init.zeros_(self.wide.weight)
-        self._sizes = (setting.dimensions, setting.maps, classes), setting.windows
+        self._sizes, self._widths = (setting.dimensions, setting.maps, classes), setting.windows
 
     def forward(self, batch: TextBatch) -> Scored:
         """Scores and loss; ``loss.backward()`` hands out gradients that are ready."""
         weights = [self.embedding.weight, self.wide.weight]
         for layer in (self.classifier, *self.windows):
             weights += [layer.weight, layer.bias]
-        return Scored(*GradientsInOnePass.apply(self._sizes, batch, *weights))
+        run: Any = GradientsInOnePass.apply
+        return Scored(*run(self._sizes, self._widths, batch, *weights))
 
 
 class GradientsInOnePass(torch.autograd.Function):
     """Scores, loss and all gradients of a batch; those of the two tables in rows."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: Any, batch: TextBatch, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        sizes: tuple[int, int, int],
+        widths: Sequence[int],
+        batch: TextBatch,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
         texts, classes = batch.targets.shape
         gradients = [
             np.empty((len(batch.words), weights[0].shape[1]), np.float32),
@@ -103,7 +111,7 @@ class GradientsInOnePass(torch.autograd.Function):
         ]
         scores = np.empty((2, texts, classes), np.float32)
         arrays = [weight.detach().numpy() for weight in weights]
-        loss = text_net_gradients(*sizes, arrays, batch, gradients, scores)
+        loss = text_net_gradients(sizes, widths, arrays, batch, gradients, list(scores))
         ctx.gradients, ctx.rows = gradients, (batch.words, batch.features)
         ctx.shapes = [weight.shape for weight in weights[:2]]
         deep, wide = torch.from_numpy(scores)
@@ -111,7 +119,8 @@ class GradientsInOnePass(torch.autograd.Function):
         return deep, wide, torch.tensor(loss)
 
     @staticmethod
-    def backward(ctx: Any, _deep: Tensor, _wide: Tensor, slope: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *slopes: Any) -> Any:
+        slope = slopes[2]  # of the loss
         found = [torch.from_numpy(gradient) for gradient in ctx.gradients]
         if slope != 1:
             found = [gradient * slope for gradient in found]
@@ -122,4 +131,4 @@ class GradientsInOnePass(torch.autograd.Function):
                 ctx.shapes[table],
                 check_invariants=False,
             )
-        return None, None, *found
+        return None, None, None, *found

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from service_models import LABELS, TEXTS, scores_in_torch, write_random_model
 
 from slipstream.service.answers import Model
 from slipstream.service.errors import Damaged
+from slipstream.service.model_file import SHA256, TEXT, _digest
 
 UNSEEN = ["will it be hot tomorrow", "rain", "x", "Is it windy, today?", "天気"]
 
@@ -92,15 +94,17 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def with_text(path: Path, **changes: Any) -> None:
-    """Change the metadata; sizes in the header stay."""
+    """Change the metadata, and the checksum with it; sizes in the header stay."""
     whole = path.read_bytes()
+    tensors = load_file(path)
     length = struct.unpack("<Q", whole[:8])[0]
     header = json.loads(whole[8 : 8 + length])
     text = json.loads(header["__metadata__"]["slipstream.text"])
     setting = changes.pop("setting", {})
     text |= changes
     text["setting"] |= setting
-    header["__metadata__"]["slipstream.text"] = json.dumps(text)
+    changed = json.dumps(text)
+    header["__metadata__"] |= {TEXT: changed, SHA256: _digest(changed, tensors)}
     encoded = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + whole[8 + length :])
 
@@ -128,6 +132,12 @@ def test_settings_that_do_not_fit(path: Path, changes: dict[str, Any]) -> None:
     with_text(path, **changes)
     with pytest.raises(Damaged):
         Model.load(path)
+
+
+def test_settings_of_training_that_are_no_more_are_ignored(path: Path) -> None:
+    before = Model.load(path).probabilities("rain")
+    with_text(path, setting={"word_dropout": 0.1})
+    np.testing.assert_array_equal(Model.load(path).probabilities("rain"), before)
 
 
 def test_a_header_that_asks_for_all_memory(path: Path) -> None:

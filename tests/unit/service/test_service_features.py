@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.service.batches import hold_out
+from slipstream.service.batches import Examples, hold_out
 from slipstream.service.features import (
     FIRST_WORD,
     UNKNOWN,
@@ -20,6 +20,7 @@ from slipstream.service.features import (
     hash_terms,
     hash_words,
 )
+from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
 from slipstream.service.words import words_of
 
@@ -54,7 +55,8 @@ def test_equal_words_and_only_these_have_equal_hashes(words: list[str]) -> None:
     assert dict(zip(words, hashes, strict=True)) == {
         word: int(hash_words([word])[0]) for word in words
     }
-    terms = [(word,) for word in words] + list(pairwise(words))
+    apart = [(first, None, second) for first, second in zip(words, words[2:], strict=False)]
+    terms = [*((word,) for word in words), *pairwise(words), *apart]
     assert len(set(hash_terms(words).tolist())) == len(set(terms))
 
 
@@ -79,7 +81,8 @@ def test_values_are_tf_idf() -> None:
         term: 1 + math.log(4 / (1 + rows))
         for term, rows in {"to": 2, "be": 2, "or": 1, "not": 1, "to be": 1, "be or": 1}.items()
     }
-    idf |= {"or not": idf["or"], "not to": idf["or"]}
+    once = ["or not", "not to", "to * or", "be * not", "or * to", "not * be"]
+    idf |= dict.fromkeys(once, idf["or"])
     raw = {t: (1 + math.log(2 if t in ("to", "be", "to be") else 1)) * v for t, v in idf.items()}
     norm = math.sqrt(sum(value**2 for value in raw.values()))
     expected = sorted(2 * value / norm for value in raw.values())
@@ -115,3 +118,17 @@ def test_a_class_gives_a_tenth_of_its_rows_at_most() -> None:
     assert set(held) == {900, 901}
     assert held[900] <= 11
     assert held[901] <= 6
+
+
+def test_rare_words_become_unknown_by_their_count() -> None:
+    texts = ["often often often rare", "often word word", "a"]
+    rows = Rows(texts, [[0], [1], [0]], ["x", "y"], [])
+    encoder = Encoder.of(texts, 2, TextSetting(rare_words=1.0))
+    examples = Examples(rows, encoder)
+    rng = np.random.default_rng(0)
+    drawn = [examples.batch([0, 1, 2], rng).words for _ in range(2000)]
+    unknown = np.mean([words == UNKNOWN for words in drawn], axis=0)
+    seen = [4, 4, 4, 1, 4, 2, 2, 0, 1, 0, 0, 0]  # 0: padding up to the widest window
+    expected = [1 / (1 + count) if count else 0.0 for count in seen]
+    np.testing.assert_allclose(unknown, expected, atol=0.05)
+    assert (examples.batch([0, 1, 2]).words != UNKNOWN).all()  # nothing is dropped when answering
