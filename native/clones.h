@@ -2,7 +2,8 @@
 
 // One copy of each kernel per vector width, chosen when the module loads. It needs the ifunc of
 // GNU libc; elsewhere the compiler's baseline (SSE2, NEON) is used. The results are the same
-// bytes: additions keep their order within an element, and the build forbids contraction to FMA.
+// bytes: additions keep their order within an element, and the build forbids contraction to FMA (but
+// for text_net.cpp, whose results need not be the same everywhere).
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(SLIPSTREAM_ONE_KERNEL)
 #define SLIPSTREAM_CLONES \

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <initializer_list>
 #include <tuple>
 #include <vector>
 
@@ -47,7 +48,21 @@ class Buffers {
         return reinterpret_cast<T*>(held_[index].data());
     }
 
+    // What is written must not overlap anything else.
+    void refuse_overlap(std::initializer_list<const Buffers*> others) const {
+        for (std::size_t i = 0; i < size(); ++i) {
+            for (std::size_t j = i + 1; j < size(); ++j) refuse_pair(i, *this, j);
+            for (const Buffers* other : others)
+                for (std::size_t j = 0; j < other->size(); ++j) refuse_pair(i, *other, j);
+        }
+    }
+
   private:
+    void refuse_pair(std::size_t index, const Buffers& other, std::size_t at) const {
+        if (overlap(held_[index], other.held_[at]))
+            refuse(label(index) + " overlaps " + other.label(at));
+    }
+
     std::string label(std::size_t index) const {
         return name_ + "[" + std::to_string(index) + "]";
     }
@@ -75,7 +90,9 @@ void check_ends(const std::int64_t* ends, std::size_t texts, std::size_t total, 
                 const char* what) {
     std::int64_t before = 0;
     for (std::size_t i = 0; i < texts; before = ends[i++])
-        if (ends[i] < before || static_cast<std::size_t>(ends[i] - before) < least)
+        if (ends[i] < before)
+            refuse("the ends of " + std::string(what) + " fall at text " + std::to_string(i));
+        else if (static_cast<std::size_t>(ends[i] - before) < least)
             refuse("text " + std::to_string(i) + " has fewer than " + std::to_string(least) + " " +
                    what);
     if (static_cast<std::size_t>(before) != total)
@@ -84,7 +101,9 @@ void check_ends(const std::int64_t* ends, std::size_t texts, std::size_t total, 
 }
 
 constexpr std::size_t kPlain = 4;  // weights before those of the windows
-constexpr std::size_t kMost = std::size_t{1} << 24;  // of any size, so that no product overflows
+// Of three sizes, and of the windows: no product of three of these overflows.
+constexpr std::size_t kMost = std::size_t{1} << 20;
+constexpr std::size_t kMostWindows = 64;
 
 double gradients(std::tuple<std::size_t, std::size_t, std::size_t> sizes,
                  const std::vector<std::size_t>& widths, const nb::sequence& weights,
@@ -103,7 +122,9 @@ double gradients(std::tuple<std::size_t, std::size_t, std::size_t> sizes,
         if (size == 0 || size > kMost) refuse("a size is 0 or too large");
     for (std::size_t width : widths)
         if (width == 0 || width > kMost) refuse("a window's width is 0 or too large");
-    if (widths.empty()) refuse("there must be a window");
+    if (widths.empty() || widths.size() > kMostWindows) refuse("there must be 1 to 64 windows");
+    to.refuse_overlap({&own, &in, &out});
+    out.refuse_overlap({&own, &in});
 
     const std::size_t pooled = widths.size() * maps;
     const std::size_t words = in.count<std::int64_t>(0), features = in.count<std::int64_t>(2);

@@ -10,6 +10,8 @@
 namespace slipstream {
 namespace {
 
+// Where std::max has a NaN as its first argument, it returns it: NaN in a weight reaches the loss.
+
 constexpr std::size_t kLanes = 16;  // of sums of products
 
 // Sums of products of `Rows` rows of weights with `Places` windows, `stride` floats apart.
@@ -56,7 +58,7 @@ SLIPSTREAM_INLINE void pool(float* best, std::size_t* where, const TextWindow& w
     const std::size_t count = window.width * dimensions;
     const float* weight = window.weight + map * count;
     const auto take = [&](std::size_t m, std::size_t place, float value) {
-        if (place == 0 || value > best[map + m]) {
+        if (place == 0 || value > best[map + m] || value != value) {  // NaN stays
             best[map + m] = value;
             where[map + m] = place;
         }
@@ -96,7 +98,7 @@ double squared_hinge(float* gradient, const float* scores, const float* targets,
     double loss = 0;
     for (std::size_t c = 0; c < classes; ++c) {
         const float sign = targets[c] > 0 ? 1.0f : -1.0f;
-        const float missing = std::max(0.0f, 1.0f - sign * scores[c]);
+        const float missing = std::max(1.0f - sign * scores[c], 0.0f);
         loss += static_cast<double>(missing) * missing;
         gradient[c] = -2 * scale * sign * missing;
     }
@@ -115,7 +117,7 @@ SLIPSTREAM_CLONES
 double above_the_pool(const TextNet& net, const float* targets, const float* kept, float* deep,
                       Scratch& own, bool first, float scale) {
     const std::size_t width = net.windows.size() * net.maps;
-    for (std::size_t i = 0; i < width; ++i) own.pooled[i] = std::max(0.0f, own.best[i]) * kept[i];
+    for (std::size_t i = 0; i < width; ++i) own.pooled[i] = std::max(own.best[i], 0.0f) * kept[i];
     for (std::size_t c = 0; c < net.classes; ++c) {
         float out[1][1];
         dot<1, 1>(out, net.classifier + c * width, own.pooled.data(), 0, width);
@@ -134,7 +136,7 @@ double above_the_pool(const TextNet& net, const float* targets, const float* kep
         net.classifier_bias_gradient[c] = (first ? 0.0f : net.classifier_bias_gradient[c]) + slope;
     }
     for (std::size_t i = 0; i < width; ++i)
-        own.gradient[i] = own.best[i] > 0 ? own.gradient[i] * kept[i] : 0.0f;
+        own.gradient[i] = own.best[i] <= 0 ? 0.0f : own.gradient[i] * kept[i];
     return loss;
 }
 

@@ -54,6 +54,9 @@ struct TextResults {
 // cross-entropy(deep, targets) + sum over classes of max(0, 1 - y wide)^2 with y = 1 where the
 // target is above 0, else -1. Of equal maxima over time the first gets the gradient.
 //
+// Others may change the weights meanwhile (gadei's update server does): the classifier and the windows
+// are read twice, so a gradient may mix the values before and after an update.
+//
 // Most of the time of an ordinary backward pass goes into products with zeros: of each map, only
 // the window with the largest value has a gradient, and dropout removes half of those.
 double text_net_gradients(const TextNet& net, const TextBatch& batch, const TextResults& results);

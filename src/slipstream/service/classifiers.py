@@ -143,7 +143,7 @@ def add_version(call: Call, upload: Upload) -> int:
     parse_metadata(upload.metadata)
     checked = check_rows(call, upload)
     with _adding(call, upload) as database:
-        if find(call)["state"] in ("waiting", "running"):
+        if find_job(call)["state"] in ("waiting", "running"):
             reason = "It still trains; wait for the end, or cancel it."
             raise ApiError("Classifier not available", reason)
         latest = "SELECT MAX(number) AS n FROM versions WHERE classifier = :id"
@@ -182,7 +182,7 @@ def delete(call: Call) -> dict[str, object]:
     database, directory = call.service.database, call.service.directory.classifiers / call.id
     lock = "FOR UPDATE" if database.postgres else ""  # the trainer does not claim it meanwhile
     with database.transaction():
-        find(call)
+        find_job(call)
         jobs = database.run(f"SELECT state FROM jobs WHERE classifier = :id {lock}", id=call.id)
         database.run("DELETE FROM classifiers WHERE id = :id", id=call.id)
         database.insert("purges", path=call.id, at=now_ms())
@@ -196,24 +196,19 @@ def delete(call: Call) -> dict[str, object]:
 # ---- reading
 
 
-def newest_job(call: Call, classifier: str) -> Row:
-    """The newest job of a classifier, with what is known of this and of the job's version.
+def find_job(call: Call) -> Row:
+    """The newest job of a request's classifier, with what is known of this and of the version.
 
     404 if there is none, also if it is another tenant's.
     """
-    known, statement = ID.fullmatch(classifier), f"{NEWEST_JOBS} AND c.id = :id"
-    row = known and call.service.database.one(statement, tenant=call.tenant.id, id=classifier)
+    known, statement = ID.fullmatch(call.id), f"{NEWEST_JOBS} AND c.id = :id"
+    row = known and call.service.database.one(statement, tenant=call.tenant.id, id=call.id)
     if not row:
         raise not_found()
     return row
 
 
-def find(call: Call) -> Row:
-    """The newest job of the classifier that a request is about; 404 if there is none."""
-    return newest_job(call, call.id)
-
-
-def find_all(call: Call) -> list[Row]:
+def find_jobs(call: Call) -> list[Row]:
     """The newest job of each classifier of a tenant, newest classifier first."""
     return call.service.database.run(f"{NEWEST_JOBS} ORDER BY c.serial DESC", tenant=call.tenant.id)
 

@@ -46,18 +46,36 @@ class DataDirectory:
         return Database(address or str(self.path / "service.db"))
 
     def migrated(self, address: str) -> Database:
-        """The database, with the newest schema; not a new or another one if there are classifiers.
+        """The database, with the newest schema; ConfigError if it is that of another directory.
 
-        By that one, a start would remove all files here: it has no rows of them.
+        A start removes files that have no row; with the wrong database, that is all of them.
         """
-        error = f"this database does not know the directory {self.path}; was --database forgotten?"
         database = self.database(address)
-        found = {path.name for path in self.classifiers.iterdir()}
-        database.migrate(error if found else "")
-        known = {row["id"] for row in database.run("SELECT id FROM classifiers")}
-        if found and known and not found & known:
-            raise ConfigError(error)
+        try:
+            database.migrate(lambda schema: self._refuse_unknown(database, schema))
+        except BaseException:
+            database.close()
+            raise
         return database
+
+    def _refuse_unknown(self, database: Database, schema: int) -> None:
+        """Raise ConfigError if a database knows none of the classifiers here.
+
+        If it knows no classifier at all, only models count: a create that was killed leaves a
+        directory without a model, a delete one that is to be purged.
+        """
+        found = {path.name for path in self.classifiers.iterdir()}
+        ids = database.run("SELECT id FROM classifiers") if schema else []
+        known = {row["id"] for row in ids}
+        if found & known:
+            return
+        if schema and not known:
+            trained = {path.parent.parent.name for path in self.classifiers.glob(f"*/*/{MODEL}")}
+            found = trained - {row["path"] for row in database.run("SELECT path FROM purges")}
+        if found:
+            raise ConfigError(
+                f"this database does not know the directory {self.path}; was --database forgotten?"
+            )
 
     def lock(self) -> None:
         """Make this process the only service of the directory, until it ends."""

@@ -110,10 +110,12 @@ class Database:
                     self.run("ROLLBACK")
                 raise
 
-    def migrate(self, unless_new: str = "") -> None:
-        """Bring the schema to the newest number, in one transaction.
+    def migrate(self, check: Callable[[int], None] = lambda schema: None) -> None:
+        """Bring the schema to the newest number, in one transaction; a later one is refused.
 
-        A database that a later version wrote is refused; with ``unless_new``, a new one also.
+        Args:
+            check: Called first, with the schema's number (0: a new database). Nothing is changed
+                if it raises.
         """
         folder = resources.files("slipstream.service")
         names = sorted(file.name for file in folder.iterdir() if file.name.startswith("migration_"))
@@ -123,8 +125,7 @@ class Database:
                 self.run("SELECT pg_advisory_xact_lock(:key)", key=MIGRATION_LOCK)
             self.run("CREATE TABLE IF NOT EXISTS schema_version (number BIGINT NOT NULL)")
             done = self.number("SELECT COALESCE(MAX(number), 0) AS n FROM schema_version")
-            if unless_new and not done:
-                raise ConfigError(unless_new)
+            check(done)
             if done > len(steps):
                 raise ConfigError(
                     f"the database has schema {done}, newer than this version's {len(steps)}; "

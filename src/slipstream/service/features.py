@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
     Attributes:
         words: Numbers of its words.
-        features: Numbers of its known features, from 1; 0 is padding.
+        features: Numbers of its known features, from 1.
         values: Their tf-idf.
     """
 

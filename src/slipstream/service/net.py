@@ -8,8 +8,9 @@ part fits the training data alone and the deep part learns nothing:
     answer = (softmax(deep / T_d) + softmax(wide / T_w)) / 2
 
 Both tables are ``nn.Embedding``, of which learners send only the rows that a batch used. Loss and
-gradients are computed in C++, in one pass: on batches of 2, torch's own operations take five times
-as long, for their number, and because of each map only one window has a gradient.
+gradients are computed in C++, in one pass. On batches of 2, torch's own operations take five times
+as long: there are many small ones, and most of backward multiplies zeros, since only one window of
+each map has a gradient.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ class GradientsInOnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Any) -> Any:
         slope = slopes[2]  # of the loss
+        if ctx.gradients is None:  # torch has taken their memory over
+            raise RuntimeError("backward() runs once for each forward pass of this net")
         found = [torch.from_numpy(gradient) for gradient in ctx.gradients]
+        ctx.gradients = None
         if slope != 1:
             found = [gradient * slope for gradient in found]
         for table, rows in enumerate(ctx.rows):

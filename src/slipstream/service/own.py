@@ -31,7 +31,10 @@ FILES: Final = {  # by the end of the path: name, type, and the name if it is to
     "model": (MODEL, "application/octet-stream", MODEL),
     "report": ("report.json", "application/json", None),
 }
-RANGE_ERRORS: Final = {400: "Malformed range", 416: "Range not satisfiable"}
+RANGE_ERRORS: Final = {
+    400: ("Malformed range", "The header Range is not of the form bytes=FIRST-LAST."),
+    416: ("Range not satisfiable", "The file has no such bytes."),
+}
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -86,7 +89,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 def show(call: Call) -> JobState:
     """How far the newest job is."""
-    job = classifiers.find(call)
+    job = classifiers.find_job(call)
     ahead = queue.ahead(call.service.database, job)
     now = {"ahead": ahead, "percent": queue.percent(job), "eta_s": queue.seconds_left(job)}
     return msgspec.convert({**job, **now}, JobState)
@@ -95,7 +98,7 @@ def show(call: Call) -> JobState:
 def events(call: Call) -> Response:
     """Follow a job: server-sent events ``progress``, ``epoch`` and ``end``."""
     after = _whole_number(call.headers.get("last-event-id", ""), -1)
-    job = classifiers.find(call)["id"]
+    job = classifiers.find_job(call)["id"]
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_follow(call, job, after), 200, headers, "text/event-stream")
 
@@ -155,14 +158,14 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
 def cancel(call: Call) -> JobState:
     """Stop a job; also if it is over."""
     with call.service.database.transaction() as database:
-        queue.cancel(database, classifiers.find(call)["classifier"], now_ms())
+        queue.cancel(database, classifiers.find_job(call)["classifier"], now_ms())
     return show(call)
 
 
 def retry(call: Call) -> JobState:
     """Train again on the same data, after a job that failed."""
     with call.service.database.transaction() as database:
-        job = classifiers.find(call)
+        job = classifiers.find_job(call)
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
         remove(_folder(call, job["version"]) / "checkpoints")
@@ -183,22 +186,22 @@ async def put_data(call: Call) -> Changed:
 
 def versions(call: Call) -> Versions:
     """The versions that are kept, newest first."""
-    with call.service.database.reading() as database:
-        active = classifiers.find(call)["active"]
-        found = database.run(
-            "SELECT number, rows, classes, created, report AS accuracy FROM versions"
-            " WHERE classifier = :id ORDER BY number DESC",
-            id=call.id,
-        )
+    classifiers.find_job(call)
+    found = call.service.database.run(
+        "SELECT number, v.rows, v.classes, v.created, report AS accuracy, active FROM versions v"
+        " JOIN classifiers c ON c.id = v.classifier WHERE c.id = :id ORDER BY number DESC",
+        id=call.id,
+    )
     for row in found:
-        row["active"] = row["number"] == active
+        row["active"] = row["number"] == row["active"]
         row["trained"] = (_folder(call, row["number"]) / MODEL).exists()
     return msgspec.convert({"versions": found}, Versions)
 
 
 def activate(call: Call) -> Changed:
     """Let another version answer."""
-    given, classifier = call.path_params["number"], classifiers.find(call)["classifier"]
+    classifiers.find_job(call)
+    given, database = call.path_params["number"], call.service.database
     number = _whole_number(given, 0)
     # Outside of a transaction, for which others would wait: a large model takes long to load.
     damage = call.service.models.damage(_folder(call, number) / MODEL)
@@ -206,8 +209,11 @@ def activate(call: Call) -> Changed:
         "UPDATE classifiers SET active = :number WHERE id = :id AND EXISTS"
         " (SELECT 1 FROM versions WHERE classifier = :id AND number = :number) RETURNING id"
     )
-    if damage or not call.service.database.run(change, id=classifier, number=number):
-        raise not_found(f"There is no trained version {given[:20]}.")
+    with database.transaction():
+        if database.postgres:  # the trainer may remove the version while the update waits for it
+            database.run("SELECT id FROM classifiers WHERE id = :id FOR UPDATE", id=call.id)
+        if damage or not database.run(change, id=call.id, number=number):
+            raise not_found(f"There is no trained version {given[:20]}.")
     return Changed(number)
 
 
@@ -220,7 +226,7 @@ def _folder(call: Call, number: int) -> Path:
 
 def _file(call: Call, name: str) -> Path:
     """A file of the active version; the log, of the newest."""
-    job = classifiers.find(call)
+    job = classifiers.find_job(call)
     newest = name == "train.log" or job["active"] is None
     path = _folder(call, job["version"] if newest else job["active"]) / name
     if not path.is_file():
@@ -243,7 +249,11 @@ class Download(FileResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_file(message: Message) -> None:
             if message.get("status") in RANGE_ERRORS:  # a plain text of Starlette
-                raise ApiError(RANGE_ERRORS[message["status"]], "The file has no such bytes.")
+                headers = dict(message["headers"])
+                size = headers.get(b"content-range", b"").decode()
+                raise ApiError(
+                    *RANGE_ERRORS[message["status"]], **({"Content-Range": size} if size else {})
+                )
             await send(message)
 
         with _unless_deleted(RuntimeError):  # Starlette's own
@@ -286,6 +296,8 @@ def log(call: Call) -> Response:
         file = path.open("rb")
     if call.query_params.get("all") != "1":
         file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_NBYTES))
+    if call.method == "HEAD":
+        file.seek(0, os.SEEK_END)  # there is no body to read
     # Not as a file of a known length: it may grow while it is sent.
     return StreamingResponse(_blocks(file), media_type="text/plain; charset=utf-8")
 

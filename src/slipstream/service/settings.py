@@ -36,6 +36,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+# Raised when the net or its features change: checkpoints of before do not fit, so a job that was
+# under way begins anew.
+NET_FORM = 2
+
 Size = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 

@@ -1,7 +1,7 @@
 """The trainer: claims jobs, runs each as ``slipstream run`` of its own, and watches it.
 
 A process of its own, started by the API process and killed with it. It writes bytes to its
-standard output, one a second at least; the API process takes that for its pulse.
+standard output, every second or two; the API process takes that for its pulse.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.service.database import Database, DatabaseUnavailable, now_ms
 from slipstream.service.errors import Damaged
 from slipstream.service.progress import Progress
 from slipstream.service.serve_options import MIB, ServeOptions
-from slipstream.service.settings import JobSetting
+from slipstream.service.settings import NET_FORM, JobSetting
 
 LOG = logging.getLogger("slipstream.service.trainer")
 TICK_S: Final = 0.25
@@ -62,7 +62,9 @@ class Running:
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
         with self._log.open("ab") as log:
             self._log_start = log.tell()
-            strategy = f"gadei(checkpoints={str(directory / 'checkpoints')!r}, every_s=10)"
+            checkpoints = directory / "checkpoints" / f"net{NET_FORM}"
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            strategy = f"gadei(checkpoints={str(checkpoints)!r}, every_s=10)"
             workers = ["--workers", str(options.learners), "--strategy", strategy]
             self.process = start_process(
                 [*RUN, *workers, "-m", "slipstream.service.learn", str(directory)],

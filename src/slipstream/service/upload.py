@@ -108,7 +108,12 @@ class Upload:
         """Remove the directory, if it was not moved away."""
         with contextlib.suppress(OSError):  # on a full disk, closing fails as writing did
             self._file.close()
-        remove(self.directory)
+        # Under another name first: while a request is cancelled, a thread may still move it into
+        # place, and of two renames only one succeeds.
+        unused = self.directory.with_suffix(".unused")
+        with contextlib.suppress(FileNotFoundError):
+            self.directory.rename(unused)
+        remove(unused)
 
     def _begin(self) -> None:
         if len(self._seen) >= PARTS:

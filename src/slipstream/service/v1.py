@@ -124,12 +124,12 @@ def _idempotency_key(call: Call) -> Iterator[str | None]:
 
 def show(call: Call) -> Classifier:
     """What a classifier is, and its status."""
-    return _classifier(call, classifiers.find(call))
+    return _classifier(call, classifiers.find_job(call))
 
 
 def list_all(call: Call) -> ClassifierList:
     """All classifiers, newest first."""
-    return ClassifierList([_classifier(call, job) for job in classifiers.find_all(call)])
+    return ClassifierList([_classifier(call, job) for job in classifiers.find_jobs(call)])
 
 
 def _classifier(call: Call, job: Row) -> Classifier:
@@ -194,13 +194,13 @@ async def _in_thread(call: Call, texts: list[str]) -> list[CollectionItem]:
 
 def _answers(call: Call, texts: list[str]) -> list[CollectionItem]:
     """Classify by the active version."""
-    job = classifiers.find(call)
+    job = classifiers.find_job(call)
     if job["active"] is None:
         raise ApiError("Classifier not available", classifiers.status(call, job)[1])
     try:
         model = call.service.models.get(classifiers.model_path(call, job))
     except Damaged as error:
-        classifiers.find(call)  # 404 if it was deleted meanwhile
+        classifiers.find_job(call)  # 404 if it was deleted meanwhile
         reason = f"The model file is damaged: {error}."
         raise ApiError("Classifier not available", reason) from None
     answers = [[ClassifiedClass(*pair) for pair in classes] for classes in model.classify(texts)]

@@ -163,7 +163,7 @@ def test_the_newest_job_is_not_by_the_clock(
     end(service, "done")
     monkeypatch.setattr(classifiers, "now_ms", lambda: 5)  # the clock was set back
     assert add_version(service, classifier) == 2
-    assert classifiers.newest_job(call(service), classifier)["version"] == 2
+    assert classifiers.find_job(call(service, classifier))["version"] == 2
     with pytest.raises(ApiError, match="still trains"):
         add_version(service, classifier)
 

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.service import keys
-from slipstream.service.data_directory import DataDirectory
+from slipstream.service.data_directory import MODEL, DataDirectory
 
 
 def write_notes(path: Path) -> None:
@@ -58,5 +58,26 @@ def test_the_database_of_another_directory(tmp_path: Path) -> None:
             database.insert("classifiers", **row)
         (folder.classifiers / name).mkdir()
     folder.migrated("").close()
+    with closing(sqlite3.connect(other)) as database:  # as an earlier version left it
+        database.execute("DELETE FROM schema_version WHERE number > 1")
+        database.commit()
     with pytest.raises(ConfigError, match=r"does not know the directory .*; was --database"):
         folder.migrated(other)
+    with closing(sqlite3.connect(other)) as database:
+        assert database.execute("SELECT number FROM schema_version").fetchall() == [(1,)]
+
+
+def test_a_database_without_classifiers(tmp_path: Path) -> None:
+    """Files that have no row are removed, unless there are models, which only a delete leaves."""
+    folder = DataDirectory(str(tmp_path))
+    folder.migrated("").close()
+    (folder.classifiers / "uploaded" / "1").mkdir(parents=True)  # its create was killed
+    folder.migrated("").close()
+    model = folder.classifiers / "trained" / "1" / MODEL
+    model.parent.mkdir(parents=True)
+    model.touch()
+    with pytest.raises(ConfigError, match=r"does not know the directory .*; was --database"):
+        folder.migrated("")
+    with folder.database("") as database:
+        database.insert("purges", path="trained", at=1)  # its delete was killed
+    folder.migrated("").close()

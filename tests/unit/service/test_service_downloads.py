@@ -19,7 +19,7 @@ def test_a_file_that_is_deleted_while_it_is_asked_for_is_not_found(
 ) -> None:
     monkeypatch.setattr(own, "_file", lambda call, name: tmp_path / name)  # gone since the look
     with pytest.raises(ApiError) as refused:
-        answer(SimpleNamespace(query_params={}))
+        answer(SimpleNamespace(query_params={}, method="GET"))
     assert refused.value.body.code == 404
 
 
@@ -37,7 +37,7 @@ def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.M
         with log.open("ab") as file:
             file.write(b"more\n" * (len(sent) == 1))
 
-    answer = own.log(SimpleNamespace(query_params={"all": "1"}))  # type: ignore[arg-type]
+    answer = own.log(SimpleNamespace(query_params={"all": "1"}, method="GET"))  # type: ignore[arg-type]
     scope = {"type": "http", "method": "GET", "headers": []}
     asyncio.run(answer(scope, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
@@ -46,11 +46,38 @@ def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.M
     assert int(dict(sent[0]["headers"]).get(b"content-length", len(body))) == len(body)
 
 
-@pytest.mark.parametrize(("asked", "code"), [(b"bytes=90-", 416), (b"bytes=x", 400)])
-def test_bytes_that_a_file_does_not_have(tmp_path: Path, asked: bytes, code: int) -> None:
+@pytest.mark.parametrize(
+    ("asked", "code", "said", "headers"),
+    [
+        (b"bytes=90-", 416, "has no such bytes", {"Content-Range": "bytes */6"}),
+        (b"bytes=x", 400, "not of the form", {}),
+    ],
+)
+def test_bytes_that_a_file_does_not_have(
+    tmp_path: Path, asked: bytes, code: int, said: str, headers: dict[str, str]
+) -> None:
     path = tmp_path / "data.csv"
     path.write_bytes(b"one,a\n")
     scope = {"type": "http", "method": "GET", "headers": [(b"range", asked)]}
     with pytest.raises(ApiError) as refused:
         asyncio.run(own.Download(path)(scope, None, None))  # type: ignore[arg-type]
     assert refused.value.body.code == code
+    assert said in refused.value.description
+    assert refused.value.headers == headers
+
+
+def test_a_log_is_not_read_for_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(b"one\n")
+    monkeypatch.setattr(own, "_file", lambda call, name: log)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(LIMIT_S)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = own.log(SimpleNamespace(query_params={"all": "1"}, method="HEAD"))  # type: ignore[arg-type]
+    asyncio.run(answer({"type": "http", "method": "HEAD", "headers": []}, receive, send))
+    assert [message.get("body", b"") for message in sent] == [b"", b""]

@@ -78,3 +78,28 @@ def test_a_full_disk_keeps_nothing(tmp_path: Path) -> None:
     received._file.write(b"rows")
     received.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cancelled_upload_is_kept_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread may still move it into place when its request is cancelled."""
+    received, place = upload.Upload(tmp_path, b"b"), tmp_path / "place"
+    remove, late = upload.remove, []
+
+    def remove_late(path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            received.directory.rename(place)
+        late.append(path)
+        remove(path)
+
+    monkeypatch.setattr(upload, "remove", remove_late)
+    received.close()
+    assert late
+    assert not list(tmp_path.iterdir())
+
+    monkeypatch.setattr(upload, "remove", remove)
+    received = upload.Upload(tmp_path, b"b")
+    received.directory.rename(place)
+    received.close()
+    assert [path.name for path in place.iterdir()] == ["data.csv"]
