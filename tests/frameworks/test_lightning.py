@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,8 @@ pytest.importorskip("lightning", reason="needs Lightning; run make frameworks")
 sys.path.append(str(Path(__file__).parents[1] / "process"))
 
 from launches import Launch, until
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ports import free_port
 
@@ -211,12 +213,33 @@ def test_a_rank_raises_while_others_wait_in_a_collective(launch: Callable[..., L
     assert job.own_lines == [broken], job.stderr
     assert job.stderr.count("Traceback") == 1, job.stderr  # rank 1's own
     assert job.remains.left() == []
+    # Callbacks get the reason, and the Trainer has ended in order.
+    told = json.loads((job.folder / f"{raised['name']}.0.failed").read_text())
+    assert told == {"callback": "PeerFailed", "stage": "None"}
 
 
 def test_a_rank_that_never_begins_ends_the_others(launch: Callable[..., Launch]) -> None:
     job = launch(sys.executable, plan=BRIEF, env={"DIES_EARLY": "1"})
     assert job.wait() == 1
     assert job.own_lines == ["slipstream: rank 1 exited with code 1"], job.stderr
+    assert job.remains.left() == []
+
+
+def test_ranks_of_a_second_node_are_those_of_the_job(launch: Callable[..., Launch]) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "1"}
+    plan = [case("slipstream_push_pull", nodes=2)]
+    job = launch(sys.executable, plan=plan, env={**address, **SECRET, "DIES_EARLY": "1"})
+    assert job.wait() == 1
+    assert job.own_lines == ["slipstream: rank 3 exited with code 1"], job.stderr
+
+
+def test_rank_0_exits_while_others_train_on(launch: Callable[..., Launch]) -> None:
+    exits = case("slipstream_push_pull", "exits", exits_after=0)
+    job = launch(sys.executable, plan=[exits, BRIEF[0]])
+    assert job.wait() == 1
+    (line,) = job.own_lines
+    assert "the script of rank 0 has ended, and rank 1 had more to train" in line, job.stderr
+    assert "Traceback" not in job.stderr, job.stderr
     assert job.remains.left() == []
 
 
@@ -351,6 +374,23 @@ def test_accelerators(alone: pytest.MonkeyPatch) -> None:
     other.parallel_devices = [torch.device("xpu", 0)]
     with pytest.raises(ConfigError, match=r"Trainer\(accelerator='cpu'\)"):
         other._configure_launcher()
+
+
+def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.MonkeyPatch) -> None:
+    seen = list[float]()
+
+    class Seeing(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            seen.append(lightning_environment.CHILDREN.grace_s)
+
+    strategy = SlipstreamStrategy("push_pull", silence_limit_s=40)
+    more = {"enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on loaders and logging
+        one = trainer(strategy, devices=1, max_steps=1, callbacks=[Seeing()], **more)
+        one.fit(BoringModel())
+    assert seen == [43]
+    assert lightning_environment.CHILDREN.grace_s == 0
 
 
 def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:
