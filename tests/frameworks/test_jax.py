@@ -197,6 +197,13 @@ def test_alone_gradients_are_returned_as_they_are(params: dict[str, Any]) -> Non
         assert job.step == 1
 
 
+def test_alone_the_memory_of_the_first_params_is_not_kept(params: dict[str, Any]) -> None:
+    with slipstream.init() as job:
+        engine = slipstream.jax.engine(job, params)
+        held = engine._exchange._held.tensors
+        assert [tensor.untyped_storage().nbytes() for tensor in held] == [4, 4]
+
+
 def test_alone_refused_gradients_count_as_zero(params: dict[str, Any]) -> None:
     with slipstream.init(nonfinite="refuse") as job:
         engine = slipstream.jax.engine(job, params)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ports import free_port
 
 import slipstream
-from slipstream.errors import ConfigError, LaunchError, SecretError
+from slipstream.errors import ConfigError, LaunchError, PeerLost, SecretError
 from slipstream.integrations import lightning_environment
 from slipstream.integrations.lightning import SlipstreamStrategy
 
@@ -243,6 +244,34 @@ def test_rank_0_exits_while_others_train_on(launch: Callable[..., Launch]) -> No
     assert job.remains.left() == []
 
 
+def test_workers_of_a_launch_that_failed_midway_end() -> None:
+    """The second of two cannot be started."""
+    code = """
+import subprocess, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import slipstream.integrations.lightning
+
+workers, real = [], subprocess.Popen
+
+def start(*command, **more):
+    if workers:
+        raise BlockingIOError("no more processes")
+    workers.append(real([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+    return workers[0]
+
+subprocess.Popen = start
+trainer = Trainer(strategy="slipstream_push_pull", devices=3, accelerator="cpu", logger=False)
+try:
+    trainer.fit(BoringModel())
+except BlockingIOError:
+    print(workers[0].poll())
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, timeout=100, text=True)
+    assert ended.stdout == "-9\n", ended.stderr
+
+
 def waiting(launch: Callable[..., Launch], *launcher: str) -> Launch:
     """A job in the middle of its training."""
     job = launch(*launcher, plan=[case("slipstream_push_pull", "waits", wait=True)])
@@ -376,21 +405,47 @@ def test_accelerators(alone: pytest.MonkeyPatch) -> None:
         other._configure_launcher()
 
 
-def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.MonkeyPatch) -> None:
-    seen = list[float]()
+class Seeing(Callback):
+    """Sees how long workers may take to end; its optimizer may have lost its servers."""
 
-    class Seeing(Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append(lightning_environment.CHILDREN.grace_s)
+    def __init__(self, *, servers_lost: bool = False) -> None:
+        self.servers_lost, self.graces = servers_lost, list[float]()
 
-    strategy = SlipstreamStrategy("push_pull", silence_limit_s=40)
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.graces.append(lightning_environment.CHILDREN.grace_s)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.servers_lost:
+            (optimizer,) = trainer.optimizers
+            optimizer.local, optimizer.state_dict = optimizer, self.fetch
+
+    def fetch(self) -> dict[str, Any]:
+        raise PeerLost("server 0", silent_s=5.0)
+
+
+def fit_alone(callback: Callback, **options: Any) -> None:
+    strategy = SlipstreamStrategy("push_pull", **options)
     more = {"enable_checkpointing": False, "enable_progress_bar": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on loaders and logging
-        one = trainer(strategy, devices=1, max_steps=1, callbacks=[Seeing()], **more)
-        one.fit(BoringModel())
-    assert seen == [43]
+        alone = trainer(strategy, devices=1, max_steps=1, callbacks=[callback], **more)
+        alone.fit(BoringModel())
+
+
+def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.MonkeyPatch) -> None:
+    seeing = Seeing()
+    fit_alone(seeing, silence_limit_s=40)
+    assert seeing.graces == [43]
     assert lightning_environment.CHILDREN.grace_s == 0
+
+
+def test_a_job_whose_servers_are_lost_at_the_end_is_left(
+    alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "slipstream.job"), pytest.raises(PeerLost):
+        fit_alone(Seeing(servers_lost=True))
+    assert "left" in caplog.text
+    assert "server 0 is lost" in caplog.text
 
 
 def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:
