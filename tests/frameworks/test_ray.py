@@ -31,7 +31,12 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 
 from slipstream.integrations import ray_actors  # noqa: E402
-from slipstream.integrations.ray import SlipstreamConfig, require_version, run  # noqa: E402
+from slipstream.integrations.ray import (  # noqa: E402
+    SlipstreamConfig,
+    require_version,
+    run,
+    takes_no_argument,
+)
 from slipstream.integrations.ray_workers import settings_of  # noqa: E402
 
 pytestmark = [
@@ -318,6 +323,13 @@ def test_a_function_that_cannot_be_sent_is_refused(nodes: Nodes) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent to workers"):
         run(lambda: lock.acquire(), workers=2)
+
+
+def test_a_function_with_arguments_is_refused_without_ray() -> None:
+    with pytest.raises(ConfigError, match=r"a function without arguments.*functools\.partial"):
+        run(ray_loops.idle, workers=2)  # type: ignore[arg-type]
+    assert takes_no_argument(functools.partial(ray_loops.idle, "here"))
+    assert takes_no_argument(print)
 
 
 def test_ray_train_refuses_bad_strategies_at_once() -> None:
