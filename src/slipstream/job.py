@@ -14,7 +14,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.job_end import JobEnd, finish
 from slipstream.job_figures import number
 from slipstream.job_metrics import JobMetrics
@@ -275,18 +275,17 @@ class Job(JobMetrics):
         """
         return self._session.share(value)
 
-    def check(self) -> None:
-        """Raise the error that has ended the job on another worker, if there is one.
+    def fault_behind(self, error: BaseException) -> RuntimeFault | None:
+        """The job's fault, if it is why a collective of torch has failed.
 
-        For loops that also wait by other means: if a collective of torch fails because another
-        worker has ended, this raises the reason. Learners that share memory do not depend on each
-        other, so there it does nothing.
+        For frameworks that handle errors before the end of the ``with`` block, which raises it.
 
-        Raises:
-            PeerFailed: another worker has reported an error.
-            PeerLost: another worker is lost, and the job cannot continue without it.
+        Args:
+            error: of torch's process group. Its reason arrives over other connections, and this
+                waits for it, ``silence_limit_s`` and 2 s at most. For other errors the result is
+                None, at once.
         """
-        self._session.check()
+        return self._session.fault_behind(error)
 
     def init_process_group(self, backend: str = "gloo") -> None:
         """Make torch's default process group, of all workers; every rank must call it.
@@ -388,7 +387,7 @@ class Job(JobMetrics):
     ) -> None:
         ended_well = isinstance(error, SystemExit) and not error.code
         try:
-            fault = None if error is None else self._session.fault_behind(error)
+            fault = None if error is None else self.fault_behind(error)
         except BaseException as interrupted:  # Ctrl-C during its wait
             self._end.end(interrupted)
             raise

@@ -110,6 +110,20 @@ class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
         )
 
 
+class Ending(pl.Callback):  # type: ignore[misc, name-defined]
+    """Notes how a ``fit`` has failed."""
+
+    def __init__(self) -> None:
+        self.trainer, self.error = None, ""
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.trainer, self.error = trainer, type(exception).__name__
+
+    def write(self, case: dict[str, Any]) -> None:
+        told = {"callback": self.error, "stage": str(self.trainer.state.stage)}
+        Path(f"{case['name']}.{self.trainer.global_rank}.failed").write_text(json.dumps(told))
+
+
 def wait_for_signal(rank: int) -> None:
     Path(f"trains.{rank}").touch()
     signal.sigtimedwait([signal.SIGUSR1], 120)  # which never comes; Ctrl-C does
@@ -123,6 +137,7 @@ def trainer_of(case: dict[str, Any], **more: Any) -> Any:
     chosen = {
         "strategy": strategy_of(case["strategy"]),
         "devices": case.get("devices", 2),
+        "num_nodes": case.get("nodes", 1),
         "accumulate_grad_batches": case.get("accumulate", 1),
         "gradient_clip_val": case.get("clip"),
         "enable_checkpointing": False,
@@ -146,11 +161,11 @@ def half(case: dict[str, Any], model: Any) -> str:
     return saved
 
 
-def train(case: dict[str, Any]) -> tuple[Any, Any]:
+def train(case: dict[str, Any], ending: Ending) -> tuple[Any, Any]:
     torch.manual_seed(7 + int(os.environ.get("LOCAL_RANK", "0")))  # rank 0's weights count
     model = (Gan if case.get("gan") else Plain)(case)
     validation = loader() if case.get("validates") else None
-    trainer = trainer_of(case)
+    trainer = trainer_of(case, callbacks=[ending])
     if case.get("resumes"):
         saved = half(case, model)
         model = Plain(case)
@@ -161,8 +176,12 @@ def train(case: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def run(case: dict[str, Any]) -> None:
-    began = time.monotonic()
-    model, trainer = train(case)
+    began, ending = time.monotonic(), Ending()
+    try:
+        model, trainer = train(case, ending)
+    except Exception:
+        ending.write(case)
+        raise
     told = {
         "rank": trainer.global_rank,
         "size": trainer.world_size,
@@ -176,6 +195,8 @@ def run(case: dict[str, Any]) -> None:
     rank = trainer.global_rank
     torch.save(model.state_dict(), f"{case['name']}.{rank}.pt")
     Path(f"{case['name']}.{rank}.json").write_text(json.dumps(told))
+    if rank == case.get("exits_after", -1):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

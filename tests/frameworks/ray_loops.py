@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import tempfile
@@ -113,6 +114,22 @@ def raising() -> None:
             raise OfUser(17, source="digits")
 
     looping(before_step)
+
+
+class Exiting:
+    """Has exit handlers; those of rank 1 do not end, and its function fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self) -> None:
+        with slipstream.init(start_limit_s=LIMIT_S, wait_limit_s=LIMIT_S) as job:
+            rank = job.rank
+        hangs = [threading.Event().wait] if rank else []
+        for handler in (*hangs, lambda: Path(self.folder, f"{rank}.{os.getpid()}").touch()):
+            atexit.register(handler)
+        if rank:
+            raise ValueError("this function has failed")
 
 
 def idle(folder: str) -> None:

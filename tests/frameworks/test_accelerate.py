@@ -228,6 +228,8 @@ def test_what_use_takes(job: slipstream.Job, accelerator: Accelerator) -> None:
         use(nn.Linear(3, 3), job)
     with pytest.raises(UnknownStrategy, match="posidon"):
         use(accelerator, job, "posidon()")
+    with pytest.raises(ConfigError, match=r"a strategy, such as slipstream.push_pull\(\)"):
+        use(accelerator, job, slipstream.push_pull)  # not called
     use(accelerator, job)  # a refusal has changed nothing
 
 

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "process"))
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 from launches import Launch, until  # noqa: E402
 from ports import free_port  # noqa: E402
 
@@ -197,6 +198,13 @@ def test_alone_gradients_are_returned_as_they_are(params: dict[str, Any]) -> Non
         assert job.step == 1
 
 
+def test_alone_the_memory_of_the_first_params_is_not_kept(params: dict[str, Any]) -> None:
+    with slipstream.init() as job:
+        engine = slipstream.jax.engine(job, params)
+        held = engine._exchange._held.tensors
+        assert [tensor.untyped_storage().nbytes() for tensor in held] == [4, 4]
+
+
 def test_alone_refused_gradients_count_as_zero(params: dict[str, Any]) -> None:
     with slipstream.init(nonfinite="refuse") as job:
         engine = slipstream.jax.engine(job, params)
@@ -241,6 +249,25 @@ def test_names_that_are_alike() -> None:
         engine = slipstream.jax.engine(job, {"a": {"b": 1.0}, "a/b": 2.0})
         assert engine.mean({"a": {"b": 3.0}, "a/b": 4.0}) == {"a": {"b": 3.0}, "a/b": 4.0}
         assert [spec.name for spec in job.plan.specs] == ["['a']['b']", "['a/b']"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_is_taken_over_as_by_from_dlpack(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """By a function that is JAX's own; other versions of JAX may not have it."""
+    if not known:
+        monkeypatch.setattr(slipstream.jax, "import_module", lambda name: object())
+    take_over = slipstream.jax.adopter(jax.devices("cpu")[0])
+    assert (take_over is not slipstream.jax.adopt) is known
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.arange(6, dtype=dtype).view(2, 3)
+        found, wanted = take_over(tensor), slipstream.jax.adopt(tensor)
+        assert found.unsafe_buffer_pointer() == wanted.unsafe_buffer_pointer() == tensor.data_ptr()
+        assert (found.aval, found.sharding) == (wanted.aval, wanted.sharding)
+        assert found.committed == wanted.committed
+        tensor += 1
+        assert (jax.jit(lambda array: 2 * array)(found) == 2 * np.array(tensor.tolist())).all()
 
 
 def test_a_single_array() -> None:

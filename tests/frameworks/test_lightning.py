@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,12 +23,13 @@ pytest.importorskip("lightning", reason="needs Lightning; run make frameworks")
 sys.path.append(str(Path(__file__).parents[1] / "process"))
 
 from launches import Launch, until
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ports import free_port
 
 import slipstream
-from slipstream.errors import ConfigError, LaunchError, SecretError
+from slipstream.errors import ConfigError, LaunchError, PeerLost, SecretError
 from slipstream.integrations import lightning_environment
 from slipstream.integrations.lightning import SlipstreamStrategy
 
@@ -211,6 +214,9 @@ def test_a_rank_raises_while_others_wait_in_a_collective(launch: Callable[..., L
     assert job.own_lines == [broken], job.stderr
     assert job.stderr.count("Traceback") == 1, job.stderr  # rank 1's own
     assert job.remains.left() == []
+    # Callbacks get the reason, and the Trainer has ended in order.
+    told = json.loads((job.folder / f"{raised['name']}.0.failed").read_text())
+    assert told == {"callback": "PeerFailed", "stage": "None"}
 
 
 def test_a_rank_that_never_begins_ends_the_others(launch: Callable[..., Launch]) -> None:
@@ -218,6 +224,52 @@ def test_a_rank_that_never_begins_ends_the_others(launch: Callable[..., Launch])
     assert job.wait() == 1
     assert job.own_lines == ["slipstream: rank 1 exited with code 1"], job.stderr
     assert job.remains.left() == []
+
+
+def test_ranks_of_a_second_node_are_those_of_the_job(launch: Callable[..., Launch]) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "1"}
+    plan = [case("slipstream_push_pull", nodes=2)]
+    job = launch(sys.executable, plan=plan, env={**address, **SECRET, "DIES_EARLY": "1"})
+    assert job.wait() == 1
+    assert job.own_lines == ["slipstream: rank 3 exited with code 1"], job.stderr
+
+
+def test_rank_0_exits_while_others_train_on(launch: Callable[..., Launch]) -> None:
+    exits = case("slipstream_push_pull", "exits", exits_after=0)
+    job = launch(sys.executable, plan=[exits, BRIEF[0]])
+    assert job.wait() == 1
+    (line,) = job.own_lines
+    assert "the script of rank 0 has ended, and rank 1 had more to train" in line, job.stderr
+    assert "Traceback" not in job.stderr, job.stderr
+    assert job.remains.left() == []
+
+
+def test_workers_of_a_launch_that_failed_midway_end() -> None:
+    """The second of two cannot be started."""
+    code = """
+import subprocess, sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+import slipstream.integrations.lightning
+
+workers, real = [], subprocess.Popen
+
+def start(*command, **more):
+    if workers:
+        raise BlockingIOError("no more processes")
+    workers.append(real([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+    return workers[0]
+
+subprocess.Popen = start
+trainer = Trainer(strategy="slipstream_push_pull", devices=3, accelerator="cpu", logger=False)
+try:
+    trainer.fit(BoringModel())
+except BlockingIOError:
+    print(workers[0].poll())
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, timeout=100, text=True)
+    assert ended.stdout == "-9\n", ended.stderr
 
 
 def waiting(launch: Callable[..., Launch], *launcher: str) -> Launch:
@@ -351,6 +403,49 @@ def test_accelerators(alone: pytest.MonkeyPatch) -> None:
     other.parallel_devices = [torch.device("xpu", 0)]
     with pytest.raises(ConfigError, match=r"Trainer\(accelerator='cpu'\)"):
         other._configure_launcher()
+
+
+class Seeing(Callback):
+    """Sees how long workers may take to end; its optimizer may have lost its servers."""
+
+    def __init__(self, *, servers_lost: bool = False) -> None:
+        self.servers_lost, self.graces = servers_lost, list[float]()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.graces.append(lightning_environment.CHILDREN.grace_s)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.servers_lost:
+            (optimizer,) = trainer.optimizers
+            optimizer.local, optimizer.state_dict = optimizer, self.fetch
+
+    def fetch(self) -> dict[str, Any]:
+        raise PeerLost("server 0", silent_s=5.0)
+
+
+def fit_alone(callback: Callback, **options: Any) -> None:
+    strategy = SlipstreamStrategy("push_pull", **options)
+    more = {"enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice on loaders and logging
+        alone = trainer(strategy, devices=1, max_steps=1, callbacks=[callback], **more)
+        alone.fit(BoringModel())
+
+
+def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.MonkeyPatch) -> None:
+    seeing = Seeing()
+    fit_alone(seeing, silence_limit_s=40)
+    assert seeing.graces == [43]
+    assert lightning_environment.CHILDREN.grace_s == 0
+
+
+def test_a_job_whose_servers_are_lost_at_the_end_is_left(
+    alone: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "slipstream.job"), pytest.raises(PeerLost):
+        fit_alone(Seeing(servers_lost=True))
+    assert "left" in caplog.text
+    assert "server 0 is lost" in caplog.text
 
 
 def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:

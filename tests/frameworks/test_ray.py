@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -25,10 +26,18 @@ ray = pytest.importorskip("ray", reason="needs Ray; run make frameworks")
 import ray_loops  # noqa: E402
 import torch  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import ActorUnavailableError, RayActorError  # noqa: E402
 from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
 from ray.train.torch import TorchTrainer  # noqa: E402
 
-from slipstream.integrations.ray import SlipstreamConfig, require_version, run  # noqa: E402
+from slipstream.integrations import ray_actors  # noqa: E402
+from slipstream.integrations.ray import (  # noqa: E402
+    SlipstreamConfig,
+    require_version,
+    run,
+    takes_no_argument,
+)
+from slipstream.integrations.ray_workers import settings_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.process,
@@ -174,6 +183,45 @@ def test_an_error_of_a_worker_is_the_error_of_the_call(nodes: Nodes) -> None:
     assert 'raise OfUser(17, source="digits")' in note
 
 
+def test_exit_handlers_run_and_are_not_awaited_for_ever(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actors, "LEAVE_S", 2.0)
+    with pytest.raises(ValueError, match="this function has failed"):
+        run(ray_loops.Exiting(tmp_path), workers=2)
+    ran = sorted(file.name.split(".") for file in tmp_path.iterdir())
+    assert [rank for rank, _ in ran] == ["0", "1"]
+    until(lambda: not any(psutil.pid_exists(int(pid)) for _, pid in ran))
+
+
+def test_an_actor_out_of_reach_is_ended_before_another_takes_its_place(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """And if the actor is lost that notes who has come back, nobody has."""
+    bundle, idle = {"CPU": 1.0}, functools.partial(ray_loops.idle, str(tmp_path))
+    with ray_actors.placed(1, bundle, "PACK", LIMIT_S) as group:
+        job = ray_actors.ActorJob(group, bundle, ray.put(idle), settings_of(None), 1)
+        try:
+            job.start(1)
+            until(lambda: list(tmp_path.iterdir()))
+            (first,) = tmp_path.iterdir()
+            job._start_again(0, 1)
+            until(lambda: not psutil.pid_exists(int(first.name)))
+            until(lambda: len(list(tmp_path.iterdir())) == 2)
+            assert job._back() == []
+            ray.kill(job.returns)
+            assert job._back() == []
+        finally:
+            job.end()
+
+
+def test_an_actor_out_of_reach_has_not_died() -> None:
+    lost = ActorUnavailableError("the network is down", None)
+    assert ray_actors.reason_of_death(lost).startswith("its process or its node cannot be reached")
+    died = ray_actors.reason_of_death(RayActorError(error_msg="the node was lost"))
+    assert died == "its process or its node died (the node was lost)"
+
+
 def test_a_killed_actor_comes_back(nodes: Nodes, tmp_path: Path) -> None:
     found = run(ray_loops.ComingBack(tmp_path), workers=2, strategy="ako(partitions=2)")
     assert [each["life"] for each in found] == [0, 1]
@@ -275,6 +323,13 @@ def test_a_function_that_cannot_be_sent_is_refused(nodes: Nodes) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent to workers"):
         run(lambda: lock.acquire(), workers=2)
+
+
+def test_a_function_with_arguments_is_refused_without_ray() -> None:
+    with pytest.raises(ConfigError, match=r"a function without arguments.*functools\.partial"):
+        run(ray_loops.idle, workers=2)  # type: ignore[arg-type]
+    assert takes_no_argument(functools.partial(ray_loops.idle, "here"))
+    assert takes_no_argument(print)
 
 
 def test_ray_train_refuses_bad_strategies_at_once() -> None:

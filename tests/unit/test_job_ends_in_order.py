@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import slipstream
 from slipstream.job_end import JobEnd
 
 
@@ -44,3 +45,22 @@ def test_a_good_end() -> None:
     told: list[str] = []
     ending(told, lambda: told.append("finish")).end(None)
     assert told == ["finish", "leave", "outputs", "group", "session"]
+
+
+def test_ctrl_c_while_the_reason_of_an_error_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others learn of it, and the job is left."""
+    told: list[str] = []
+
+    def interrupted(error: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    def loop() -> None:
+        with slipstream.init() as job:
+            monkeypatch.setattr(job._session, "fault_behind", interrupted)
+            monkeypatch.setattr(job._session, "abort", lambda e: told.append(type(e).__name__))
+            monkeypatch.setattr(job._session, "close", lambda: told.append("session"))
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert told == ["KeyboardInterrupt", "session"]

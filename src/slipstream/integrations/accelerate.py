@@ -51,6 +51,11 @@ def use(
     check_accelerator(accelerator, job)
     if isinstance(strategy, str):
         strategy = slipstream.systems.parse(strategy)
+    if not isinstance(strategy, slipstream.Strategy | None):
+        raise slipstream.ConfigError(
+            f"use takes a strategy, such as slipstream.push_pull(), or its text; it was given "
+            f"{strategy!r}"
+        )
     if target is not accelerator:
         check_trainer(target)
         target.create_accelerator_and_postprocess = refuse_trials

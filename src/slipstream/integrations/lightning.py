@@ -8,13 +8,11 @@ distributes the module and its optimizers, and leaves when ``fit`` ends.
 
 from __future__ import annotations
 
-import inspect
 import os
-import time
-import traceback
 import warnings
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import slipstream
@@ -30,7 +28,7 @@ from slipstream.integrations.lightning_environment import (
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 
-FAULT_S = 7.0  # for the reason of a failed collective to arrive; a lost worker is silent first
+GRACE_S = 3.0  # for workers to end, after a lost one has been silent for long enough
 DEVICES = ("cpu", "cuda")
 
 
@@ -79,7 +77,6 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         )
         self._job: slipstream.Job | None = None
         self._error: BaseException | None = None
-        self._fault: SlipstreamError | None = None
         self.summary: dict[str, Any] | None = None
 
     @property
@@ -104,11 +101,14 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
             self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
             workers = self.num_processes * self.num_nodes
             check_loop(self._chosen, workers)
-            if workers > 1 and not self._options.get("secret"):
+            if workers > 1 and not self._options["secret"]:
                 self.cluster_environment.require_secret(self.num_processes, self.num_nodes)
         self._launcher = SlipstreamLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+            self.cluster_environment, self.num_processes, self.num_nodes, self._fault_behind
         )
+
+    def _fault_behind(self, error: BaseException) -> SlipstreamError | None:
+        return None if self._job is None else self._job.fault_behind(error)
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
@@ -117,7 +117,7 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
             self._job = slipstream.init(**self._options)
         # Not torch's own call: its store would listen on every address of this host.
         self._job.init_process_group(self._process_group_backend)
-        CHILDREN.joined = True
+        CHILDREN.grace_s = self._options["silence_limit_s"] + GRACE_S
         super().setup_distributed()
 
     # ---- the module and its optimizers
@@ -149,21 +149,16 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._error = exception
-        if self._job is not None and is_of_collective(exception):
-            self._fault = fault_of(self._job)
 
     def teardown(self) -> None:
-        error, fault = self._error, self._fault
-        self._error = self._fault = None
+        error, self._error = self._error, None
         try:
-            self._leave(fault or error)
+            self._leave(error)
         finally:
             if error is not None:
                 CHILDREN.end()
-            CHILDREN.joined = False
+            CHILDREN.leave()
             super().teardown()
-        if fault is not None:
-            raise fault from error
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the job; after a normal end the optimizers are the module's own again."""
@@ -206,18 +201,18 @@ def chosen(given: Strategy | str) -> Strategy:
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, if ``slipstream.init`` takes them.
+    """The options, with the defaults of ``slipstream.init``.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not take them.
     """
-    known = inspect.signature(slipstream.init).parameters
+    known = {name: each.default for name, each in signature(slipstream.init).parameters.items()}
     if unknown := sorted({*options} - {*known}):
         raise ConfigError(
             f"SlipstreamStrategy does not take {', '.join(unknown)}: it takes those of "
             f"slipstream.init, {', '.join(known)}"
         )
-    return options
+    return known | options
 
 
 def check_devices(devices: Any) -> None:
@@ -255,24 +250,6 @@ def own_with_state(optimizer: Any) -> Any:
         return optimizer
     own.load_state_dict(optimizer.state_dict())
     return own
-
-
-def is_of_collective(error: BaseException) -> bool:
-    """Whether a collective of torch has failed, perhaps because another worker has ended."""
-    names = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    return isinstance(error, RuntimeError) and any("torch/distributed" in name for name in names)
-
-
-def fault_of(job: slipstream.Job) -> SlipstreamError | None:
-    """The error of another worker that has ended the job, if it arrives in time."""
-    deadline = time.monotonic() + FAULT_S
-    while time.monotonic() < deadline:
-        try:
-            job.check()
-        except SlipstreamError as fault:
-            return fault
-        time.sleep(0.02)
-    return None
 
 
 def register() -> None:

@@ -16,11 +16,10 @@ from slipstream.initialization import rank_in, with_step
 from slipstream.runtime.environment import LOOPBACK, Environment
 from slipstream.runtime.error_reporting import report_errors
 from slipstream.runtime.launch.children import Children
-from slipstream.runtime.launch.death_signal import death_signal
 from slipstream.runtime.launch.processes import SECRET_VARIABLES
 
 OLDEST = (2, 6)
-PARENT = "SLIPSTREAM_LIGHTNING_PARENT"  # rank 0's process, in those that its launcher starts
+PARENT = "SLIPSTREAM_LIGHTNING_PARENT"  # see ``Children.follow``
 
 
 def framework() -> str:
@@ -52,6 +51,7 @@ except ModuleNotFoundError as error:
     ) from error
 require_version(pl.__version__)
 
+CHILDREN = Children()  # a process has one set of workers, and may have several Trainers
 environments: Any = import_module(f"{pl.__name__}.plugins.environments")
 launchers: Any = import_module(f"{pl.__name__}.strategies.launchers")
 
@@ -78,9 +78,7 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
         self._env = Environment.read(variables) if variables.get("RANK") else None
         self._port: socket.socket | None = None
         if parent := os.environ.pop(PARENT, None):
-            arm = death_signal(int(parent))
-            if arm is not None:
-                arm()
+            CHILDREN.follow(parent)
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -186,25 +184,42 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
             super().teardown()
 
 
-CHILDREN = Children()  # a process has one set of workers, and may have several Trainers
-
-
 class SlipstreamLauncher(launchers._SubprocessScriptLauncher):
-    """Lightning's launcher of the other workers of this node, none of which is ever left over."""
+    """Lightning's launcher of the other workers of this node, none of which is ever left over.
+
+    Args:
+        fault_behind: the fault of the job that explains an error, if there is one.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: SlipstreamEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        fault_behind: Callable[[BaseException], SlipstreamError | None],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._fault_behind = fault_behind
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with CHILDREN.needed():
-            return super().launch(function, *args, **kwargs)
+            try:
+                return super().launch(function, *args, **kwargs)
+            except Exception as error:
+                # Here, so that callbacks and loggers get the fault, too.
+                if (fault := self._fault_behind(error)) is not None:
+                    raise fault from error
+                raise
 
     def _call_children_scripts(self) -> None:
         if self.num_nodes == 1 and not any(map(os.environ.get, SECRET_VARIABLES)):
             os.environ["SLIPSTREAM_SECRET"] = secrets.token_hex(32)
-        os.environ[PARENT] = str(os.getpid())
+        os.environ[PARENT] = CHILDREN.parent()
         try:
             super()._call_children_scripts()
         finally:  # also those that were started before one could not be
             os.environ.pop(PARENT, None)
-            CHILDREN.watch(self.procs)
+            CHILDREN.watch(self.procs, self.cluster_environment.global_rank() + 1)
             # Lightning's own observer would kill all, before they have printed why they end.
             self.procs: list[Any] = []
 

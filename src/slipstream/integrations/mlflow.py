@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import mlflow
-
 import slipstream
+
+try:
+    import mlflow
+except ImportError as error:
+    raise ImportError(
+        f"slipstream.integrations.mlflow needs MLflow ({error}): pip install 'slipstream[mlflow]'"
+    ) from error
 
 
 class MLflow(slipstream.Watcher):

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry import metrics, trace
-
 import slipstream
+
+try:
+    from opentelemetry import metrics, trace
+except ImportError as error:
+    raise ImportError(
+        f"slipstream.integrations.opentelemetry needs OpenTelemetry ({error}): "
+        "pip install 'slipstream[opentelemetry]'"
+    ) from error
 
 
 class OpenTelemetry(slipstream.Watcher):

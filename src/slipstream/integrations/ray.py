@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 try:
-    import ray
+    import ray.exceptions  # which a folder that is called ray, as Ray makes in /tmp, has not
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f"slipstream.integrations.ray needs Ray ({missing}): pip install 'slipstream[ray]'"
@@ -112,8 +113,11 @@ def _checked_arguments(
     place_limit_s: float,
 ) -> dict[str, float]:
     """The bundle of one worker; raises ConfigError."""
-    if not callable(fn):
-        raise ConfigError(f"run takes a function without arguments; it was given {fn!r}")
+    if not callable(fn) or not takes_no_argument(fn):
+        raise ConfigError(
+            f"run takes a function without arguments; it was given {fn!r}: give it those with "
+            "functools.partial"
+        )
     if type(workers) is not int or workers < 1:
         raise ConfigError(f"workers={workers!r}: give a whole number, 1 or more")
     if placement not in PLACEMENTS:
@@ -129,6 +133,17 @@ def _checked_arguments(
     if not bundle:
         raise ConfigError("resources are empty: give at least one, such as {'CPU': 1}")
     return bundle
+
+
+def takes_no_argument(fn: Callable[..., Any]) -> bool:
+    """Whether a call needs none."""
+    try:
+        signature(fn).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a function of C, whose signature Python may not know
+        pass
+    return True
 
 
 def _checked_restarts(restarts: int | None, workers: int, strategy: Strategy | None) -> int:

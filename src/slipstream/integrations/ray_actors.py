@@ -37,6 +37,7 @@ from slipstream.runtime.launch.supervision import (
 
 logger = logging.getLogger(__name__)
 START_S = 120.0  # for Ray to start the actors' processes
+LEAVE_S = 10.0  # for exit handlers of workers whose function has ended
 KILL_S = 10.0  # for killed actors to end
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an actor
 
@@ -104,6 +105,7 @@ class ActorJob:
     failures: list[Failure] = field(default_factory=list)
     tolerated: list[Failure] = field(default_factory=list)  # of workers that were started again
     killed: set[int] = field(default_factory=set)  # ranks that took too long to end
+    over: list[Any] = field(default_factory=list)  # actors whose function has ended
     kind: Any = None
     returns: Any = None
 
@@ -181,6 +183,7 @@ class ActorJob:
             lost = f"rank {rank} cannot read its function or send its result: {error}"
             failure = Failure(rank, RuntimeFault(lost), "", 1)
         else:
+            self.over.append(self.actors[rank])
             if outcome.error is None:
                 found[rank] = outcome.result
                 return Ended(f"rank {rank}", 0)
@@ -236,9 +239,14 @@ class ActorJob:
         return first.error
 
     def end(self) -> None:
-        """End all actors."""
-        for actor in (*self.actors, *([self.returns] if self.returns is not None else [])):
-            ray.kill(actor)
+        """End all actors; those whose function has ended run their exit handlers first."""
+        try:
+            leaving = [actor.leave.remote() for actor in self.over]
+            if leaving:
+                ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
+        finally:  # also after Ctrl-C
+            for actor in (*self.actors, *([self.returns] if self.returns is not None else [])):
+                ray.kill(actor)
         if self.ranks:
             ray.wait(list(self.ranks), num_returns=len(self.ranks), timeout=KILL_S)
 

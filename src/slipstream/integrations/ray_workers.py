@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import secrets
@@ -165,6 +166,14 @@ class Worker:
             if not end.code:
                 return Outcome()
             return Outcome(error=RuntimeFault(f"exited: {end.code}"), where=where_of(end))
+
+    def leave(self) -> None:
+        """Run the exit handlers of this process; Ray kills actors without that.
+
+        Not by an exit of the actor: Ray counts it as ended before the handlers have run, and
+        nobody could wait for them.
+        """
+        atexit._run_exitfuncs()
 
 
 class Returns:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import wandb
-
 import slipstream
+
+try:
+    import wandb
+except ImportError as error:
+    raise ImportError(
+        f"slipstream.integrations.wandb needs wandb ({error}): pip install 'slipstream[wandb]'"
+    ) from error
 
 
 class WandB(slipstream.Watcher):

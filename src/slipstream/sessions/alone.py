@@ -63,9 +63,6 @@ class AloneSession:
     def abort(self, error: BaseException) -> None:
         pass
 
-    def check(self) -> None:
-        pass
-
     def reports(self, error: SlipstreamError) -> bool:
         return rank_reports(error, self._env.rank)
 

@@ -79,7 +79,7 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether a process group of torch has failed because a peer is gone."""
     frames = traceback.extract_tb(error.__traceback__)
     in_group = any(f"torch{os.sep}distributed{os.sep}" in frame.filename for frame in frames)
-    said = re.search("connection|peer|remote", str(error), re.IGNORECASE)
+    said = re.search("connection|peer|remote|socket|pipe|closed|closure", str(error), re.IGNORECASE)
     return isinstance(error, RuntimeError) and in_group and said is not None
 
 

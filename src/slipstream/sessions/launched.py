@@ -121,10 +121,6 @@ class LaunchedSession:
         elif isinstance(error, SlipstreamError):
             self._reports(error)  # while the launcher can still be asked
 
-    def check(self) -> None:
-        if self._session is not None:
-            self._session.check()
-
     def reports(self, error: SlipstreamError) -> bool:
         return self._reports(error)
 

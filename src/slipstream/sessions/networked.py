@@ -146,9 +146,6 @@ class NetworkedSession:
         reported = isinstance(error, SlipstreamError)
         self.membership.member.abandon(describe_error(error), reported=reported)
 
-    def check(self) -> None:
-        self.membership.member.check()
-
     def reports(self, error: SlipstreamError) -> bool:
         return rank_reports(error, self.membership.env.rank)
 

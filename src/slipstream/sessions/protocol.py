@@ -92,9 +92,6 @@ class Session(Protocol):
     def abort(self, error: BaseException) -> None:
         """Send the other processes the error that ends this process."""
 
-    def check(self) -> None:
-        """Raise the error that has ended the job, if there is one: see ``Job.check``."""
-
     def reports(self, error: SlipstreamError) -> bool:
         """Whether this process is the one to print an uncaught error."""
 

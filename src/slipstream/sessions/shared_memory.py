@@ -139,9 +139,6 @@ class SharedMemorySession:
     def abort(self, error: BaseException) -> None:
         pass  # the launcher sees this process end
 
-    def check(self) -> None:
-        pass
-
     def reports(self, error: SlipstreamError) -> bool:
         return learner_reports(error, self._env.rank)
 

@@ -93,11 +93,12 @@ def raised(call: Callable[[], object]) -> BaseException:
     return caught.value
 
 
-def test_which_errors_are_those_of_a_lost_connection() -> None:
+@pytest.mark.parametrize("said", ["Connection closed by peer", "Socket closed", "Broken pipe"])
+def test_which_errors_are_those_of_a_lost_connection(said: str) -> None:
     """A real one is in tests/process/test_torch_store.py."""
 
     def fail() -> None:
-        raise RuntimeError("Connection closed by peer")
+        raise RuntimeError(said)
 
     def call_in_group() -> None:
         c10d_logger._exception_logger(fail)()

@@ -1,6 +1,8 @@
-"""Gradients of parameters that nobody exchanges."""
+"""Gradients that were sent, and those of parameters that nobody exchanges."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
@@ -24,3 +26,16 @@ def test_unheld_parameters_are_refused_by_name_unless_they_are_frozen() -> None:
         gradients.refuse_unknown(optimizer)
     backbone.weight.requires_grad_(False)  # its gradient is of an earlier phase
     gradients.refuse_unknown(optimizer)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_gradients_that_were_sent_are_not_kept_after_the_step(changed: bool) -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    gradients = LocalGradients(Inventory.of(layer), FiniteGradients(), None)
+    layer.weight.grad = torch.ones(1, 2)
+    gradients.note_left()
+    if changed:
+        layer.weight.grad.mul_(2)
+    assert gradients.changed_since() is changed
+    sent, layer.weight.grad = weakref.ref(layer.weight.grad), None
+    assert sent() is None

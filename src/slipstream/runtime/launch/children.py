@@ -2,7 +2,7 @@
 
 ``slipstream run`` has a launcher of its own; here rank 0 is a worker and the launcher. Its training
 thread learns from the job that another worker has failed. Only before it has joined, or if it waits
-for something else, this ends it.
+for something else, this ends it. In the same way a worker that waits for rank 0 ends with it.
 """
 
 from __future__ import annotations
@@ -14,61 +14,49 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from slipstream.errors import LaunchError
+from slipstream.runtime.launch.death_signal import death_signal
+from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
-GRACE_S = 8.0  # for workers to end by themselves after one has failed
-EXIT_S = 600.0  # for workers to end after rank 0
+FAILED_S = 8.0  # for workers to end after rank 0's script has failed
+EXIT_S = 600.0  # for workers to end after rank 0's script, which may do less than theirs
+SAME_CALLS = "every rank has to make the same calls of the Trainer"
 
 
 class Children:
-    """The other workers of this node.
+    """The workers of this node: in rank 0's process the other ones, in theirs none.
 
     Attributes:
-        joined: whether rank 0 is in a job with them; they are then told if it fails.
+        grace_s: for workers to end by themselves after one has failed. They are told of it by the
+            job, so it is 0 before they have joined.
     """
 
     def __init__(self) -> None:
-        self.joined = False
+        self.grace_s = 0.0
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._training = threading.Event()
-        self._over = threading.Event()
+        self._needed, self._over, self._parent_ended = (threading.Event() for _ in range(3))
         self._first = threading.Lock()
+        self._end_writer = -1
 
-    def watch(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """These are rank 1 and so on; rank 0 waits for them when it exits."""
-        for rank, process in enumerate(processes, 1):
+    # ---- in rank 0's process
+
+    def parent(self) -> str:
+        """What a worker's ``follow`` takes; call it before the workers are started."""
+        reader, self._end_writer = os.pipe()
+        return f"{os.getpid()}/fd/{reader}"
+
+    def watch(self, processes: Sequence[subprocess.Popen[bytes]], first: int = 1) -> None:
+        """These are rank ``first`` and so on; rank 0 waits for them when it exits."""
+        for rank, process in enumerate(processes, first):
             self._processes[f"rank {rank}"] = process
             threading.Thread(target=self._await, args=(f"rank {rank}",), daemon=True).start()
         atexit.register(self._at_exit)
 
-    @contextmanager
-    def needed(self) -> Iterator[None]:
-        """Within, rank 0 depends on them, and ends if one of them has failed.
-
-        Raises:
-            LaunchError: one of them has ended already.
-        """
-        self._over.clear()
-        self._training.set()
-        try:
-            for name, process in self._processes.items():
-                if (code := process.poll()) is not None:
-                    raise LaunchError(
-                        f"{name} has ended (exit code {code}), so there are not enough workers any "
-                        "more: every rank has to make the same calls of the Trainer"
-                    )
-            yield
-        finally:
-            self._training.clear()
-            self._over.set()
-
     def _await(self, name: str) -> None:
         code = self._processes[name].wait()
-        if code == 0 or not self._training.is_set():
-            return
-        if self._over.wait(GRACE_S if self.joined else 0.0):
+        if code == 0 or not self._needed.is_set() or self._over.wait(self.grace_s):
             return
         if self._first.acquire(blocking=False):  # the others end because of it
             print(f"slipstream: {name} exited with code {code}", file=sys.stderr, flush=True)
@@ -82,9 +70,7 @@ class Children:
 
     def end(self, grace_s: float | None = None) -> None:
         """Rank 0 has failed: end all that do not end by themselves."""
-        deadline = time.monotonic() + (
-            grace_s if grace_s is not None else GRACE_S if self.joined else 0.0
-        )
+        deadline = time.monotonic() + (self.grace_s if grace_s is None else grace_s)
         for process in self._processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -93,5 +79,67 @@ class Children:
                 process.wait()
 
     def _at_exit(self) -> None:
-        # A worker may still have something to do, unless the script has failed.
-        self.end(GRACE_S if getattr(sys, "last_value", None) is not None else EXIT_S)
+        failed = getattr(sys, "last_value", None) is not None
+        running = {name: each for name, each in self._processes.items() if each.poll() is None}
+        if self._end_writer >= 0:
+            os.write(self._end_writer, bytes(len(self._processes)))
+        self.end(FAILED_S if failed else EXIT_S)
+        waited = [name for name, each in running.items() if each.returncode == EXIT_PEER_FAILED]
+        if waited and not failed:  # the error of a script is printed by Python
+            print(
+                f"slipstream: the script of rank 0 has ended, and {', '.join(waited)} had more to "
+                f"train: {SAME_CALLS}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # ---- in a worker's process
+
+    def follow(self, parent: str) -> None:
+        """End with the process that has given this; on Linux, and else never."""
+        if (arm := death_signal(int(parent.partition("/")[0]))) is None:
+            return
+        arm()
+        with suppress(OSError):  # a system that does not show processes
+            pipe = os.open(f"/proc/{parent}", os.O_RDONLY)
+            threading.Thread(target=self._await_parent, args=(pipe,), daemon=True).start()
+
+    def _await_parent(self, pipe: int) -> None:
+        os.read(pipe, 1)
+        self._parent_ended.set()
+        # A job tells the reason; before it, nothing does.
+        if self._needed.is_set() and not self.grace_s:
+            os._exit(EXIT_PEER_FAILED)
+
+    # ---- in both
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """Within, and until ``leave``, this process depends on the others, and ends with them.
+
+        Raises:
+            LaunchError: one of them has ended already.
+        """
+        self._over.clear()
+        self._needed.set()
+        try:
+            if self._parent_ended.is_set():
+                raise SystemExit(EXIT_PEER_FAILED)  # rank 0 prints the reason
+            for name, process in self._processes.items():
+                if (code := process.poll()) is not None:
+                    raise LaunchError(
+                        f"{name} has ended (exit code {code}), so there are not enough workers any "
+                        f"more: {SAME_CALLS}"
+                    )
+            yield
+        finally:
+            self._depend_no_more()
+
+    def leave(self) -> None:
+        """This process has left the job."""
+        self._depend_no_more()
+        self.grace_s = 0.0
+
+    def _depend_no_more(self) -> None:
+        self._needed.clear()
+        self._over.set()

@@ -44,14 +44,25 @@ def test_a_failure_after_the_training_is_not_rank_0s(children: Children) -> None
         assert fails.returncode == 3  # and this process goes on
 
 
+def test_after_the_job_a_failure_is_not_rank_0s(children: Children) -> None:
+    with child("input(); raise SystemExit(3)") as fails:
+        children.watch([fails])
+        with children.needed():
+            children.leave()  # the Trainer still has something to do
+            fails.communicate(b"\n")
+            assert fails.returncode == 3
+
+
 def test_one_that_fails_before_the_job_ends_rank_0() -> None:
+    """Ranks are those of the job, also on its second node."""
     code = """
 import subprocess, sys
 from slipstream.runtime.launch.children import Children
 children = Children()
 code = "import sys; sys.stdin.read(); sys.exit(3)"
 fails = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-children.watch([fails, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)])
+waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+children.watch([fails, waits], first=3)
 with children.needed():
     fails.stdin.close()
     while True:
@@ -59,4 +70,36 @@ with children.needed():
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "slipstream: rank 1 exited with code 3\n"
+    assert ended.stderr == "slipstream: rank 3 exited with code 3\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers do not see rank 0's process elsewhere")
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_worker_that_needs_rank_0_ends_with_it(begins: str) -> None:
+    """Whether it has begun to train before rank 0's script ends, or does so later."""
+    worker = """
+import sys, time
+from slipstream.runtime.launch.children import Children
+children = Children()
+children.follow(sys.argv[1])
+if sys.argv[2] == "after":
+    children._parent_ended.wait()
+with children.needed():
+    print("needs rank 0", flush=True)
+    time.sleep(60)
+"""
+    code = f"""
+import subprocess, sys
+from slipstream.runtime.launch.children import Children
+children = Children()
+command = [sys.executable, "-c", {worker!r}, children.parent(), {begins!r}]
+worker = subprocess.Popen(command, stdout=subprocess.PIPE)
+children.watch([worker])
+{begins == "before" and "worker.stdout.readline()"}
+sys.exit(5)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50, text=True)
+    assert ended.returncode == 5
+    said = "slipstream: the script of rank 0 has ended, and rank 1 had more to train: every rank "
+    assert ended.stderr.startswith(said), ended.stderr
+    assert ended.stderr.count("\n") == 1
