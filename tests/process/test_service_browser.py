@@ -40,7 +40,7 @@ def browse(scenario: str, service: ServiceProcess, folder: Path, *more: str) -> 
 
 def test_from_a_file_to_its_end(tmp_path: Path) -> None:
     """Upload, curve, log, answer, report, download, delete; a refused CSV before."""
-    with ServiceProcess(tmp_path / "data", "--epochs", "40", real=True) as service:
+    with ServiceProcess(tmp_path / "data", "--epochs", "300", real=True) as service:
         out = browse("life", service, tmp_path)
     assert out["errors"] == []
     said, disabled = out["refused"]

@@ -30,7 +30,7 @@ UPDATE_SERVER = "slipstream.runtime.shared_memory.update_server"
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     data = tmp_path_factory.mktemp("service") / "data"
-    options = ("--learners", "2", "--epochs", "300")
+    options = ("--learners", "2", "--epochs", "2000")  # it must outlast three kills
     with ServiceProcess(data, *options, real=True) as service:
         yield service
 
