@@ -63,6 +63,7 @@ class Job(JobMetrics):
         self._request: Request | None = None
         self._default_group = DefaultGroup(env, session.group_store)
         self._sampled = False
+        self._explained: tuple[BaseException | None, RuntimeFault | None] = (None, None)
         self._end = JobEnd(env, session, presence, self._figures, self._default_group, self._finish)
         presence.join() if self.world_size > 1 else presence.begin()
 
@@ -285,7 +286,9 @@ class Job(JobMetrics):
                 waits for it, ``silence_limit_s`` and 2 s at most. For other errors the result is
                 None, at once.
         """
-        return self._session.fault_behind(error)
+        if error is not self._explained[0]:
+            self._explained = error, self._session.fault_behind(error)
+        return self._explained[1]
 
     def init_process_group(self, backend: str = "gloo") -> None:
         """Make torch's default process group, of all workers; every rank must call it.

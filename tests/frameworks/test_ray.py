@@ -186,7 +186,7 @@ def test_an_error_of_a_worker_is_the_error_of_the_call(nodes: Nodes) -> None:
 def test_exit_handlers_run_and_are_not_awaited_for_ever(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_actors, "LEAVE_S", 2.0)
+    monkeypatch.setattr(ray_actors, "LEAVE_S", 8.0)
     with pytest.raises(ValueError, match="this function has failed"):
         run(ray_loops.Exiting(tmp_path), workers=2)
     ran = sorted(file.name.split(".") for file in tmp_path.iterdir())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.errors import PeerFailed
 from slipstream.job_end import JobEnd
 
 
@@ -64,3 +65,23 @@ def test_ctrl_c_while_the_reason_of_an_error_is_awaited(monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         loop()
     assert told == ["KeyboardInterrupt", "session"]
+
+
+def test_the_reason_of_an_error_is_awaited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework may ask before the end of the job does."""
+    asked: list[BaseException] = []
+    fault, error = PeerFailed("rank 1", "it broke"), RuntimeError("Connection closed by peer")
+
+    def fault_behind(error: BaseException) -> PeerFailed:
+        asked.append(error)
+        return fault
+
+    def loop() -> None:
+        with slipstream.init() as job:
+            monkeypatch.setattr(job._session, "fault_behind", fault_behind)
+            assert job.fault_behind(error) is fault
+            raise error
+
+    with pytest.raises(PeerFailed):
+        loop()
+    assert asked == [error]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import slipstream
+from slipstream.errors import RuntimeFault
 from slipstream.torch.exchange import as_tensor
 
 try:
@@ -157,8 +158,18 @@ class Engine:
 
 
 def adopt(tensor: Any) -> Any:
-    """An array that has a tensor's memory."""
-    return jax.dlpack.from_dlpack(tensor, copy=False)
+    """An array that has a tensor's memory.
+
+    Raises:
+        RuntimeFault: JAX has copied it, as it does with float64 outside of ``enable_x64``.
+    """
+    array = jax.dlpack.from_dlpack(tensor, copy=False)
+    if array.dtype.itemsize != tensor.element_size():
+        raise RuntimeFault(
+            f"JAX has made {array.dtype} of {tensor.dtype}: call the engine's mean where 64-bit types "
+            "are enabled, as they were when the params were made (jax.enable_x64)"
+        )
+    return array
 
 
 def adopter(host: Any) -> Callable[[Any], Any]:

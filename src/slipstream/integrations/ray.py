@@ -138,7 +138,7 @@ def _checked_arguments(
 def takes_no_argument(fn: Callable[..., Any]) -> bool:
     """Whether a call needs none."""
     try:
-        signature(fn).bind()
+        signature(fn, follow_wrapped=False).bind()
     except TypeError:
         return False
     except ValueError:  # a function of C, whose signature Python may not know

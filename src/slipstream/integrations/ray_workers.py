@@ -7,6 +7,7 @@ import os
 import pickle
 import secrets
 import socket
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -161,10 +162,12 @@ class Worker:
         try:
             return Outcome(fn())
         except Exception as error:
+            sys.last_value = error  # so that exit handlers know it, as after a script's error
             return Outcome(error=portable(error), where=where_of(error))
         except SystemExit as end:
             if not end.code:
                 return Outcome()
+            sys.last_value = end
             return Outcome(error=RuntimeFault(f"exited: {end.code}"), where=where_of(end))
 
     def leave(self) -> None:

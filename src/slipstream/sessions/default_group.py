@@ -75,12 +75,17 @@ class DefaultGroup:
             distributed.destroy_process_group()
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether a process group of torch has failed because a peer is gone."""
+def is_of_process_group(error: BaseException) -> bool:
+    """Whether torch's own communication has raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     in_group = any(f"torch{os.sep}distributed{os.sep}" in frame.filename for frame in frames)
-    said = re.search("connection|peer|remote|socket|pipe|closed|closure", str(error), re.IGNORECASE)
-    return isinstance(error, RuntimeError) and in_group and said is not None
+    return isinstance(error, RuntimeError) and in_group
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a process group of torch has failed because a peer is gone."""
+    words = "connection|peer|remote|socket|broken pipe|closed|closure"
+    return is_of_process_group(error) and re.search(words, str(error), re.IGNORECASE) is not None
 
 
 def bind_gloo(host: str) -> None:

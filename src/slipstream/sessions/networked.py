@@ -26,7 +26,7 @@ from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.store import connect_store
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.collective_calls import CollectiveCalls
-from slipstream.sessions.default_group import GroupStore, is_lost_connection
+from slipstream.sessions.default_group import GroupStore, is_lost_connection, is_of_process_group
 from slipstream.sessions.networked_weights import (
     LocalWeights,
     OwnWeights,
@@ -135,10 +135,11 @@ class NetworkedSession:
 
     def fault_behind(self, error: BaseException) -> RuntimeFault | None:
         """A peer that fails closes torch's connections, too, and tells why over the job's links."""
-        if not is_lost_connection(error):
+        if not is_of_process_group(error):
             return None
-        grace_s = self.membership.limits.silence_s + 2
-        self.membership.member.waiter.wait(lambda: False, grace_s)
+        if is_lost_connection(error):
+            grace_s = self.membership.limits.silence_s + 2
+            self.membership.member.waiter.wait(lambda: False, grace_s)
         return self.membership.member.fault
 
     def abort(self, error: BaseException) -> None:

@@ -18,6 +18,7 @@ from slipstream.sessions.default_group import (
     GroupStore,
     bind_gloo,
     is_lost_connection,
+    is_of_process_group,
 )
 
 
@@ -106,3 +107,13 @@ def test_which_errors_are_those_of_a_lost_connection(said: str) -> None:
     assert is_lost_connection(raised(call_in_group))
     assert not is_lost_connection(raised(fail))  # the loop's own
     assert not is_lost_connection(raised(distributed.get_rank))  # there is no group
+
+
+def test_a_collective_that_took_too_long_is_of_the_group_and_nobody_is_lost() -> None:
+    def fail() -> None:
+        raise RuntimeError("Timed out waiting 600000ms for a pipeline to complete")
+
+    error = raised(lambda: c10d_logger._exception_logger(fail)())
+    assert is_of_process_group(error)
+    assert not is_lost_connection(error)
+    assert not is_of_process_group(raised(fail))

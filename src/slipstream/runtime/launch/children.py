@@ -39,6 +39,8 @@ class Children:
         self._needed, self._over, self._parent_ended = (threading.Event() for _ in range(3))
         self._first = threading.Lock()
         self._end_writer = -1
+        self._pid = self._rank = -1  # of the process that has started them
+        self._threads: list[threading.Thread] = []
 
     # ---- in rank 0's process
 
@@ -48,10 +50,13 @@ class Children:
         return f"{os.getpid()}/fd/{reader}"
 
     def watch(self, processes: Sequence[subprocess.Popen[bytes]], first: int = 1) -> None:
-        """These are rank ``first`` and so on; rank 0 waits for them when it exits."""
+        """These are rank ``first`` and so on; this process waits for them when it exits."""
+        self._pid, self._rank = os.getpid(), first - 1
         for rank, process in enumerate(processes, first):
             self._processes[f"rank {rank}"] = process
-            threading.Thread(target=self._await, args=(f"rank {rank}",), daemon=True).start()
+            thread = threading.Thread(target=self._await, args=(f"rank {rank}",), daemon=True)
+            thread.start()
+            self._threads.append(thread)
         atexit.register(self._at_exit)
 
     def _await(self, name: str) -> None:
@@ -79,6 +84,8 @@ class Children:
                 process.wait()
 
     def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a fork of this process
+            return
         failed = getattr(sys, "last_value", None) is not None
         running = {name: each for name, each in self._processes.items() if each.poll() is None}
         if self._end_writer >= 0:
@@ -87,7 +94,7 @@ class Children:
         waited = [name for name, each in running.items() if each.returncode == EXIT_PEER_FAILED]
         if waited and not failed:  # the error of a script is printed by Python
             print(
-                f"slipstream: the script of rank 0 has ended, and {', '.join(waited)} had more to "
+                f"slipstream: the script of rank {self._rank} has ended, and {', '.join(waited)} had more to "
                 f"train: {SAME_CALLS}",
                 file=sys.stderr,
                 flush=True,
@@ -108,7 +115,10 @@ class Children:
         os.read(pipe, 1)
         self._parent_ended.set()
         # A job tells the reason; before it, nothing does.
-        if self._needed.is_set() and not self.grace_s:
+        # In this order: ``leave`` sets the grace to 0 last.
+        if not self.grace_s and self._needed.is_set():
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(EXIT_PEER_FAILED)
 
     # ---- in both

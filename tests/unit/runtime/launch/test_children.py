@@ -50,7 +50,9 @@ def test_after_the_job_a_failure_is_not_rank_0s(children: Children) -> None:
         with children.needed():
             children.leave()  # the Trainer still has something to do
             fails.communicate(b"\n")
-            assert fails.returncode == 3
+            for thread in children._threads:
+                thread.join(60)
+            assert fails.returncode == 3  # and this process goes on
 
 
 def test_one_that_fails_before_the_job_ends_rank_0() -> None:
@@ -103,3 +105,32 @@ sys.exit(5)
     said = "slipstream: the script of rank 0 has ended, and rank 1 had more to train: every rank "
     assert ended.stderr.startswith(said), ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers do not see rank 0's process elsewhere")
+def test_a_fork_that_exits_ends_nobody() -> None:
+    worker = """
+import sys
+from slipstream.runtime.launch.children import Children
+children = Children()
+children.follow(sys.argv[1])
+with children.needed():
+    print("needs rank 0", flush=True)
+    input()
+"""
+    code = f"""
+import os, subprocess, sys
+from slipstream.runtime.launch.children import Children
+children = Children()
+command = [sys.executable, "-c", {worker!r}, children.parent()]
+worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+children.watch([worker])
+worker.stdout.readline()
+if (fork := os.fork()) == 0:
+    sys.exit(0)
+os.waitpid(fork, 0)
+worker.communicate(b"\\n")
+print(worker.returncode)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
