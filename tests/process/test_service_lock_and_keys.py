@@ -73,3 +73,14 @@ def test_a_database_that_does_not_know_the_directory(tmp_path: Path) -> None:
         assert not left.exists()
         assert model.exists()
         assert service.get(f"/v1/classifiers/{classifier}").json()["status"] == "Available"
+
+
+def test_a_mistyped_directory_is_not_made(tmp_path: Path) -> None:
+    for arguments in (["serve", "--check"], ["keys", "list"], ["keys", "revoke", "sk_123456"]):
+        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", "mistyped"]
+        refused = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, cwd=tmp_path
+        )
+        assert refused.returncode == 2
+        assert "mistyped is no data directory of a service; give the right one" in refused.stderr
+        assert not list(tmp_path.iterdir())

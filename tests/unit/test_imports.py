@@ -64,6 +64,7 @@ EXCEPTIONS = {
     ("runtime/servers/server.py", "torch"),
     ("bench/contestants/ablation.py", "codecs"),  # it takes a part out of a system
     ("integrations/accelerate.py", "torch"),  # copies of a model are plain
+    ("integrations/jax.py", "torch"),  # it shares all gradients before the first one leaves
     # For type checkers only: a plan holds its strategy, and rules are about one.
     ("plan.py", "strategy"),
     ("compat.py", "strategy"),
@@ -75,12 +76,12 @@ TORCH_OUTSIDE = {
     "job_metrics.py",
     "cli/digits.py",
     "service/net.py",
-    "service/batches.py",
     "service/learn.py",
     "runtime/members/rendezvous.py",  # its TCPStore
     "runtime/members/store.py",
     "transports/collective.py",
     "integrations/accelerate.py",
+    "integrations/jax.py",
 }
 # The stub is what ``slipstream`` takes its public names from.
 MODULES = sorted([*SOURCE.rglob("*.py"), SOURCE / "__init__.pyi"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -74,13 +75,22 @@ def serve(
     if not check:
         service.serve(options)
         return
+    _require(data)
     for problem in (problems := service.check(options)):
         typer.echo(problem, err=True)
-    raise typer.Exit(1 if problems else 0)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"{data}: nothing is wrong")
 
 
 def _open(data: str, address: str) -> Database:
     return DataDirectory(data).migrated(address)
+
+
+def _require(data: str) -> None:
+    """Refuse a directory that no service has made: it would be created, and be found in order."""
+    if not (Path(data) / "classifiers").is_dir():
+        raise ConfigError(f"{data} is no data directory of a service; give the right one (--data)")
 
 
 @keys.command("add")
@@ -109,6 +119,7 @@ def add(
 @keys.command("list")
 def list_(data: Data = DEFAULTS.data, database: DatabaseAddress = "") -> None:
     """List all keys."""
+    _require(data)
     with _open(data, database) as opened, opened.reading() as reading:
         for row in list_keys(reading):
             state = "revoked" if row["revoked"] else "valid"
@@ -126,6 +137,7 @@ def revoke(
     database: DatabaseAddress = "",
 ) -> None:
     """Revoke a key, at once."""
+    _require(data)
     with _open(data, database) as opened, opened.transaction() as transaction:
         name = revoke_key(transaction, prefix)
     typer.echo(f"revoked a key of {name}")

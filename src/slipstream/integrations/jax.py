@@ -166,8 +166,8 @@ def adopt(tensor: Any) -> Any:
     array = jax.dlpack.from_dlpack(tensor, copy=False)
     if array.dtype.itemsize != tensor.element_size():
         raise RuntimeFault(
-            f"JAX has made {array.dtype} of {tensor.dtype}: call the engine's mean where 64-bit types "
-            "are enabled, as they were when the params were made (jax.enable_x64)"
+            f"JAX has made {array.dtype} of {tensor.dtype}: call the engine's mean where 64-bit "
+            "types are enabled, as they were when the params were made (jax.enable_x64)"
         )
     return array
 

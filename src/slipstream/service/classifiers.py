@@ -114,7 +114,11 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
             database.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
         owned = "SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :tenant"
         if database.number(owned, tenant=tenant.id) >= tenant.quota:
-            reason = "This user or service instance has the maximum number of classifiers."
+            reason = (
+                "This user or service instance has the maximum number of classifiers: "
+                f"{tenant.quota}. Delete one, or ask the operator for more ('slipstream keys add "
+                "NAME --quota N')."
+            )
             raise ApiError("Entitlement error", reason)
         serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
         classifier = f"{secrets.token_hex(3)}x{secrets.token_hex(5)}-nlc-{serial}"

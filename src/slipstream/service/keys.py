@@ -88,8 +88,12 @@ def list_keys(database: Database) -> list[Row]:
 def revoke_key(database: Database, prefix: str) -> str:
     """Revoke the one key that begins so; returns its tenant's name."""
     start = prefix[:9]
+    if len(start) < 9:  # "sk_" begins every key
+        raise ConfigError(
+            f"{start!r} is too short; give the 9 characters that 'slipstream keys list' shows"
+        )
     valid = [row for row in list_keys(database) if row["revoked"] is None]
-    found = [row for row in valid if start and row["prefix"].startswith(start)]
+    found = [row for row in valid if row["prefix"] == start]
     if len(found) != 1:
         raise ConfigError(
             f"{len(found)} valid keys begin with {start!r}; see 'slipstream keys list'"

@@ -23,6 +23,7 @@ CLASS_BREAKS = re.compile(r"[\t\n\r\x85\u2028\u2029]")
 PATH = re.compile(r"[\w.~:/\\ -]+\.(?:csv|tsv|txt|xlsx?)")
 MOST_COUNTED_CLASSES = 100_000  # of too many
 FEW_ROWS = 5  # a class with fewer is warned of
+COMMON_SHARE = 0.9  # of the rows: a class on more, beside others, tells nothing
 HEADER_TEXTS = {"text", "phrase", "sentence", "utterance", "question", "query", "message"}
 HEADER_CLASSES = {"class", "class_name", "label", "labels", "category", "intent", "target"}
 MOST_NAMED = 5  # classes that a warning names
@@ -185,6 +186,13 @@ def warnings_of(
         subject = _counted(len(repeated), "row repeats", "rows repeat")
         found.append(f"{subject} an earlier row; first at line {repeated[0]:,}.")
     counts = Counter(number for own in classes for number in own)
+    several = [line for line, own in zip(lines, classes, strict=True) if len(own) > 1]
+    everywhere = [own for own, count in counts.items() if count >= COMMON_SHARE * len(classes)]
+    if several and len(labels) > 2 and everywhere:
+        found.append(
+            f"The class {labels[everywhere[0]]!r} is on nearly every row, beside others (line "
+            f"{several[0]:,}): is there a comma in the texts? Then put them in quotes."
+        )
     if small := [repr(labels[own]) for own, count in sorted(counts.items()) if count < FEW_ROWS]:
         rest = f" and {len(small) - MOST_NAMED:,} more" if len(small) > MOST_NAMED else ""
         subject = _counted(len(small), "class has", "classes have")

@@ -43,6 +43,8 @@ def test_a_key_from_its_birth_to_its_end() -> None:
             assert tenant is not None
             assert tenant.quota == 5
             assert key not in str(transaction.run("SELECT * FROM api_keys"))
+            with pytest.raises(ConfigError, match="'sk_' is too short"):  # every key begins so
+                keys.revoke_key(transaction, "sk_")
             assert keys.revoke_key(transaction, key) == "team"
             assert keys.tenant_of(transaction, keys.key_hash(key)) is None
             assert keys.tenant_of(transaction, keys.key_hash(other)) == tenant

@@ -212,3 +212,16 @@ def test_warnings() -> None:
     assert several[0].startswith("1 text has different classes")
     assert "first at line 2" in several[0]
     assert several[1].startswith("5 classes have fewer than 5 rows: '0', '1'")
+
+
+def test_commas_in_texts_without_quotes_are_warned_of() -> None:
+    rows = "".join(f"where is bill {n}?, please,{'ab'[n % 2]}\n" for n in range(20))
+    (warning,) = read([rows.encode()], Limits()).warnings
+    assert warning == (
+        "The class 'please' is on nearly every row, beside others (line 1): is there a comma in "
+        "the texts? Then put them in quotes."
+    )
+    quoted = "".join(f'"bill {n}?, please",{"ab"[n % 2]}\n' for n in range(20))
+    assert read([quoted.encode()], Limits()).warnings == []
+    mostly_one = "".join(f"bill {n},{'a' if n else 'b,c'}\n" for n in range(20)) + "x,b,c\n" * 6
+    assert "comma" not in " ".join(read([mostly_one.encode()], Limits()).warnings)

@@ -94,8 +94,8 @@ class Children:
         waited = [name for name, each in running.items() if each.returncode == EXIT_PEER_FAILED]
         if waited and not failed:  # the error of a script is printed by Python
             print(
-                f"slipstream: the script of rank {self._rank} has ended, and {', '.join(waited)} had more to "
-                f"train: {SAME_CALLS}",
+                f"slipstream: the script of rank {self._rank} has ended, and {', '.join(waited)} "
+                f"had more to train: {SAME_CALLS}",
                 file=sys.stderr,
                 flush=True,
             )
