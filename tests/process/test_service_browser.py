@@ -46,6 +46,7 @@ def test_from_a_file_to_its_end(tmp_path: Path) -> None:
     said, disabled = out["refused"]
     assert "bad.csv: Malformed data. The 'class' value at line 3" in said
     assert disabled
+    assert out["suggested"] == "second"  # it follows the file
     assert out["checked"].startswith("trips.csv: 128 rows, ")
     assert out["title"] == "<img src=x onerror=alert(1)>"
     assert out["images"] == 0

@@ -84,3 +84,13 @@ def test_a_mistyped_directory_is_not_made(tmp_path: Path) -> None:
         assert refused.returncode == 2
         assert "mistyped is no data directory of a service; give the right one" in refused.stderr
         assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_key_is_not_taken_for_none(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", "--no-auth") as service:
+        wrong = ("apikey", "sk_" + 43 * "x")
+        assert service.get("/v1/classifiers", auth=wrong).status_code == 200  # there are no keys
+        command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "alice", "--data"]
+        subprocess.run([*command, str(service.data)], env=environment(), check=True)
+        assert service.get("/v1/classifiers", auth=wrong).status_code == 401
+        assert service.get("/v1/classifiers").status_code == 200

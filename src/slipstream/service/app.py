@@ -108,7 +108,9 @@ class Gate:
         hashed = keys.hash_from_header(credential, call.service.secret, time.time()) or ""
         tenant = keys.tenant_of(database, hashed) if hashed else None
         keys_needed = call.service.needs_key()
-        if tenant is None and not keys_needed:
+        # Where there are keys (--no-auth), a wrong one is not taken for none.
+        mistaken = bool(credential) and tenant is None and keys.any_key(database)
+        if tenant is None and not keys_needed and not mistaken:
             tenant = keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
         elif tenant is not None and self._used.get(hashed, 0) < (now := now_ms()) - keys.USED_MS:
             self._used[hashed] = now

@@ -78,6 +78,11 @@ const scenarios = {
     out.refused = [await text("check"), await page.locator("#send").isDisabled()];
     await look("refused");
     const hostile = "<img src=x onerror=alert(1)>";
+    await choose("first.csv", "one,a\ntwo,b\nthree,a\nfour,b\nfive,a\n");
+    await says("check", "5 rows");
+    await choose("second.csv", "one,a\ntwo,b\nthree,a\nfour,b\nfive,a\nsix,b\n");
+    await says("check", "6 rows");
+    out.suggested = await page.locator("#name").inputValue();
     await train(hostile);
     await shown("curve");
     await look("curve");

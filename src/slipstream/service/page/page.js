@@ -321,6 +321,8 @@ function summary({ rows, classes: { size } }) {
   return size > mostClasses ? `${found} More than ${count(mostClasses)}: the service may refuse it.` : found;
 }
 
+let suggested = ""; // the name that the page has filled in
+
 async function choose() {
   const file = at("file").files[0];
   chosen = sendKey = null;
@@ -334,7 +336,10 @@ async function choose() {
     if (file !== at("file").files[0]) return;
     chosen = file;
     line.textContent = `${file.name}: ${summary(data)}`;
-    at("name").value ||= [...file.name.replace(/\.csv$/i, "")].slice(0, LIMITS.name).join("");
+    const name = at("name");
+    if (!name.value || name.value === suggested) {
+      name.value = suggested = [...file.name.replace(/\.csv$/i, "")].slice(0, LIMITS.name).join("");
+    }
   } catch (error) {
     if (file !== at("file").files[0]) return;
     line.className = "refused";
