@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import zmq
 
@@ -171,18 +171,31 @@ def garbage(seed: int) -> Iterator[bytes]:
         yield b""
 
 
+def is_open(link: socket.socket) -> bool:
+    """Whether the other end has not closed a connection; drops what it has sent."""
+    try:
+        while link.recv(65536, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class Crowd:
     """Connections from untracked; some stay open and silent until ``close``."""
 
     def __init__(self) -> None:
-        self._open: list[socket.socket] = []
+        self._open: dict[socket.socket, int] = {}  # and their port
 
     def connect(self, ports: Sequence[int], count: int, seed: int) -> None:
         said = garbage(seed)
         for number in range(count):
             content = next(said)
+            port = ports[number % len(ports)]
             try:
-                link = socket.create_connection(("127.0.0.1", ports[number % len(ports)]), 10)
+                link = socket.create_connection(("127.0.0.1", port), 10)
             except OSError:
                 time.sleep(0.05)  # the queue for new connections is full; the next one may do
                 continue
@@ -191,13 +204,18 @@ class Crowd:
             if content and number % 2:
                 link.close()
             else:
-                self._open.append(link)
+                self._open[link] = port
 
     def idle(self, port: int, count: int) -> None:
         """Connections that never say anything, until no more are taken."""
         with contextlib.suppress(OSError):
             for _ in range(count):
-                self._open.append(socket.create_connection(("127.0.0.1", port), 0.5))
+                self._open[socket.create_connection(("127.0.0.1", port), 0.5)] = port
+
+    def not_ended(self, ports: Collection[int]) -> int:
+        """Connections to these ports that the other end has not closed; also if it has not
+        accepted them yet."""
+        return sum(is_open(link) for link, port in self._open.items() if port in ports)
 
     def close(self) -> None:
         for link in self._open:
