@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from slipstream.service.features import UNKNOWN, Encoded, Encoder, Values
+from slipstream.service.features import FIRST_WORD, UNKNOWN, Encoded, Encoder, Values
 from slipstream.service.net import TextBatch
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
@@ -17,9 +17,8 @@ class Examples:
     """The rows of training data, encoded."""
 
     def __init__(self, rows: Rows, encoder: Encoder) -> None:
-        self._setting = encoder.setting
+        self._rows, self._encoder, self._setting = rows, encoder, encoder.setting
         self._encoded = [self._padded(encoder.encode(text)) for text in rows.texts]
-        self._rows = rows
         counts = np.bincount(np.concatenate([own.words for own in self._encoded]))
         rare = encoder.setting.rare_words
         self._dropped = (rare / (rare + np.maximum(counts, 1))).astype(np.float32)
@@ -30,6 +29,26 @@ class Examples:
         some = [self._encoded[number] for number in numbers]
         if rng is not None:
             some = [drop(own, self._dropped, self._setting.feature_dropout, rng) for own in some]
+        return self._joined(some, numbers, rng)
+
+    def held_batches(self, held: Sequence[int], size: int) -> list[TextBatch]:
+        """Held-out rows as the net would meet new texts.
+
+        Words and features that no other row has are unknown in them. They have weights all the
+        same, because held-out rows are trained on later.
+        """
+        out = set(held)
+        others = [own for number, own in enumerate(self._encoded) if number not in out]
+        encode = restricted(self._encoder, others)
+        some = [self._padded(encode(self._rows.texts[number])) for number in held]
+        return [
+            self._joined(some[start : start + size], held[start : start + size], None)
+            for start in range(0, len(held), size)
+        ]
+
+    def _joined(
+        self, some: list[Encoded], numbers: Sequence[int], rng: np.random.Generator | None
+    ) -> TextBatch:
         return TextBatch(
             np.concatenate([own.words for own in some]),
             np.cumsum([len(own.words) for own in some]),
@@ -58,6 +77,29 @@ class Examples:
             return np.ones(shape, np.float32)
         kept = rng.random(shape, np.float32) >= self._setting.dropout
         return kept * np.float32(1 / (1 - self._setting.dropout))
+
+
+def restricted(encoder: Encoder, rows: Sequence[Encoded]) -> Callable[[str], Encoded]:
+    """Encodes texts with the words and features of some rows alone; numbers stay the encoder's.
+
+    >>> encoder = Encoder.of(["red fish", "blue fish"], 2, TextSetting())
+    >>> encode = restricted(encoder, [encoder.encode("red fish")])
+    >>> encode("blue fish").words.tolist().count(UNKNOWN)
+    1
+    """
+    words = np.unique(np.concatenate([own.words for own in rows]))
+    words = words[words >= FIRST_WORD]
+    features = np.unique(np.concatenate([own.features for own in rows]))
+    numbers, at = np.concatenate([np.arange(FIRST_WORD), words]), features - 1
+    known = Encoder(
+        encoder.words[words - FIRST_WORD], encoder.features[at], encoder.idf[at], encoder.setting
+    )
+
+    def encode(text: str) -> Encoded:
+        found = known.encode(text)
+        return Encoded(numbers[found.words], features[found.features - 1], found.values)
+
+    return encode
 
 
 def drop(encoded: Encoded, words: Values, features: float, rng: np.random.Generator) -> Encoded:
@@ -115,8 +157,10 @@ def hold_out(classes: Sequence[list[int]], setting: TextSetting, seed: int) -> l
     for numbers in by_class.values():
         due += setting.held_out * len(numbers)
         for number in numbers:
-            if due < 1 or any(left[own] < 2 for own in classes[number]):
+            if due < 1:
                 break
+            if any(left[own] < 2 for own in classes[number]):
+                continue
             held.append(number)
             left.subtract(classes[number])
             due -= 1

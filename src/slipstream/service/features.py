@@ -75,7 +75,7 @@ class Encoder(NamedTuple):
         """Learn words and features from texts; each feature has a weight for each class."""
         split = [words_of(text, setting.text_words) for text in texts]
         words, counts = _count(map(hash_words, split))
-        kept = _most_frequent(words, counts, setting.most_words)
+        kept = _first(np.lexsort((words, -counts)), words, setting.most_words)
         terms, term_rows = _count(np.unique(hash_terms(own)) for own in split)
         grams, gram_rows = _count(
             np.unique(hash_characters(own, *setting.characters)) for own in split
@@ -83,7 +83,10 @@ class Encoder(NamedTuple):
         often = gram_rows >= setting.least_rows
         features = np.concatenate([terms, grams[often]])
         rows = np.concatenate([term_rows, gram_rows[often]])
-        chosen = _most_frequent(features, rows, setting.most_weights // classes - 1)
+        # Words first: with thousands of classes not all features fit, and those that many rows
+        # share tell classes apart least.
+        order = np.lexsort((features, -rows, ~np.isin(features, words)))
+        chosen = _first(order, features, setting.most_weights // classes - 1)
         idf = 1 + np.log((1 + len(texts)) / (1 + rows[chosen]))
         return cls(words[kept], features[chosen], idf.astype(np.float32), setting)
 
@@ -176,7 +179,7 @@ def _count(rows: Iterator[Hashes]) -> tuple[Hashes, Ids]:
     return distinct, np.bincount(place, counts, len(distinct)).astype(np.int64)
 
 
-def _most_frequent(hashes: Hashes, counts: Ids, most: int) -> Ids:
-    """Places of the most frequent, in the order of their hashes."""
-    order = np.lexsort((hashes, -counts))[: max(most, 0)]
-    return order[np.argsort(hashes[order])]
+def _first(order: Ids, hashes: Hashes, most: int) -> Ids:
+    """The first places of an order, sorted by their hashes."""
+    places = order[: max(most, 0)]
+    return places[np.argsort(hashes[places])]

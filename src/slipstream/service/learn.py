@@ -58,6 +58,7 @@ class Task:
         words, features = len(self.encoder.words), len(self.encoder.features)
         self.net = WideAndDeep(words, features, classes, self.setting)
         self.held = hold_out(self.rows.classes, self.setting, self.job.seed)
+        self.held_batches = self.examples.held_batches(self.held, EVALUATED) if self.held else []
         trained = len(self.rows.texts) - len(self.held)
         self.schedule = Schedule.of(self.job, self.setting, trained, len(self.held))
 
@@ -183,12 +184,8 @@ class Learner:
 
     def _scores(self) -> tuple[Scores, Scores]:
         """The scores of both parts for the held-out rows, without dropout."""
-        held = self._task.held
         with torch.no_grad():
-            found = [
-                self._net(self._task.examples.batch(held[start : start + EVALUATED]))
-                for start in range(0, len(held), EVALUATED)
-            ]
+            found = [self._net(batch) for batch in self._task.held_batches]
         return (
             torch.cat([scored.deep for scored in found]).numpy(),
             torch.cat([scored.wide for scored in found]).numpy(),

@@ -16,9 +16,8 @@ import msgspec
 
 from slipstream.service.csv_records import malformed, records
 from slipstream.service.errors import ApiError
+from slipstream.service.words import CONTROLS, plain
 
-CONTROLS = re.compile(r"[\x01-\x1f\x7f-\x9f]")
-TEXT_CONTROLS = re.compile(rf"\\[tnr]|{CONTROLS.pattern}")  # in a text, written escapes are too
 CLASS_BREAKS = re.compile(r"[\t\n\r\x85\u2028\u2029]")
 PATH = re.compile(r"[\w.~:/\\ -]+\.(?:csv|tsv|txt|xlsx?)")
 MOST_COUNTED_CLASSES = 100_000  # of too many
@@ -105,7 +104,7 @@ def clean_text(line: int, field: str, limit: int) -> str:
     >>> clean_text(1, " two\\nlines", 1024)
     'two lines'
     """
-    text = TEXT_CONTROLS.sub(" ", field).strip()
+    text = plain(field).strip()
     if not text:
         raise malformed(f"The 'text' value at line {line:,} and column 1 is 'empty'.")
     check_length("Phrase too long", f"phrase at line {line:,}", text, limit)
@@ -123,7 +122,7 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
         place = f"at line {line:,} and column {column}"
         if CLASS_BREAKS.search(field.strip()):
             raise malformed(f"The 'class' value {place} has a tab or a line end.")
-        name = unicodedata.normalize("NFC", CONTROLS.sub(" ", field)).strip()
+        name = unicodedata.normalize("NFC", re.sub(CONTROLS, " ", field)).strip()
         check_length("Class too long", f"class {place}", name, limit)
         if name:
             names[name] = None

@@ -38,7 +38,7 @@ import msgspec
 
 # Raised when the net or its features change: checkpoints of before do not fit, so a job that was
 # under way begins anew.
-NET_FORM = 2
+NET_FORM = 3
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 

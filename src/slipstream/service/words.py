@@ -1,8 +1,8 @@
 """Cuts a text into words.
 
-NFKC and lower case; letters and digits that follow each other are a word, also with one apostrophe
-inside; every other sign that is no space is a word. Han and kana, which are written without
-spaces, are a word each.
+Control characters and written escapes (a backslash and n) are spaces. NFKC and lower case; letters
+and digits that follow each other are a word, also with one apostrophe inside; every other sign that
+is no space is a word. Han and kana, which are written without spaces, are a word each.
 """
 
 from __future__ import annotations
@@ -14,9 +14,21 @@ from itertools import islice
 TOKENIZER = "nfkc-lower-1"  # its name in model files; a change of words needs a new one
 MOST_CHARACTERS = 8_192  # of a normalized text: NFKC can make 18 characters of one
 
+CONTROLS = r"[\x01-\x1f\x7f-\x9f]"
+_SPACES = re.compile(rf"\\[tnr]|{CONTROLS}")
+
 _SINGLE = "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _LETTERS = rf"[^\W{_SINGLE}]+"
 _WORD = re.compile(rf"[{_SINGLE}]|{_LETTERS}(?:'{_LETTERS})?|[^\w\s]")
+
+
+def plain(text: str) -> str:
+    """A text whose control characters and written escapes became spaces.
+
+    >>> plain("reset my\\\\npassword")
+    'reset my password'
+    """
+    return _SPACES.sub(" ", text)
 
 
 def words_of(text: str, most: int) -> list[str]:
@@ -25,5 +37,5 @@ def words_of(text: str, most: int) -> list[str]:
     >>> words_of("Don't PANIC, ＡＢＣ 東京!", 256)
     ["don't", 'panic', ',', 'abc', '東', '京', '!']
     """
-    normal = unicodedata.normalize("NFKC", text).lower().replace("\u2019", "'")
+    normal = unicodedata.normalize("NFKC", plain(text)).lower().replace("\u2019", "'")
     return [match[0] for match in islice(_WORD.finditer(normal[:MOST_CHARACTERS]), most)]

@@ -37,6 +37,8 @@ WORDS = st.lists(st.text("abéß東😀", min_size=1, max_size=6), max_size=8)
         ("안녕 세상", ["안녕", "세상"]),
         ("مرحبا، عالم", ["مرحبا", "،", "عالم"]),
         ("a\u0301b", ["áb"]),
+        (r"my\npass\tword", ["my", "pass", "word"]),  # written escapes, as in training data
+        ("my\x01word", ["my", "word"]),
         ("", []),
     ],
 )
@@ -101,6 +103,16 @@ def test_rare_features_go_first_and_numbers_fit() -> None:
     assert 0 < encoded.features.min() <= encoded.features.max() <= len(encoder.features)
 
 
+def test_words_are_kept_before_what_many_rows_share() -> None:
+    """Else a set of many classes would lose just the words that name a class."""
+    names = [f"name{number}z" for number in range(1000)]
+    texts = [f"please tell me all about {name}" for name in names]
+    encoder = Encoder.of(texts, len(names), TextSetting(most_weights=1500 * len(names)))
+    assert len(encoder.features) == 1499
+    assert np.isin(hash_words([*names, "please", "about"]), encoder.features).all()
+    assert np.isin(hash_terms(["tell", "me"]), encoder.features).all()  # the rest: the most common
+
+
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), max_size=150))
 def test_no_class_loses_its_last_row(classes: list[list[int]]) -> None:
     held = hold_out(classes, TextSetting(), 0)
@@ -118,6 +130,28 @@ def test_a_class_gives_a_tenth_of_its_rows_at_most() -> None:
     assert set(held) == {900, 901}
     assert held[900] <= 11
     assert held[901] <= 6
+
+
+def test_rows_that_cannot_be_held_out_are_passed_over() -> None:
+    """Each third row has a class that no other row has."""
+    classes = [[0, 2 + row] if row % 3 == 0 else [row % 2] for row in range(900)]
+    held = hold_out(classes, TextSetting(), 0)
+    assert len(held) >= 88
+    assert all(len(classes[number]) == 1 for number in held)
+
+
+def test_held_out_rows_are_encoded_as_new_texts() -> None:
+    texts = ["red fish swims", "blue fish swims", "green bird sings", "a red bird"]
+    rows = Rows(texts, [[0], [0], [1], [1]], ["x", "y"], [])
+    examples = Examples(rows, Encoder.of(texts, 2, TextSetting()))
+    [held] = examples.held_batches([1, 2], 4)
+    seen = examples.batch([0, 3])
+    assert (held.words == UNKNOWN).tolist()[:3] == [True, False, False]  # blue
+    assert held.words[1] == seen.words[1]  # fish: its number is still the net's
+    assert set(held.features) <= set(seen.features)
+    for values in np.split(held.values, held.feature_ends[:-1]):
+        groups = np.square(values).sum()  # each of two groups has the norm feature_scale
+        assert groups == pytest.approx(2 * TextSetting().feature_scale ** 2, rel=1e-5)
 
 
 def test_rare_words_become_unknown_by_their_count() -> None:
