@@ -34,7 +34,6 @@ import slipstream
 from slipstream.bench.comparison import machine_facts
 from slipstream.service.batches import shuffled
 from slipstream.service.learn import Task
-from slipstream.service.rows import Limits, read
 from slipstream.service.settings import JobSetting
 
 LEARNERS = 2
@@ -73,7 +72,7 @@ def bare_worker(folder: Path, seconds: float) -> None:
 def bare(rows: bytes, args: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "rows.msgpack").write_bytes(msgspec.msgpack.encode(read([rows], Limits())))
+        (folder / "data.csv").write_bytes(rows)
         (folder / "job.json").write_bytes(msgspec.json.encode(JobSetting()))
         run = [SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", "gadei"]
         done = subprocess.run(

@@ -16,7 +16,6 @@ from service_sentences import TOPICS, sentences
 
 from slipstream.service.answers import Model
 from slipstream.service.report import Report
-from slipstream.service.rows import Limits, read
 from slipstream.service.settings import JobSetting
 
 pytestmark = [
@@ -36,8 +35,7 @@ def nothing_stays() -> Iterator[None]:
 
 def prepare(folder: Path, forms: int, job: JobSetting) -> None:
     folder.mkdir(parents=True)
-    rows = read(["\n".join(sentences(3, forms)).encode()], Limits())
-    (folder / "rows.msgpack").write_bytes(msgspec.msgpack.encode(rows))
+    (folder / "data.csv").write_text("\n".join(sentences(3, forms)))
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from slipstream.runtime.files.whole_files import replace_file, sync_directory
+from slipstream.runtime.files.whole_files import sync_directory
 from slipstream.service import queue, rows
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
@@ -61,6 +61,7 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
     except (ValueError, RecursionError):
         raise ApiError("Missing metadata", MISSING_METADATA) from None
     name, language = fields.get("name"), fields.get("language", "en")
+    language = "null" if language is None else language  # as the client wrote it
     if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
         reason = "The 'name' is not a text of at most 256 characters without line ends."
         raise ApiError("Malformed metadata", reason)
@@ -72,14 +73,12 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
 
 
 def check_rows(call: Call, upload: Upload) -> dict[str, object]:
-    """Check the rows of an upload and store them beside its data; returns what the table keeps."""
-    read = rows.read(upload.blocks(), call.service.options.limits)
+    """Check the rows of an upload; returns what the table of versions keeps."""
+    count, classes = rows.check(upload.blocks(), call.service.options.limits)
     with upload.path.open("rb") as file:
         os.fsync(file.fileno())
         nbytes = os.fstat(file.fileno()).st_size
-    replace_file(upload.directory / "rows.msgpack", [msgspec.msgpack.encode(read)])
-    counts = {"rows": len(read.texts), "classes": len(read.labels)}
-    return {**counts, "sha256": upload.sha256(), "bytes": nbytes}
+    return {"rows": count, "classes": classes, "sha256": upload.sha256(), "bytes": nbytes}
 
 
 # ---- writing

@@ -28,6 +28,8 @@ class Service:
     models: Models = field(default_factory=Models)
     # Classifications compute, so they have threads of their own; the others wait for the disk.
     answering: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "answers"))
+    # Few uploads are checked at a time, so that requests of others need not wait for all of them.
+    checking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "checks"))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     uploads: set[tuple[str, str]] = field(default_factory=set)  # tenants, idempotency keys
     trainer_silent_s: Callable[[], float] = lambda: 0.0
@@ -40,6 +42,7 @@ class Service:
     def close(self) -> None:
         """End the threads and close the database."""
         self.answering.shutdown(cancel_futures=True)
+        self.checking.shutdown(cancel_futures=True)
         self.database.close()
 
 

@@ -3,7 +3,7 @@
     slipstream run --workers N --strategy 'gadei(checkpoints=DIR, every_s=10)' \\
         -m slipstream.service.learn VERSION_DIR
 
-VERSION_DIR has ``rows.msgpack`` and ``job.json``. The job has two phases. In the first, some rows
+VERSION_DIR has ``data.csv`` and ``job.json``. The job has two phases. In the first, some rows
 are held out; at its end rank 0 measures them and writes ``report.json``, for which the other
 learners wait. In the second, all rows take part. Then rank 0 writes ``model.safetensors``.
 
@@ -33,10 +33,11 @@ from slipstream.service.model_file import Array, ModelHead, write_model
 from slipstream.service.net import WideAndDeep
 from slipstream.service.progress import ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
-from slipstream.service.rows import Rows
+from slipstream.service.rows import read
 from slipstream.service.settings import JobSetting, Schedule, TextSetting
 
 REFUSED = 3  # the exit code
+BLOCK_NBYTES = 256 * 1024
 EVALUATED = 4  # rows of a batch when nothing is learnt; more would only take memory
 CURVE = 50  # times that held-out rows are measured on the way
 SELDOM = 8  # steps between two looks at the loss, and two changes of the rate: both take time
@@ -48,7 +49,8 @@ class Task:
     """What a version's directory asks for, the same for every learner."""
 
     def __init__(self, folder: Path) -> None:
-        self.rows = msgspec.msgpack.decode((folder / "rows.msgpack").read_bytes(), type=Rows)
+        with (folder / "data.csv").open("rb") as file:
+            self.rows = read(iter(lambda: file.read(BLOCK_NBYTES), b""))
         self.job = msgspec.json.decode((folder / "job.json").read_bytes(), type=JobSetting)
         self.folder, self.setting = folder, TextSetting()
         classes = len(self.rows.labels)

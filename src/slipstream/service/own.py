@@ -181,7 +181,9 @@ def retry(call: Call) -> JobState:
 async def put_data(call: Call) -> Changed:
     """Train version n + 1 under the same id; version n answers meanwhile."""
     async with received(call) as upload:
-        return Changed(await asyncio.to_thread(classifiers.add_version, call, upload))
+        loop, checking = asyncio.get_running_loop(), call.service.checking
+        adding = loop.run_in_executor(checking, classifiers.add_version, call, upload)
+        return Changed(await adding)
 
 
 def versions(call: Call) -> Versions:

@@ -1,8 +1,8 @@
 """Training data: a CSV of texts and their classes, checked row by row as it arrives.
 
 Column 1 is the text, every further non-empty column a class; there is no header row. What cannot
-be used is refused with the physical line. Of data with too many rows or classes no row is kept:
-the rest is only counted.
+be used is refused with the physical line. ``check`` counts and keeps no text, so memory does not
+grow with the data; ``read`` is for the training job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.service.words import CONTROLS, plain
 
 CLASS_BREAKS = re.compile(r"[\t\n\r\x85\u2028\u2029]")
 PATH = re.compile(r"[\w.~:/\\ -]+\.(?:csv|tsv|txt|xlsx?)")
-MOST_COUNTED_CLASSES = 100_000  # of too many
+MOST_COUNTED_CLASSES = 20_000  # of too many
 FEW_ROWS = 5  # a class with fewer is warned of
 COMMON_SHARE = 0.9  # of the rows: a class on more, beside others, tells nothing
 HEADER_TEXTS = {"text", "phrase", "sentence", "utterance", "question", "query", "message"}
@@ -40,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct):
-    """Training data that was accepted; ``rows.msgpack`` is its msgpack."""
+    """Training data that was accepted."""
 
     texts: list[str]
     classes: list[list[int]]  # for each text, the numbers of its labels; at least one
@@ -48,36 +48,52 @@ class Rows(msgspec.Struct):
     warnings: list[str]  # for the report
 
 
-def read(stream: Iterable[bytes], limits: Limits) -> Rows:
-    """Read and check the bytes of a CSV, cut anywhere; ApiError with the line that is wrong.
+def check(stream: Iterable[bytes], limits: Limits) -> tuple[int, int]:
+    """Check the bytes of a CSV, cut anywhere; ApiError with the line that is wrong.
 
-    >>> data = b"hi,greeting\\nbye,parting\\nhello,greeting\\nciao,greeting,parting\\nhey,greeting"
-    >>> read([data], Limits()).classes
-    [[0], [1], [0], [0, 1], [0]]
+    Returns:
+        How many rows and how many classes it has.
+
+    >>> check([b"hi,greeting\\nbye,parting\\nhello,greeting\\nci", b"ao,parting\\nhey,x"], Limits())
+    (5, 3)
     """
-    lines: list[int] = []
-    texts: list[str] = []
-    classes: list[list[int]] = []
-    numbers: dict[str, int] = {}  # of classes, in the order in which they first come
+    names: set[str] = set()
     count, found = 0, records(stream)
     for count, (line, fields) in enumerate(found, start=1):
         if count > limits.max_rows:
             count += sum(1 for _ in found)
             break
-        text = clean_text(line, fields[0], limits.text_chars)
-        names = clean_classes(line, fields, limits.class_chars)
-        if len(numbers) > max(MOST_COUNTED_CLASSES, limits.max_classes):
-            continue
-        own = [numbers.setdefault(name, len(numbers)) for name in names]
-        if len(numbers) <= limits.max_classes:
-            lines.append(line)
-            texts.append(text)
-            classes.append(own)
-    _check_counts(count, len(numbers), limits)
-    labels = sorted(numbers)
-    place = {numbers[label]: number for number, label in enumerate(labels)}
-    classes = [sorted(map(place.__getitem__, own)) for own in classes]
+        _, own = clean(line, fields, limits)
+        if len(names) <= max(MOST_COUNTED_CLASSES, limits.max_classes):
+            names.update(own)
+    _check_counts(count, len(names), limits)
+    return count, len(names)
+
+
+def read(stream: Iterable[bytes]) -> Rows:
+    """The rows of a CSV that ``check`` has accepted.
+
+    >>> read([b"hi,greeting\\nbye,parting\\nciao,greeting,parting"]).classes
+    [[0], [1], [0, 1]]
+    """
+    lines: list[int] = []
+    texts: list[str] = []
+    names: list[list[str]] = []
+    for line, fields in records(stream):
+        text, own = clean(line, fields, Limits())
+        lines.append(line)
+        texts.append(text)
+        names.append(own)
+    labels = sorted({name for own in names for name in own})
+    place = {label: number for number, label in enumerate(labels)}
+    classes = [sorted(map(place.__getitem__, own)) for own in names]
     return Rows(texts, classes, labels, warnings_of(lines, texts, classes, labels))
+
+
+def clean(line: int, fields: list[str], limits: Limits) -> tuple[str, list[str]]:
+    """The text and the classes of a row."""
+    text = clean_text(line, fields[0], limits.text_chars)
+    return text, clean_classes(line, fields, limits.class_chars)
 
 
 def _check_counts(rows: int, classes: int, limits: Limits) -> None:

@@ -99,7 +99,10 @@ async def create(call: Call) -> Classifier:
     """Train a classifier on new data."""
     with _idempotency_key(call) as key:
         async with received(call) as upload:
-            call.path_params["id"] = await asyncio.to_thread(classifiers.create, call, upload, key)
+            loop, checking = asyncio.get_running_loop(), call.service.checking
+            call.path_params["id"] = await loop.run_in_executor(
+                checking, classifiers.create, call, upload, key
+            )
         return await asyncio.to_thread(show, call)
 
 

@@ -11,10 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
 from slipstream.runtime.files.whole_files import write_whole
-from slipstream.service.rows import Rows
+from slipstream.service.rows import read
 
 
 def is_held(update: int, total: int) -> bool:
@@ -29,7 +27,7 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     directory = Path(sys.argv[1])
-    rows = msgspec.msgpack.decode((directory / "rows.msgpack").read_bytes(), type=Rows)
+    rows = read([(directory / "data.csv").read_bytes()])
     job = json.loads((directory / "job.json").read_bytes())
     if rows.texts[0] == "refuse me":
         print("refused: the model would be too large", file=sys.stderr)

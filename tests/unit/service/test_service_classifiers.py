@@ -111,7 +111,7 @@ def test_a_version_whose_commit_failed(
         (service.directory.version(classifier, 2) / "left").mkdir(parents=True)  # by a kill
         assert add_version(service, classifier) == 2
         files = {path.name for path in service.directory.version(classifier, 2).iterdir()}
-        assert files == {"data.csv", "rows.msgpack"}
+        assert files == {"data.csv"}
 
 
 def test_a_create_whose_commit_failed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import Limits, Rows, read
+from slipstream.service.rows import Limits, Rows, check, read
 
 FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"
 FIVE = FOUR + b"five,a\n"
 
 
 def rows(data: bytes, limits: Limits | None = None) -> Rows:
-    return read([data], limits or Limits())
+    counts = check([data], limits or Limits())
+    found = read([data])
+    assert counts == (len(found.texts), len(found.labels))
+    return found
 
 
 def refusal(data: bytes, limits: Limits | None = None) -> Refused:
@@ -50,7 +53,8 @@ def test_the_cuts_of_the_stream_do_not_matter(data: st.DataObject) -> None:
     whole = '"a ""b""\r\nc",x\r\ré,y,z\n\nd,x\r\ne,x\nf,"y"'.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    assert read(parts, Limits()) == rows(whole)
+    assert read(parts) == rows(whole)
+    assert check(parts, Limits()) == check([whole], Limits())
 
 
 @pytest.mark.parametrize(
@@ -128,10 +132,19 @@ def test_many_short_rows_take_little_memory() -> None:
 
     tracemalloc.start()
     with pytest.raises(Refused, match="= 200,000,"):
-        read(stream(), Limits())
+        check(stream(), Limits())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20 << 20
+
+
+def test_long_rows_take_little_memory_while_they_are_checked() -> None:
+    block = "".join(f"{'😀' * 1000}{number},{'abc'[number % 3]}\n" for number in range(50)).encode()
+    tracemalloc.start()
+    assert check([block] * 200, Limits()) == (10_000, 3)  # 40 MB
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
 
 
 @pytest.mark.parametrize("body", [b'"' + b"x" * 99, b'"' + b"x" * 98 + b"\n", b"y" * 100])
@@ -146,7 +159,7 @@ def test_what_never_ends_is_refused_before_the_body_does(body: bytes) -> None:
             yield body[1:] * 1024
 
     with pytest.raises(Refused, match="line 6") as caught:
-        read(stream(), Limits())
+        check(stream(), Limits())
     assert caught.value.error == "Malformed data"
     assert taken < 10 << 20
 
@@ -216,12 +229,12 @@ def test_warnings() -> None:
 
 def test_commas_in_texts_without_quotes_are_warned_of() -> None:
     rows = "".join(f"where is bill {n}?, please,{'ab'[n % 2]}\n" for n in range(20))
-    (warning,) = read([rows.encode()], Limits()).warnings
+    (warning,) = read([rows.encode()]).warnings
     assert warning == (
         "The class 'please' is on nearly every row, beside others (line 1): is there a comma in "
         "the texts? Then put them in quotes."
     )
     quoted = "".join(f'"bill {n}?, please",{"ab"[n % 2]}\n' for n in range(20))
-    assert read([quoted.encode()], Limits()).warnings == []
+    assert read([quoted.encode()]).warnings == []
     mostly_one = "".join(f"bill {n},{'a' if n else 'b,c'}\n" for n in range(20)) + "x,b,c\n" * 6
-    assert "comma" not in " ".join(read([mostly_one.encode()], Limits()).warnings)
+    assert "comma" not in " ".join(read([mostly_one.encode()]).warnings)
