@@ -95,6 +95,9 @@ def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> Non
     assert launch.wait() == 0, (launch.folder / "err").read_text()
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
     assert (report.rows, report.held_out, report.accuracy) == (30, 0, None)
+    log = (launch.folder / "out").read_text()
+    assert "job: 30 rows (0 held out), 3 classes" in log
+    assert "job: all updates are made" in log
     model = Model.load(folder / "model.safetensors")
     assert model.classify(["is there snow"])[0][0][0] == "weather"
 

@@ -31,7 +31,7 @@ from slipstream.service.batches import Examples, hold_out, shuffled
 from slipstream.service.features import Encoder
 from slipstream.service.model_file import Array, ModelHead, write_model
 from slipstream.service.net import WideAndDeep
-from slipstream.service.progress import ProgressFile
+from slipstream.service.progress import NOTE, ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
 from slipstream.service.rows import read
 from slipstream.service.settings import JobSetting, Schedule, TextSetting
@@ -63,6 +63,15 @@ class Task:
         self.held_batches = self.examples.held_batches(self.held, EVALUATED) if self.held else []
         trained = len(self.rows.texts) - len(self.held)
         self.schedule = Schedule.of(self.job, self.setting, trained, len(self.held))
+
+    def __str__(self) -> str:
+        encoder, schedule = self.encoder, self.schedule
+        return (
+            f"{len(self.rows.texts):,} rows ({len(self.held):,} held out), "
+            f"{len(self.rows.labels):,} classes, {len(encoder.words):,} words, "
+            f"{len(encoder.features):,} features; "
+            f"{schedule.total:,} updates of {schedule.batch} rows"
+        )
 
     def refusal(self) -> str | None:
         """Why this is not trained, if it is not."""
@@ -124,6 +133,7 @@ class Learner:
     def train(self) -> None:
         """Both phases, and the report between them."""
         every = range(len(self._task.rows.texts))
+        self._note(f"{self._task}; begins at update {self._job.step:,}")
         if self._task.held:
             held = set(self._task.held)
             self._run(self._task.schedule.first, [row for row in every if row not in held])
@@ -132,6 +142,12 @@ class Learner:
         self._job.wait()
         if self._progress is not None:
             self._progress.write(self._task.schedule.total)
+        self._note("all updates are made")
+
+    def _note(self, text: str) -> None:
+        """A line of the job's log."""
+        if self._progress is not None:
+            print(f"{NOTE}{text}", flush=True)
 
     def _run(self, until: int, numbers: Sequence[int]) -> None:
         """Train on these rows until so many updates are made by all learners."""
@@ -168,7 +184,9 @@ class Learner:
             return None
         self._curve = step + task.schedule.total // CURVE
         shares = mean_softmax(*self._scores(), *task.setting.temperatures)
-        return float(right_answers(shares, task.held_classes()).mean())
+        accuracy = float(right_answers(shares, task.held_classes()).mean())
+        self._note(f"update {step:,} of {task.schedule.total:,}: held-out accuracy {accuracy:.4f}")
+        return accuracy
 
     def _measure(self) -> None:
         """Rank 0 writes the report; the others wait for it, and so do not change the weights."""
@@ -176,6 +194,7 @@ class Learner:
         if self._progress is not None:
             report = self._task.report(self._scores())
             self._progress.write(self._job.step, report.accuracy)
+            self._note(f"report: held-out accuracy {report.accuracy}; all rows are trained on now")
             return
         path = self._task.folder / "report.json"
         until = time.monotonic() + REPORT_LIMIT_S

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 EVERY_S = 1.0
+NOTE = "job: "  # how lines of the log begin that tell how the job goes, not why it ended
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Final
 
 import msgspec
@@ -39,6 +40,8 @@ ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at,
   accuracy = COALESCE(excluded.accuracy, epochs.accuracy),
   held_accuracy = COALESCE(excluded.held_accuracy, epochs.held_accuracy)
 """
+# Of the tenant of a job. The tenant that started last comes last.
+LAST_START: Final = "COALESCE((SELECT MAX(j.started) FROM jobs j WHERE j.tenant = jobs.tenant), 0)"
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
   lease_until = :now + :lease, started = COALESCE(started, :now),
@@ -47,7 +50,7 @@ UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s
 WHERE id = (
   SELECT id FROM jobs WHERE cancel = 0
     AND (state = 'waiting' OR (state = 'running' AND lease_until < :now))
-  ORDER BY COALESCE((SELECT MAX(j.started) FROM jobs j WHERE j.tenant = jobs.tenant), 0), queued, id
+  ORDER BY {last_start}, queued, id
   LIMIT 1 {lock})
 AND cancel = 0 AND (state = 'waiting' OR lease_until < :now) RETURNING *
 """
@@ -83,6 +86,20 @@ def is_poisoned(fruitless: int, resumed_from: int, best_update: int) -> bool:
     False
     """
     return best_update <= resumed_from and fruitless + 1 >= FRUITLESS_ATTEMPTS
+
+
+def turns(waiting: Sequence[Row]) -> list[str]:
+    """The ids of waiting jobs in the order in which they begin: tenants take turns.
+
+    >>> new = {"queued": 1, "last_start": 0}
+    >>> turns([{"id": name, "tenant": name[0], **new} for name in ("a1", "a2", "b1")])
+    ['a1', 'b1', 'a2']
+    """
+    by_tenant: dict[str, list[str]] = {}
+    for job in sorted(waiting, key=lambda job: (job["last_start"], job["queued"], job["id"])):
+        by_tenant.setdefault(job["tenant"], []).append(job["id"])
+    rounds = zip_longest(*by_tenant.values())
+    return [job for turn in rounds for job in turn if job is not None]
 
 
 def percent(job: Row) -> int:
@@ -135,17 +152,22 @@ def enqueue(database: Database, classifier: str, version: int, tenant: str, now:
 
 
 def ahead(database: Database, job: Row) -> int:
-    """How many jobs came before a waiting one and have not ended."""
-    earlier = "FROM jobs WHERE id <> :id AND queued <= :queued AND state IN ('waiting', 'running')"
+    """How many jobs run, or will begin before a waiting one."""
     if job["state"] != "waiting":
         return 0
-    return database.number(f"SELECT COUNT(*) AS n {earlier}", id=job["id"], queued=job["queued"])
+    jobs = database.run(
+        f"SELECT id, tenant, queued, {LAST_START} AS last_start FROM jobs WHERE state = 'waiting'"
+    )
+    running = database.number("SELECT COUNT(*) AS n FROM jobs WHERE state = 'running'")
+    waiting = turns(jobs)
+    return running + (waiting.index(job["id"]) if job["id"] in waiting else 0)
 
 
 def claim(database: Database, me: str, now: int) -> Claim | None:
-    """Take the next job: the tenant that started last comes last."""
+    """Take the next job, by ``turns``."""
     lock = "FOR UPDATE SKIP LOCKED" if database.postgres else ""
-    row = database.one(CLAIM.format(lock=lock), me=me, now=now, lease=LEASE_MS)
+    statement = CLAIM.format(lock=lock, last_start=LAST_START)
+    row = database.one(statement, me=me, now=now, lease=LEASE_MS)
     return None if row is None else msgspec.convert(row, Claim)
 
 

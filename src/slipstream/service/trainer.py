@@ -27,7 +27,7 @@ from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, now_ms
 from slipstream.service.errors import Damaged
-from slipstream.service.progress import Progress
+from slipstream.service.progress import NOTE, Progress
 from slipstream.service.serve_options import MIB, ServeOptions
 from slipstream.service.settings import NET_FORM, JobSetting
 
@@ -36,6 +36,7 @@ TICK_S: Final = 0.25
 WRITE_S: Final = 1.0
 STOP_S: Final = 20.0
 CANCEL_S: Final = 3.0
+STALLED_S: Final = 900.0  # without a line of progress; reading 20,000 rows takes less
 LOG_TAIL_NBYTES: Final = 8192
 ROOM_NBYTES: Final = 64 * MIB  # that have to be free for a job to begin
 RUN: Final = (sys.executable, "-P", "-m", "slipstream.cli", "run")
@@ -51,7 +52,9 @@ class Running:
 
     def __init__(self, held: queue.Claim, directory: Path, options: ServeOptions) -> None:
         self.held, self.directory = held, directory
-        self.ending: str | None = None  # "stopped" or "lost", once its processes are to end
+        # "stopped", "stalled" or "lost", once its processes are to end
+        self.ending: str | None = None
+        self.news_at = time.monotonic()  # when the last line of progress was read
         self.best, self.updates_s = held.resumed_from, 0.0
         self.unwritten: list[Progress] = []
         self._first: Progress | None = None
@@ -86,6 +89,7 @@ class Running:
                 with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
                     self.unwritten.append(msgspec.json.decode(line, type=Progress))
         if self.unwritten:
+            self.news_at = time.monotonic()
             first = self._first = self._first or self.unwritten[0]
             last = self.unwritten[-1]
             self.best = max([self.best, *(line.updates for line in self.unwritten)])
@@ -107,6 +111,14 @@ class Running:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+    def reason(self) -> str:
+        """Why it ended without a model."""
+        if self.ending == "stalled":
+            return f"no progress in {STALLED_S / 60:.0f} minutes"
+        lines = self.log_tail().splitlines()
+        said = [line for line in lines if line.strip() and NOTE not in line]
+        return said[-1][:500] if said else f"exit status {self.process.returncode}"
 
     def log_tail(self) -> str:
         """The end of this attempt's log, without what PostgreSQL cannot store."""
@@ -150,6 +162,8 @@ class Trainer:
         for running in self._running:
             if not self._record(running):
                 running.end("lost", CANCEL_S)
+            elif time.monotonic() - running.news_at > STALLED_S:
+                running.end("stalled", STOP_S)
         self._purge()
         full = self.stopping or len(self._running) >= self._options.jobs
         if not full and self._has_room():
@@ -192,15 +206,14 @@ class Trainer:
             queue.release(self._database, held, now_ms(), blameless=True)
         elif running.ending == "lost":
             self._fail(held, "cancelled")
-        elif refusal := REFUSED.search(tail := running.log_tail()):
+        elif refusal := REFUSED.search(running.log_tail()):
             self._fail(held, refusal[1])
         elif not self._has_room():
             queue.release(self._database, held, now_ms(), blameless=True)
         elif queue.is_poisoned(held.fruitless, held.resumed_from, running.best):
-            said = [line for line in tail.splitlines() if line.strip()]
-            self._fail(held, said[-1][:500] if said else f"exit status {code}")
+            self._fail(held, running.reason())
         else:
-            LOG.warning("job %s ended with %s; it is tried again", held.id, code)
+            LOG.warning("job %s: %s; it is tried again", held.id, running.reason())
             queue.release(self._database, held, now_ms(), blameless=False)
 
     def _done(self, held: queue.Claim, result: _Result) -> None:
@@ -224,6 +237,8 @@ class Trainer:
     def _fail(self, held: queue.Claim, reason: str) -> None:
         queue.finish(self._database, held, "failed", reason, now_ms())
         LOG.warning("job %s of %s: failed: %s", held.id, held.classifier, reason)
+        # If it is tried again, it begins anew.
+        remove(self._directory.version(held.classifier, held.version) / "checkpoints")
 
     def _has_room(self) -> bool:
         """Whether jobs can write. What ends on a full disk is not to blame, and waits."""

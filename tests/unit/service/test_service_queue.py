@@ -63,6 +63,19 @@ def line(updates: int) -> queue.Progress:
     return queue.Progress(updates, 100, 1, 2, 50.0, at=updates, loss=0.5)
 
 
+def test_the_number_ahead_counts_the_jobs_that_begin_before(database: Database) -> None:
+    for tenant, at in [("a", 1), ("a", 2), ("b", 3), ("a", 4), ("c", 5), ("b", 6)]:
+        job(database, tenant, at)
+    first = claim(database, 10)
+    assert first is not None
+    waiting = database.run("SELECT * FROM jobs WHERE state = 'waiting'")
+    told = {queue.ahead(database, one): one["classifier"] for one in waiting}
+    taken = [claim(database, now) for now in range(11, 16)]
+    # One runs already, so the next one has one ahead.
+    assert told == {place: one.classifier for place, one in enumerate(taken, start=1) if one}
+    assert queue.ahead(database, {"state": "running"}) == 0
+
+
 def test_tenants_take_turns(database: Database) -> None:
     order = [job(database, tenant, at) for tenant, at in [("a", 1), ("a", 2), ("a", 3), ("b", 4)]]
     taken = [claim(database, now) for now in (10, 11, 12, 13)]

@@ -1,9 +1,72 @@
+"""What the trainer makes of jobs that end, or do not; the job is a small program here."""
+
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from slipstream.service.trainer import Running
+import pytest
+
+from slipstream.service import keys, queue, trainer
+from slipstream.service.data_directory import DataDirectory
+from slipstream.service.database import Database
+from slipstream.service.serve_options import ServeOptions
+from slipstream.service.trainer import Running, Trainer
+
+LIMIT_S = 120.0
+ID = "0" * 6 + "x" + "0" * 10 + "-nlc-1"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> DataDirectory:
+    made = DataDirectory(str(tmp_path / "data"))
+    made.version(ID, 1).mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def database(directory: DataDirectory) -> Iterator[Database]:
+    with directory.database("") as database:
+        database.migrate()
+        keys.add_tenant(database, keys.LOCAL, keys.LOCAL)
+        row = {"id": ID, "tenant": keys.LOCAL, "language": "en", "created": 0, "serial": 1}
+        database.insert("classifiers", **row)
+        version = {"rows": 5, "classes": 2, "sha256": "", "created": 0, "bytes": 9}
+        database.insert("versions", classifier=ID, number=1, **version)
+        queue.enqueue(database, ID, 1, keys.LOCAL, 1)
+        yield database
+
+
+@pytest.mark.parametrize(
+    ("program", "stalled_s", "reason"),
+    [
+        ("import time; time.sleep(600)", 0.6, "no progress in 0 minutes"),
+        ("print('it broke'); print('[0] job: at update 5'); exit(1)", 600.0, "it broke"),
+        ("exit(7)", 600.0, "exit status 7"),
+    ],
+)
+def test_a_job_without_progress_fails_at_the_third_attempt(
+    directory: DataDirectory,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    stalled_s: float,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(trainer, "RUN", (sys.executable, "-c", program))
+    monkeypatch.setattr(trainer, "WRITE_S", 0.0)
+    monkeypatch.setattr(trainer, "STALLED_S", stalled_s)
+    works = Trainer(ServeOptions(data=str(directory.path)), database, directory)
+    until = time.monotonic() + LIMIT_S
+    while (job := database.run("SELECT * FROM jobs")[0])["state"] in ("waiting", "running"):
+        assert time.monotonic() < until, job
+        works._tick()
+        time.sleep(0.02)
+    assert (job["state"], job["error"], job["attempt"]) == ("failed", reason, 3)
+    assert not (directory.version(ID, 1) / "checkpoints").exists()
 
 
 def test_the_end_of_a_log_can_be_stored(tmp_path: Path) -> None:
