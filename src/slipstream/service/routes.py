@@ -117,7 +117,7 @@ PATHS: Final = {
 def find_operations(call: Call) -> dict[str, Operation]:
     """What a call's path has, by method; nothing if there is no such path."""
     for path, ((pattern, _, _), methods) in PATHS.items():
-        if found := pattern.match(call.scope["path"]):
+        if found := pattern.fullmatch(call.scope["path"]):
             call.scope["path_params"] = found.groupdict()
             call.route = path
             return methods
