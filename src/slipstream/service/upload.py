@@ -14,7 +14,7 @@ import secrets
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -36,6 +36,20 @@ BOM: Final = b"\xef\xbb\xbf"
 OTHER_UTF: Final = re.compile(r"utf[-_]?(16|32)")
 # What a Node client makes of a string (node-sdk #1010).
 WRAPPED: Final = re.compile(rb'\s*\{\s*"(?:data|contentType)"\s*:')
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """What is known of training data."""
+
+    name: str | None = None
+    language: str = "en"
+
+
+class TrainingParts(msgspec.Struct, frozen=True):
+    """The parts of an upload."""
+
+    training_metadata: Metadata
+    training_data: Annotated[str, msgspec.Meta(extra_json_schema={"contentMediaType": "text/csv"})]
 
 
 class _Wrapped(msgspec.Struct, forbid_unknown_fields=True):

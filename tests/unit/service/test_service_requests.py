@@ -12,6 +12,7 @@ from test_service_classifiers import create
 
 from slipstream.service import keys, metrics, own, queue
 from slipstream.service.context import Service
+from slipstream.service.routes import OPERATIONS, description
 
 FORM = "application/x-www-form-urlencoded"
 GRANT = "grant_type=urn:ibm:params:oauth:grant-type:apikey&response_type=cloud_iam&apikey="
@@ -156,3 +157,78 @@ def test_readiness(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not_ready() == {"trainer", "running"}
     service.trainer_silent_s = lambda: 0.0
     assert not_ready() == {"running"}
+
+
+# ---- the description
+
+
+def references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for one in value.values():
+            yield from references(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from references(one)
+
+
+def test_every_operation_is_described() -> None:
+    found = description()
+    schemas = found["components"]["schemas"]
+    assert {ref.rpartition("/")[2] for ref in references(found)} <= set(schemas)
+    ids = [entry["operationId"] for path in found["paths"].values() for entry in path.values()]
+    assert len(set(ids)) == len(ids) == len(OPERATIONS)
+    for one in OPERATIONS:
+        entry = found["paths"][one.path][one.method.lower()]
+        assert entry["summary"]
+        assert entry.get("security") == ([] if one.is_open else None)
+        in_path = {p["name"] for p in entry["parameters"] if p["in"] == "path" and p["required"]}
+        assert in_path == set(re.findall(r"{(\w+)}", one.path))
+        assert ("requestBody" in entry) == bool(one.body)
+        assert {"200", "default"} == set(entry["responses"])
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "fields"),
+    [
+        (
+            "post /v1/classifiers",
+            "multipart/form-data",
+            {"training_metadata", "training_data"},
+        ),
+        (
+            "put /api/classifiers/{id}/data",
+            "multipart/form-data",
+            {"training_metadata", "training_data"},
+        ),
+        ("post /v1/classifiers/{id}/classify", "application/json", {"text"}),
+        ("post /v1/classifiers/{id}/classify_collection", "application/json", {"collection"}),
+        ("post /identity/token", FORM, {"grant_type", "apikey"}),
+    ],
+)
+def test_bodies_are_described(operation: str, kind: str, fields: set[str]) -> None:
+    method, path = operation.split()
+    found = description()
+    content = found["paths"][path][method]["requestBody"]["content"]
+    assert list(content) == [kind]
+    name = content[kind]["schema"]["$ref"].rpartition("/")[2]
+    assert set(found["components"]["schemas"][name]["required"]) == fields
+
+
+def test_parameters_and_the_report_are_described() -> None:
+    paths = description()["paths"]
+    shown = paths["/v1/classifiers/{id}/classify"]["get"]["parameters"]
+    text = {"name": "text", "in": "query", "required": True, "schema": {"type": "string"}}
+    assert text in shown
+    report = paths["/api/classifiers/{id}/report"]["get"]["responses"]["200"]
+    assert list(references(report)) == ["#/components/schemas/Report"]
+
+
+def test_pages_of_the_description(service: Service) -> None:
+    assert ask(service, "GET /openapi.json").json == description()
+    docs = ask(service, "GET /docs")
+    assert docs.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in docs.headers["content-security-policy"]
+    for path in description()["paths"]:
+        assert f"<code>{path}</code>".encode() in docs.body
