@@ -14,7 +14,7 @@ The rows of the specification's §12, and the tests that have them (here if no f
 30      test_boundaries, test_clients_that_go_away
 31      test_create_of_another_type, test_bodies_of_another_type
 32      test_rows_that_are_refused
-33      test_sizes, test_chunks_without_end
+33      test_sizes, test_chunks_without_end, test_chunks_without_end_after_an_answer
 34      test_gzip; its memory: test_service_crowds.py
 35      test_service_deadlines.py
 36      test_service_crowds.py; with few connections: test_service_deadlines.py
@@ -267,6 +267,21 @@ def test_chunks_without_end(service: ServiceProcess) -> None:
         assert sent >= 31  # the limit here is 2 MiB
 
 
+@pytest.mark.parametrize("path", [b"POST /nowhere", b"PUT /v1/classifiers", b"GET /livez"])
+def test_chunks_without_end_after_an_answer(service: ServiceProcess, path: bytes) -> None:
+    where = urlsplit(service.url)
+    head = b" HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection((where.hostname, where.port), timeout=60) as connection:
+        connection.sendall(path + head)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 64:
+                connection.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+                sent += 1
+        assert sent < 16  # 1 MiB, and what the kernel has room for
+
+
 def test_expect_100_continue(service: ServiceProcess) -> None:
     where = urlsplit(service.url)
     body = META + DATA + END
@@ -342,7 +357,10 @@ def raw_answer(service: ServiceProcess, sent: bytes) -> bytes:
 )
 def test_headers_that_are_no_http(service: ServiceProcess, head: bytes) -> None:
     sent = b"POST /v1/classifiers HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n"
-    assert raw_answer(service, sent).startswith(b"HTTP/1.1 400")
+    answer, _, body = raw_answer(service, sent).partition(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"x-global-transaction-id: " in answer.lower()
+    assert set(json.loads(body)) == {"code", "error", "description"}
 
 
 def test_methods(service: ServiceProcess) -> None:

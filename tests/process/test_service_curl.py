@@ -47,3 +47,13 @@ def test_life_cycle_by_curl(tmp_path: Path) -> None:
         assert "forgot the @?" in forgot["description"]
         assert curl("-X", "DELETE", one) == {}
         assert curl(one)["error"] == "Not found"
+
+
+def test_a_large_body_that_is_not_wanted(tmp_path: Path) -> None:
+    """curl sees the answer while it still sends."""
+    path = tmp_path / "large.csv"
+    path.write_bytes(b"x" * (32 << 20))
+    with ServiceProcess(tmp_path / "data", "--max-body", "1") as service:
+        send = ("-H", "Expect:", "-F", f"training_data=@{path}")
+        assert curl(*send, f"{service.url}/nowhere")["error"] == "Not found"
+        assert curl(*send, f"{service.url}/v1/classifiers")["error"] == "Request too large"

@@ -75,6 +75,23 @@ def test_a_database_that_does_not_know_the_directory(tmp_path: Path) -> None:
         assert service.get(f"/v1/classifiers/{classifier}").json()["status"] == "Available"
 
 
+def test_nobody_else_may_read(tmp_path: Path) -> None:
+    """Also if the directory was made by hand, and if the first command was not ``serve``."""
+    data = tmp_path / "data"
+    data.mkdir(mode=0o755)
+    command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
+    subprocess.run(command, env=environment(), capture_output=True, check=True, umask=0o022)
+
+    def modes() -> set[tuple[bool, str]]:
+        found = [data, *data.rglob("*")]
+        return {(path.is_dir(), oct(path.stat().st_mode & 0o777)) for path in found}
+
+    assert modes() == {(True, "0o700"), (False, "0o600")}
+    (data / "service.db").chmod(0o644)  # as made by an earlier version
+    with ServiceProcess(data):
+        assert modes() == {(True, "0o700"), (False, "0o600")}
+
+
 def test_a_mistyped_directory_is_not_made(tmp_path: Path) -> None:
     for arguments in (["serve", "--check"], ["keys", "list"], ["keys", "revoke", "sk_123456"]):
         command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", "mistyped"]

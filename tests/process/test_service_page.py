@@ -98,6 +98,8 @@ CASES = [
     FIVE.replace(b"\n", b"\r"),
     FIVE.rstrip(b"\n"),
     FIVE.replace(b"\n", b"\n\n \n"),
+    FIVE.replace(b"\n", "\n\N{IDEOGRAPHIC SPACE}\n\N{NO-BREAK SPACE}\t\n\x1c\n".encode()),
+    FIVE + b'" \n\n",a\n',
     FOUR,
     b"",
     b"\n \r\n",

@@ -111,6 +111,13 @@ def test_errors_reach_the_user(service: ServiceProcess) -> None:
     assert "received = 1" in body["description"]
 
 
+def test_errors_of_large_bodies_reach_the_user(service: ServiceProcess) -> None:
+    made = client(service, NoAuthAuthenticator(), "/nowhere")
+    with pytest.raises(ApiException) as refused:
+        made.create_classifier(training_metadata="{}", training_data="x" * (32 << 20))
+    assert refused.value.message == "Not found"
+
+
 def test_the_real_net(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", real=True) as service:
         made = client(service, NoAuthAuthenticator())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -84,6 +85,7 @@ def serve(
 
 
 def _open(data: str, address: str) -> Database:
+    os.umask(0o077)  # as the service's
     return DataDirectory(data).migrated(address)
 
 

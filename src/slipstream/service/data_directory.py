@@ -5,10 +5,12 @@ The database decides. Names on disk are ids of ours; nothing a user wrote become
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 from slipstream.errors import ConfigError
@@ -28,6 +30,8 @@ class DataDirectory:
         try:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _make_private(folder, 0o700)
+            _make_private(self.path / "service.db", 0o600)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -105,6 +109,16 @@ class DataDirectory:
     def free_nbytes(self) -> int:
         """What is free on its disk."""
         return shutil.disk_usage(self.path).free
+
+
+def _make_private(path: Path, mode: int) -> None:
+    """Take a path from other users. It may be another owner's, shared as /tmp is, or not yet made.
+
+    The directory may have been made by hand; the database, before any service ran.
+    """
+    with contextlib.suppress(PermissionError, FileNotFoundError):
+        if not path.stat().st_mode & stat.S_ISVTX:
+            path.chmod(mode)
 
 
 def remove(path: Path) -> None:

@@ -2,6 +2,10 @@
 
 A connection that sends nothing, half a request or a byte now and then would stay open for ever. A
 header has to be complete within 10 s. A body has to come at 16 KiB/s after its first 10 s.
+
+An error is often answered before its body has come. If the connection were closed at once, a client
+that still sends would get a reset instead of the answer. So it stays open for 3 s more, in which at
+most 1 MiB is read.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final, cast
 
 import h11
 import msgspec
@@ -25,6 +31,8 @@ HEADER_STEP_NBYTES: Final = 8 * 1024
 BODY_GRACE_S: Final = 10.0
 BODY_NBYTES_S: Final = 16 * 1024
 CHECK_S: Final = 1.0
+REST_S: Final = 3.0  # for the rest of a body whose answer is complete
+REST_NBYTES: Final = 1024 * 1024
 
 
 def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
@@ -36,17 +44,33 @@ def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
     return elapsed_s > BODY_GRACE_S and received_nbytes < BODY_NBYTES_S * (elapsed_s - BODY_GRACE_S)
 
 
+class _Closing:
+    """A transport that is closed by a function instead."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close = transport, close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class DeadlineProtocol(H11Protocol):
     """Answers 408 to a request that does not come in time, and closes."""
 
     limit = 512  # connections at once
-    _since: float | None = None  # when what is expected began: a header, or its body
+    _socket: asyncio.Transport
+    _lingers = False  # nothing is sent any more; what comes is not used
+    # When what is expected began: a header, its body, or the body's rest after the answer.
+    _since: float | None = None
     _header_since = 0.0  # when the last header began
-    _received = 0  # of the body
+    _received = 0  # of the body; after the answer, of its rest
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # uvicorn closes at once after an answer with "Connection: close".
+        self._socket, closing = transport, _Closing(transport, self._close)
+        self.transport = cast("asyncio.Transport", closing)
         self._since = self._header_since = self.loop.time()
         self._timer = self.loop.call_later(CHECK_S, self._check)
         if len(self.connections) > self.limit:
@@ -60,8 +84,13 @@ class DeadlineProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._since is None:  # the next request on this connection
             self._since = self._header_since = self.loop.time()
-        before = self.conn.their_state
+        before, answered = self.conn.their_state, self._is_answered()
         self._received += len(data)
+        if answered and self._received > REST_NBYTES:
+            self._close()
+            self.flow.pause_reading()
+        if self._lingers:
+            return
         while len(data) > HEADER_STEP_NBYTES and self.conn.their_state is h11.IDLE:
             # h11 looks at the size of a header only while it is incomplete.
             super().data_received(data[:HEADER_STEP_NBYTES])
@@ -73,16 +102,49 @@ class DeadlineProtocol(H11Protocol):
                 self._since, self._received = self.loop.time(), 0
         elif self.conn.their_state is not h11.IDLE or before is not h11.IDLE:
             self._since = None  # the request is complete
+        if answered and self.conn.their_state is h11.IDLE:
+            # uvicorn ends this timer with the first data after an answer.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._since, self._received = self.loop.time(), 0
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; uvicorn calls this where it has caught h11's error."""
+        reason = f"This is not valid HTTP: {str(sys.exception() or msg)[:200]}."
+        self._refuse(ApiError("Malformed request", reason))
+
+    def _is_answered(self) -> bool:
+        """Whether the answer is complete and the body is not."""
+        ours = self.conn.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        return ours and self.conn.their_state is h11.SEND_BODY
+
+    def _close(self) -> None:
+        """Close; if the client still sends, after ``REST_S``, or when it has seen the answer."""
+        if not self._is_answered():
+            self._socket.close()
+        elif not self._lingers:
+            self._lingers, self._since, self._received = True, self.loop.time(), 0
+            self._socket.write_eof()
 
     def _check(self) -> None:
-        if self.transport.is_closing():
+        if self._socket.is_closing():
             return
         self._timer = self.loop.call_later(CHECK_S, self._check)
         if self._since is None:
             return
+        elapsed_s = self.loop.time() - self._since
+        if self._is_answered():
+            if elapsed_s >= REST_S:
+                self._socket.close()
+            return
         if self.flow.read_paused:  # we are the slow ones
             self._since += CHECK_S
-        elapsed_s = self.loop.time() - self._since
+            elapsed_s -= CHECK_S
         in_header = self.conn.their_state is h11.IDLE
         if elapsed_s >= HEADER_S if in_header else is_too_slow(self._received, elapsed_s):
             reason = "The request did not come in time; send it again."

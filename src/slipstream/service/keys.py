@@ -121,16 +121,26 @@ def tenant_of(database: Database, hashed: str) -> Tenant | None:
 # ---- what a request carries
 
 
+def bearer(authorization: str) -> str:
+    """What a header of the scheme Bearer carries, else nothing.
+
+    >>> bearer("bearer  a"), bearer("Basic a")
+    ('a', '')
+    """
+    scheme, _, value = authorization.strip().partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else ""
+
+
 def hash_from_header(authorization: str, secret: bytes, now_s: float) -> str | None:
     """The hash of the key that a header shows: Basic, Bearer with a key, Bearer with a token.
 
     >>> hash_from_header("Bearer sk_a", b"", 0) == key_hash("sk_a")
     True
     """
-    scheme, _, value = authorization.strip().partition(" ")
-    key = value.strip() if scheme.lower() == "bearer" else ""
+    key = bearer(authorization)
     if key.count(".") == 2:
         return check_token(key, secret, now_s)
+    scheme, _, value = authorization.strip().partition(" ")
     if scheme.lower() == "basic":
         try:
             key = base64.b64decode(value.strip(), validate=True).decode("utf-8").partition(":")[2]

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from slipstream.service.context import Call
 from slipstream.service.database import DatabaseUnavailable, now_ms
 from slipstream.service.errors import NO_KEY, ApiError
+from slipstream.service.keys import bearer
 from slipstream.service.serve_options import MIB
 
 REGISTRY: Final = CollectorRegistry()
@@ -35,8 +36,7 @@ def count_request(method: str, route: str, code: int, seconds: float) -> None:
 def show(call: Call) -> Response:
     """Figures for Prometheus; with ``--metrics-key`` only for who has it."""
     service = call.service
-    given = call.headers.get("authorization", "").removeprefix("Bearer ")
-    wanted = service.options.metrics_key
+    given, wanted = bearer(call.headers.get("authorization", "")), service.options.metrics_key
     if wanted and not hmac.compare_digest(wanted.encode(), given.encode()):
         raise ApiError("Unauthorized", NO_KEY)
     counts = service.database.run(

@@ -100,6 +100,8 @@ def events(call: Call) -> Response:
     after = _whole_number(call.headers.get("last-event-id", ""), -1)
     job = classifiers.find_job(call)["id"]
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    if call.method == "HEAD":  # there is no body to wait for
+        return StreamingResponse([], 200, headers, "text/event-stream")
     return StreamingResponse(_follow(call, job, after), 200, headers, "text/event-stream")
 
 

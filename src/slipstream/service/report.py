@@ -77,7 +77,7 @@ class Report(msgspec.Struct):
     baseline: float  # the share of rows that the most frequent class is right for
     accuracy: float | None = None
     interval: tuple[float, float] | None = None  # of accuracy, 95% (Wilson)
-    macro_f1: float | None = None  # the mean over classes with held-out rows
+    macro_f1: float | None = None  # the mean over classes of held-out rows or answers
     per_class: list[ClassReport] = []
     confusion: list[tuple[str, str, int]] = []  # true class, answer, how many
     thresholds: list[Threshold] = []
@@ -117,6 +117,7 @@ def measured(
     before, after = (mean_softmax(deep, wide, *pair) for pair in (defaults, temperatures))
     right, sure = right_answers(after, held), after.max(1)
     per_class, confusion = by_class(rows.labels, after, held)
+    seen = {name for true, answer, _ in confusion for name in (true, answer)}
     return msgspec.structs.replace(
         unmeasured(rows, temperatures),
         held_out=len(held),
@@ -128,7 +129,7 @@ def measured(
         note=NOTE,
         accuracy=float(right.mean()),
         interval=wilson(int(right.sum()), len(held)),
-        macro_f1=float(np.mean([found.f1 for found in per_class if found.rows])),
+        macro_f1=float(np.mean([found.f1 for found in per_class if found.name in seen])),
         per_class=per_class,
         confusion=confusion,
         thresholds=[threshold(tenth / 10, sure, right) for tenth in range(1, 10)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import pkgutil
 import re
 from collections.abc import Callable
 from importlib import metadata, resources
@@ -16,6 +17,7 @@ from starlette.routing import compile_path
 from slipstream.service import classifiers, metrics, own, v1
 from slipstream.service.context import Call
 from slipstream.service.errors import ApiError, ErrorBody, not_found
+from slipstream.service.upload import TrainingParts
 
 PAGE_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -25,11 +27,23 @@ PAGE_HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+MEDIA_TYPES: Final = {  # of bodies that are not JSON
+    TrainingParts: "multipart/form-data",
+    v1.TokenForm: "application/x-www-form-urlencoded",
+}
 PAGE: Final = {  # file and type, by path
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
+
+
+class Parameter(NamedTuple):
+    """What a request may have besides its path and body."""
+
+    name: str
+    place: str  # "query" or "header"
+    required: bool = False
 
 
 class Operation(NamedTuple):
@@ -39,7 +53,9 @@ class Operation(NamedTuple):
     path: str
     # Returns a response, or what becomes JSON. It runs in a thread unless it is async.
     handler: Callable[[Call], Any]
-    answer: Any = None  # its type, if it is JSON
+    answer: Any = None  # its type, if it is JSON; or where to import that
+    body: Any = None  # what the request carries: the type of its fields
+    more: tuple[Parameter, ...] = ()  # parameters that are not in the path
     trains: bool = False  # makes a job: not while the service stops
     is_open: bool = False  # needs no key
 
@@ -54,12 +70,12 @@ def page(call: Call) -> Response:
     return Response(content, 200, PAGE_HEADERS, kind)
 
 
-async def openapi(call: Call) -> dict[str, Any]:
+def openapi(call: Call) -> dict[str, Any]:
     """This description, by OpenAPI."""
     return description()
 
 
-async def docs(call: Call) -> Response:
+def docs(call: Call) -> Response:
     """This list."""
     rows = "".join(
         f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
@@ -78,24 +94,31 @@ async def docs(call: Call) -> Response:
 # ---- the table
 
 ALL, ONE, OWN = "/v1/classifiers", "/v1/classifiers/{id}", "/api/classifiers/{id}"
+TEXT, WHOLE = Parameter("text", "query", required=True), Parameter("all", "query")
+ONCE, AFTER = Parameter("Idempotency-Key", "header"), Parameter("Last-Event-ID", "header")
+REPORT = "slipstream.service.report:Report"  # comes with scipy, which nothing else here needs
 OPERATIONS: Final = (
-    Operation("POST", ALL, v1.create, v1.Classifier, trains=True),
+    Operation("POST", ALL, v1.create, v1.Classifier, TrainingParts, (ONCE,), trains=True),
     Operation("GET", ALL, v1.list_all, v1.ClassifierList),
     Operation("GET", ONE, v1.show, v1.Classifier),
     Operation("DELETE", ONE, classifiers.delete),
-    Operation("POST", f"{ONE}/classify", v1.classify, v1.Classification),
-    Operation("GET", f"{ONE}/classify", v1.classify, v1.Classification),
+    Operation("POST", f"{ONE}/classify", v1.classify, v1.Classification, v1.Phrase),
+    Operation("GET", f"{ONE}/classify", v1.classify, v1.Classification, more=(TEXT,)),
     Operation(
-        "POST", f"{ONE}/classify_collection", v1.classify_collection, v1.ClassificationCollection
+        "POST",
+        f"{ONE}/classify_collection",
+        v1.classify_collection,
+        v1.ClassificationCollection,
+        v1.PhraseCollection,
     ),
-    Operation("POST", "/identity/token", v1.token, v1.Token, is_open=True),
+    Operation("POST", "/identity/token", v1.token, v1.Token, v1.TokenForm, is_open=True),
     Operation("GET", OWN, own.show, own.JobState),
-    Operation("GET", f"{OWN}/events", own.events),
-    Operation("GET", f"{OWN}/report", own.download),
+    Operation("GET", f"{OWN}/events", own.events, more=(AFTER,)),
+    Operation("GET", f"{OWN}/report", own.download, REPORT),
     Operation("GET", f"{OWN}/report.csv", own.report_csv),
-    Operation("GET", f"{OWN}/log", own.log),
+    Operation("GET", f"{OWN}/log", own.log, more=(WHOLE,)),
     Operation("GET", f"{OWN}/data", own.download),
-    Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, trains=True),
+    Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, TrainingParts, trains=True),
     Operation("GET", f"{OWN}/model", own.download),
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
@@ -117,7 +140,7 @@ PATHS: Final = {
 def find_operations(call: Call) -> dict[str, Operation]:
     """What a call's path has, by method; nothing if there is no such path."""
     for path, ((pattern, _, _), methods) in PATHS.items():
-        if found := pattern.match(call.scope["path"]):
+        if found := pattern.fullmatch(call.scope["path"]):
             call.scope["path_params"] = found.groupdict()
             call.route = path
             return methods
@@ -141,29 +164,18 @@ def choose_operation(call: Call, methods: dict[str, Operation]) -> Operation:
 @functools.cache
 def description() -> dict[str, Any]:
     """The table as OpenAPI 3.1."""
-    types = [ErrorBody, *dict.fromkeys(one.answer for one in OPERATIONS if one.answer)]
+    names = [ErrorBody, *(name for one in OPERATIONS for name in (one.answer, one.body) if name)]
+    types = [pkgutil.resolve_name(name) if isinstance(name, str) else name for name in names]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
     contents = {
-        kind: {"application/json": {"schema": schema}}
-        for kind, schema in zip(types, schemas, strict=True)
+        name: {MEDIA_TYPES.get(name, "application/json"): {"schema": schema}}
+        for name, schema in zip(names, schemas, strict=True)
     }
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
-        _, path, parameters = compile_path(one.path)
-        paths.setdefault(path, {})[one.method.lower()] = {
-            "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{path}").strip("_"),
-            "summary": one.handler.__doc__,
-            "parameters": [
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in parameters
-            ],
-            "responses": {
-                "200": {"description": "Success", "content": contents.get(one.answer, {})},
-                "default": {"description": "An error", "content": contents[ErrorBody]},
-            },
-        }
+        paths.setdefault(one.path, {})[one.method.lower()] = _entry(one, contents)
     return {
         "openapi": "3.1.0",
         "info": {"title": "slipstream serve", "version": metadata.version("slipstream")},
@@ -176,3 +188,25 @@ def description() -> dict[str, Any]:
         },
         "security": [{"basic": []}, {"bearer": []}],
     }
+
+
+def _entry(one: Operation, contents: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    _, path, names = compile_path(one.path)
+    in_path = (Parameter(name, "path", required=True) for name in names)
+    entry: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{path}").strip("_"),
+        "summary": one.handler.__doc__,
+        "parameters": [
+            {"name": name, "in": place, "required": required, "schema": {"type": "string"}}
+            for name, place, required in (*in_path, *one.more)
+        ],
+        "responses": {
+            "200": {"description": "Success", "content": contents.get(one.answer, {})},
+            "default": {"description": "An error", "content": contents[ErrorBody]},
+        },
+    }
+    if one.body:
+        entry["requestBody"] = {"required": True, "content": contents[one.body]}
+    if one.is_open:
+        entry["security"] = []
+    return entry

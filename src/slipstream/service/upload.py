@@ -14,7 +14,7 @@ import secrets
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -33,8 +33,23 @@ JSON_NBYTES: Final = 512 * 1024
 BLOCK_NBYTES: Final = 256 * 1024
 WRAPPED_NBYTES: Final = 32 * 1024 * 1024  # it is unwrapped in memory
 BOM: Final = b"\xef\xbb\xbf"
+OTHER_UTF: Final = re.compile(r"utf[-_]?(16|32)")
 # What a Node client makes of a string (node-sdk #1010).
 WRAPPED: Final = re.compile(rb'\s*\{\s*"(?:data|contentType)"\s*:')
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """What is known of training data."""
+
+    name: str | None = None
+    language: str = "en"
+
+
+class TrainingParts(msgspec.Struct, frozen=True):
+    """The parts of an upload."""
+
+    training_metadata: Metadata
+    training_data: Annotated[str, msgspec.Meta(extra_json_schema={"contentMediaType": "text/csv"})]
 
 
 class _Wrapped(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,7 +195,7 @@ async def read_body(request: Request) -> bytes:
 async def read_json(request: Request) -> dict[str, object]:
     """The JSON object in a body."""
     kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
-    if kind.strip() != "application/json" or "utf-16" in charset or "utf-32" in charset:
+    if kind.strip() != "application/json" or OTHER_UTF.search(charset):
         raise ApiError("Unsupported media type", "Send application/json in UTF-8.")
     try:
         value = msgspec.json.decode((await read_body(request)).removeprefix(BOM))

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Final
+from typing import Annotated, Final, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -79,6 +79,26 @@ class ClassificationCollection(msgspec.Struct, frozen=True):
     classifier_id: str
     url: str
     collection: list[CollectionItem]
+
+
+class Phrase(msgspec.Struct, frozen=True):
+    """A text to classify."""
+
+    text: str
+
+
+class PhraseCollection(msgspec.Struct, frozen=True):
+    """Several texts to classify."""
+
+    collection: Annotated[list[Phrase], msgspec.Meta(min_length=1, max_length=PHRASES)]
+
+
+class TokenForm(msgspec.Struct, frozen=True):
+    """What IAM clients send for a token."""
+
+    grant_type: Literal["urn:ibm:params:oauth:grant-type:apikey"]
+    apikey: str
+    response_type: str = "cloud_iam"
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -220,7 +240,9 @@ async def token(call: Call) -> Token | Response:
     hashed = keys.key_hash(form.get("apikey", [""])[0])
 
     def is_known() -> bool:
-        return keys.tenant_of(service.database, hashed) is not None or not service.needs_key()
+        # Where there are keys, also with --no-auth, a wrong one is not taken for none.
+        database = service.database
+        return keys.tenant_of(database, hashed) is not None or not keys.any_key(database)
 
     if form.get("grant_type") != [GRANT] or not await asyncio.to_thread(is_known):
         return JSONResponse(UNKNOWN_KEY, 400)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from sklearn.metrics import f1_score
 
 from slipstream.service.answers import mean_softmax
 from slipstream.service.report import (
@@ -88,6 +89,16 @@ def test_a_whole_report() -> None:
     assert len(answered) == 9
     assert answered == sorted(answered, reverse=True)
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_macro_f1_is_that_of_scikit_learn() -> None:
+    """Class c is answered, but has no held-out rows; class d has neither."""
+    scores = np.eye(4)[[0, 1, 2, 1, 0]] * 9
+    held = [[0], [1], [1], [1], [1]]
+    rows = Rows([], [[0], [1], [2], [3]] * 5, ["a", "b", "c", "d"], [])
+    report = measured(rows, scores, scores, held, (1.0, 1.0))
+    true, answers = [own[0] for own in held], scores.argmax(1)
+    assert report.macro_f1 == pytest.approx(f1_score(true, answers, average="macro"))
 
 
 def test_one_of_several_classes_is_right() -> None:

@@ -90,7 +90,6 @@ export class TrainingData {
 
   #feedLine(bytes) {
     this.#line++;
-    if (!this.#record && bytes.every((byte) => byte === 32 || (byte > 8 && byte < 14))) return;
     let line;
     try {
       line = this.#decoder.decode(bytes);
@@ -100,7 +99,7 @@ export class TrainingData {
     if (line.includes("\0")) {
       throw malformed(`The training data has a NUL character: line ${count(this.#line)}.`);
     }
-    this.#parse(line);
+    if (this.#record || strip(line) !== "") this.#parse(line);
   }
 
   #parse(line) {

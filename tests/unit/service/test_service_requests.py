@@ -1,0 +1,234 @@
+"""Requests and options of the service, against its application."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from service_requests import ask, prepared
+from test_service_classifiers import create
+
+from slipstream.service import keys, metrics, own, queue
+from slipstream.service.context import Service
+from slipstream.service.routes import OPERATIONS, description
+
+FORM = "application/x-www-form-urlencoded"
+GRANT = "grant_type=urn:ibm:params:oauth:grant-type:apikey&response_type=cloud_iam&apikey="
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    with prepared(tmp_path / "data") as service:
+        yield service
+
+
+# ---- addresses
+
+
+def test_the_public_url(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data", public_url="https://nlc.example/") as service:
+        classifier = create(service)
+        forwarded = {"x_forwarded_host": "evil"}
+        for prefix in ("", "/instances/a-1"):
+            one = f"/v1/classifiers/{classifier}"
+            answer = ask(service, f"GET {prefix}{one}", **forwarded)
+            assert answer.json["url"] == f"https://nlc.example{prefix}{one}"
+
+
+@pytest.mark.parametrize(
+    ("headers", "base"),
+    [
+        ({"x_forwarded_proto": "https", "x_forwarded_host": "a.example"}, "https://a.example"),
+        ({"x_forwarded_proto": "https, http", "x_forwarded_host": "a, b"}, "https://a"),
+        ({}, "http://localhost"),
+    ],
+)
+def test_behind_a_proxy(tmp_path: Path, headers: dict[str, str], base: str) -> None:
+    with prepared(tmp_path / "data", behind_proxy=True) as service:
+        create(service)
+        [found] = ask(service, "GET /v1/classifiers", **headers).json["classifiers"]
+        assert found["url"] == f"{base}/v1/classifiers/{found['classifier_id']}"
+
+
+def test_a_path_is_matched_to_its_end(service: Service) -> None:
+    for path in ("/v1/classifiers", "/livez", "/docs"):
+        assert ask(service, f"GET {path}").code == 200
+        assert ask(service, f"GET {path}%0A").code == 404
+
+
+# ---- keys
+
+
+def test_the_key_of_metrics(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data", metrics_key="mk") as service:
+        for credential in ("Bearer mk", "bearer mk", "BEARER  mk"):
+            answer = ask(service, "GET /metrics", authorization=credential)
+            assert answer.code == 200
+            assert b"slipstream_jobs" in answer.body
+        for wrong in ("Bearer mk2", "Basic mk", "mk", ""):
+            assert ask(service, "GET /metrics", authorization=wrong).code == 401
+        assert ask(service, "GET /livez").code == 200
+
+
+@pytest.mark.parametrize("no_auth", [False, True])
+def test_a_token_for_a_wrong_key(tmp_path: Path, no_auth: bool) -> None:
+    def token(key: str) -> int:
+        form = (GRANT + key).encode()
+        return ask(service, "POST /identity/token", form, content_type=FORM).code
+
+    with prepared(tmp_path / "data", no_auth=no_auth) as service:
+        assert token("sk_any") == 200  # there is no key yet
+        key = keys.add_key(service.database, "team")
+        assert [token(key), token("sk_any")] == [200, 400]
+
+
+# ---- bodies
+
+
+@pytest.mark.parametrize("charset", ["utf-16", "UTF16", '"UTF_32LE"'])
+def test_json_in_another_encoding(service: Service, charset: str) -> None:
+    path, kind = "/v1/classifiers/x/classify", "application/json; charset="
+    answer = ask(service, f"POST {path}", b"{}", content_type=kind + charset)
+    assert (answer.code, answer.json["error"]) == (415, "Unsupported media type")
+    assert ask(service, f"POST {path}", b"{}", content_type=kind + "UTF8").code == 400
+
+
+# ---- jobs
+
+
+def test_headers_of_events_come_at_once(service: Service) -> None:
+    path = f"/api/classifiers/{create(service)}/events"  # its job waits, for ever
+    answer = ask(service, f"HEAD {path}")
+    assert (answer.code, answer.body) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert ask(service, "HEAD /api/classifiers/x/events").code == 404
+
+
+def test_events_after_an_epoch(service: Service) -> None:
+    classifier = create(service)
+    held = queue.claim(service.database, "me", 1)
+    assert held is not None
+    epochs = [queue.Progress(10, 20, number, 4, 1.0, at=1, loss=0.5) for number in range(4)]
+    queue.record(service.database, held, epochs)
+    queue.finish(service.database, held, "done", None, 3)
+
+    def told(**headers: str) -> list[bytes]:
+        events = ask(service, f"GET /api/classifiers/{classifier}/events", **headers).body
+        assert events.endswith(b"\n\n")
+        assert b"event: end\n" in events
+        return re.findall(rb"^id: (\d+)$", events, re.MULTILINE)
+
+    assert told() == [b"0", b"1", b"2", b"3"]
+    assert told(last_event_id="1") == [b"2", b"3"]
+    assert told(last_event_id="3") == []
+
+
+def test_the_end_of_a_log_and_all_of_it(service: Service) -> None:
+    classifier = create(service)
+    log = b"".join(b"line %d\n" % number for number in range(20_000))
+    assert len(log) > 2 * own.LOG_NBYTES
+    (service.directory.version(classifier, 1) / "train.log").write_bytes(log)
+    path = f"GET /api/classifiers/{classifier}/log"
+    assert ask(service, path).body == log[-own.LOG_NBYTES :]
+    assert ask(service, f"{path}?all=1").body == log
+    assert ask(service, f"{path}?all=0").body == log[-own.LOG_NBYTES :]
+
+
+# ---- health
+
+
+def test_readiness(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_ready() -> set[str]:
+        answer = ask(service, "GET /readyz")
+        wrong = {name for name, value in answer.json.items() if value is False} - {"ready"}
+        assert answer.json["ready"] is not bool(wrong)
+        assert (answer.code, answer.headers.get("retry-after")) == (
+            (503, "5") if wrong else (200, None)
+        )
+        return wrong
+
+    monkeypatch.setattr(metrics, "FREE_NBYTES", 0)
+    assert not_ready() == set()
+    service.trainer_silent_s = lambda: metrics.TRAINER_SILENT_S
+    assert not_ready() == {"trainer"}
+    service.stopping.set()
+    assert not_ready() == {"trainer", "running"}
+    service.trainer_silent_s = lambda: 0.0
+    assert not_ready() == {"running"}
+
+
+# ---- the description
+
+
+def references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for one in value.values():
+            yield from references(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from references(one)
+
+
+def test_every_operation_is_described() -> None:
+    found = description()
+    schemas = found["components"]["schemas"]
+    assert {ref.rpartition("/")[2] for ref in references(found)} <= set(schemas)
+    ids = [entry["operationId"] for path in found["paths"].values() for entry in path.values()]
+    assert len(set(ids)) == len(ids) == len(OPERATIONS)
+    for one in OPERATIONS:
+        entry = found["paths"][one.path][one.method.lower()]
+        assert entry["summary"]
+        assert entry.get("security") == ([] if one.is_open else None)
+        in_path = {p["name"] for p in entry["parameters"] if p["in"] == "path" and p["required"]}
+        assert in_path == set(re.findall(r"{(\w+)}", one.path))
+        assert ("requestBody" in entry) == bool(one.body)
+        assert {"200", "default"} == set(entry["responses"])
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "fields"),
+    [
+        (
+            "post /v1/classifiers",
+            "multipart/form-data",
+            {"training_metadata", "training_data"},
+        ),
+        (
+            "put /api/classifiers/{id}/data",
+            "multipart/form-data",
+            {"training_metadata", "training_data"},
+        ),
+        ("post /v1/classifiers/{id}/classify", "application/json", {"text"}),
+        ("post /v1/classifiers/{id}/classify_collection", "application/json", {"collection"}),
+        ("post /identity/token", FORM, {"grant_type", "apikey"}),
+    ],
+)
+def test_bodies_are_described(operation: str, kind: str, fields: set[str]) -> None:
+    method, path = operation.split()
+    found = description()
+    content = found["paths"][path][method]["requestBody"]["content"]
+    assert list(content) == [kind]
+    name = content[kind]["schema"]["$ref"].rpartition("/")[2]
+    assert set(found["components"]["schemas"][name]["required"]) == fields
+
+
+def test_parameters_and_the_report_are_described() -> None:
+    paths = description()["paths"]
+    shown = paths["/v1/classifiers/{id}/classify"]["get"]["parameters"]
+    text = {"name": "text", "in": "query", "required": True, "schema": {"type": "string"}}
+    assert text in shown
+    report = paths["/api/classifiers/{id}/report"]["get"]["responses"]["200"]
+    assert list(references(report)) == ["#/components/schemas/Report"]
+
+
+def test_pages_of_the_description(service: Service) -> None:
+    assert ask(service, "GET /openapi.json").json == description()
+    docs = ask(service, "GET /docs")
+    assert docs.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in docs.headers["content-security-policy"]
+    for path in description()["paths"]:
+        assert f"<code>{path}</code>".encode() in docs.body
