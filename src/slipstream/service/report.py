@@ -22,7 +22,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize
 
 from slipstream.service.answers import Scores, Shares, mean_softmax
 from slipstream.service.rows import Rows
@@ -197,6 +196,9 @@ def choose_temperatures(
     >>> hot > 3  # one of four was wrong: far too sure
     True
     """
+    # Only a training job needs it; the API process, which describes reports, stays small.
+    from scipy.optimize import minimize
+
     truth = np.zeros(deep.shape)
     for row, own in zip(truth, held, strict=True):
         row[own] = 1
