@@ -2,7 +2,8 @@
 
 ``plateau``: each rank's learning rate follows its own loss; ``mean`` the mean of all; ``by hand``:
 one rank changes a weight. ``no with``: the script has no ``with`` block; ``no with, error``: and
-fails on rank 1; ``no with, early``: rank 1 ends before the others.
+fails on rank 1; ``no with, early``: rank 1 ends before the others; ``no with, large``: its messages
+are so large that ZeroMQ does not copy them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ STEPS = 6
 
 def train(job: slipstream.Job) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    width = 20_000 if "large" in CASE else 3
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     net, optimizer = job.distribute(model, optimizer, STRATEGY)

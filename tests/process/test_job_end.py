@@ -56,6 +56,16 @@ def test_without_a_with_block_the_job_finishes_at_exit(fork_server: ForkServer) 
         assert run.remains.left() == []
 
 
+def test_without_a_with_block_large_messages_leave_at_exit(launch: Callable[..., Launch]) -> None:
+    """pyzmq's own exit handler once came first, and nothing large could be sent after it."""
+    command = (SLIPSTREAM, "run", "--workers=2", "--json=figures.json", str(WORKER))
+    systems = ("ako", "backup_workers(first=2)")
+    jobs = [launch(*command, "no with, large", system) for system in systems]
+    for job in jobs:
+        assert job.wait() == 0, job.stderr
+        assert json.loads((job.folder / "figures.json").read_text())["steps"] == 6
+
+
 def test_without_a_with_block_errors_reach_the_others(fork_server: ForkServer) -> None:
     failed, early = runs_of(
         fork_server, ("no with, error", "push_pull"), ("no with, early", "push_pull")

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
+
+# It stops working at the process's end, by an exit handler, which its import registers. Handlers
+# run in reverse order: it has to come before that of a job without a ``with`` block, which sends.
+import zmq.utils.garbage
 from zmq.utils.monitor import recv_monitor_message
 
 from slipstream.errors import FrameRefused, LaunchError, OutOfDescriptors
