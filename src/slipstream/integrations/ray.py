@@ -66,8 +66,9 @@ def run(
 ) -> list[Any]:
     """Train on Ray: call ``fn`` once on each of ``workers`` actors, and wait for all.
 
-    ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. All
-    actors are ended when ``run`` returns or raises, also after Ctrl-C.
+    ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. A
+    job without a ``with`` block ends when ``fn`` returns. All actors are ended when ``run`` returns
+    or raises, also after Ctrl-C.
 
     Args:
         workers: how many.
