@@ -309,6 +309,7 @@ def test_ray_train_resumes_with_the_weights_of_one_process(nodes: Nodes, tmp_pat
         ({"workers": 2, "resources": {}}, "resources are empty"),
         ({"workers": 2, "place_limit_s": 0}, "place_limit_s=0"),
         ({"workers": 2, "place_limit_s": float("inf")}, "place_limit_s=inf"),
+        ({"workers": 2, "place_limit_s": "60"}, "place_limit_s='60': give seconds"),
         ({"workers": 2, "resources": 3}, "resources=3"),
         ({"workers": 2, "restarts": -1}, "restarts=-1"),
         ({"workers": 2, "restarts": 1, "strategy": "push_pull"}, "FailureConfig"),
