@@ -19,6 +19,7 @@ from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Session, Training
 
 logger = logging.getLogger("slipstream.job")
+_open: list[JobEnd] = []  # jobs of this process, which ends them if their scripts do not
 
 
 class JobEnd:
@@ -42,6 +43,7 @@ class JobEnd:
         self._figures, self._group, self._finish = figures, group, finish
         self._process, self._over = os.getpid(), False
         atexit.register(self.at_exit)
+        _open.append(self)
 
     def end(self, error: BaseException | None) -> None:
         """Leave the job, or send the others the error that ends this process."""
@@ -49,6 +51,7 @@ class JobEnd:
             return
         self._over = True
         atexit.unregister(self.at_exit)
+        _open.remove(self)
         try:
             if error is None:
                 self._finish()
@@ -65,14 +68,29 @@ class JobEnd:
             self._session.close()
             log_event(logger, "left", level=logging.INFO, rank=self._env.rank, error=said)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that joined."""
+        return os.getpid() != self._process
+
     def at_exit(self) -> None:
         """The process ends, and the job's ``with`` block has not: there is none."""
-        if os.getpid() != self._process:
-            return  # a fork of the process that joined
+        if self.is_forked:
+            return
         try:
             self.end(getattr(sys, "last_value", None))  # an error that nobody caught
         except BaseException as error:
             end_process(error)
+
+
+def end_open_jobs(error: BaseException | None = None) -> None:
+    """End jobs without a ``with`` block in a process that outlives its script, as Ray's do.
+
+    Args:
+        error: what has ended the script.
+    """
+    for job in [job for job in _open if not job.is_forked]:
+        job.end(error)
 
 
 def finish(

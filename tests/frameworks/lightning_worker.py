@@ -63,6 +63,10 @@ class Plain(pl.LightningModule):  # type: ignore[misc, name-defined]
         self.log("loss", loss, sync_dist=True)
         return loss
 
+    def on_train_end(self) -> None:
+        if self.global_rank == self.case.get("raises_at_end", -1):
+            raise ValueError("this end is broken")
+
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         if self.global_rank == self.case.get("raises_in_validation", -1):
             raise ValueError("this validation is broken")
@@ -180,6 +184,7 @@ def run(case: dict[str, Any]) -> None:
     try:
         model, trainer = train(case, ending)
     except Exception:
+        time.sleep(case.get("ending_s", 0))  # a script may have much to do then
         ending.write(case)
         raise
     told = {

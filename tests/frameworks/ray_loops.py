@@ -116,6 +116,21 @@ def raising() -> None:
     looping(before_step)
 
 
+def without_block(steps: dict[int, int]) -> int:
+    """Has no ``with`` block.
+
+    Args:
+        steps: by rank; a rank without any computes a gradient and does not use it.
+    """
+    job = slipstream.init(start_limit_s=LIMIT_S, wait_limit_s=LIMIT_S)
+    model, optimizer = job.distribute(*parts())
+    for step in range(steps[job.rank]):
+        one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
+    if not steps[job.rank]:
+        loss_of(model, 0, job.rank).backward()
+    return job.rank
+
+
 class Exiting:
     """Has exit handlers; those of rank 1 do not end, and its function fails."""
 

@@ -230,6 +230,8 @@ def test_what_use_takes(job: slipstream.Job, accelerator: Accelerator) -> None:
         use(accelerator, job, "posidon()")
     with pytest.raises(ConfigError, match=r"a strategy, such as slipstream.push_pull\(\)"):
         use(accelerator, job, slipstream.push_pull)  # not called
+    with pytest.raises(ConfigError, match=r"the job of slipstream.init\(\); it was given None"):
+        use(accelerator, None)
     use(accelerator, job)  # a refusal has changed nothing
 
 

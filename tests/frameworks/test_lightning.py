@@ -219,6 +219,22 @@ def test_a_rank_raises_while_others_wait_in_a_collective(launch: Callable[..., L
     assert told == {"callback": "PeerFailed", "stage": "None"}
 
 
+def test_a_rank_that_raises_when_others_have_trained_ends_by_itself(
+    launch: Callable[..., Launch],
+) -> None:
+    raised = case("slipstream_push_pull", "raised", raises_at_end=1, ending_s=1.0)
+    job = launch(sys.executable, plan=[raised])
+    assert job.wait() != 0
+    assert job.own_lines == ["slipstream: rank 1 failed: ValueError: this end is broken"]
+    assert job.stderr.count("Traceback") == 1, job.stderr  # rank 1's own
+    told = [job.folder / f"{raised['name']}.{rank}.failed" for rank in range(2)]
+    assert [json.loads(each.read_text())["callback"] for each in told] == [
+        "PeerFailed",
+        "ValueError",
+    ]
+    assert job.remains.left() == []
+
+
 def test_a_rank_that_never_begins_ends_the_others(launch: Callable[..., Launch]) -> None:
     job = launch(sys.executable, plan=BRIEF, env={"DIES_EARLY": "1"})
     assert job.wait() == 1
@@ -423,13 +439,15 @@ class Seeing(Callback):
         raise PeerLost("server 0", silent_s=5.0)
 
 
-def fit_alone(callback: Callback, **options: Any) -> None:
-    strategy = SlipstreamStrategy("push_pull", **options)
+def fit_alone(
+    callback: Callback, system: str = "push_pull", model: Any = None, **options: Any
+) -> None:
+    strategy = SlipstreamStrategy(system, **options)
     more = {"enable_checkpointing": False, "enable_progress_bar": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on loaders and logging
         alone = trainer(strategy, devices=1, max_steps=1, callbacks=[callback], **more)
-        alone.fit(BoringModel())
+        alone.fit(model or BoringModel())
 
 
 def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.MonkeyPatch) -> None:
@@ -446,6 +464,30 @@ def test_a_job_whose_servers_are_lost_at_the_end_is_left(
         fit_alone(Seeing(servers_lost=True))
     assert "left" in caplog.text
     assert "server 0 is lost" in caplog.text
+
+
+class Two(BoringModel):  # type: ignore[misc]
+    """Has two optimizers, or none."""
+
+    def __init__(self, *, has_optimizers: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.has_optimizers = False, has_optimizers
+
+    def configure_optimizers(self) -> Any:
+        if not self.has_optimizers:
+            return None
+        return torch.optim.SGD([self.layer.weight], 0.1), torch.optim.SGD([self.layer.bias], 0.1)
+
+
+def test_a_strategy_of_one_optimizer_refuses_two(alone: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"ako trains one model with one optimizer.*push_pull"):
+        fit_alone(Seeing(), "ako", Two())
+
+
+def test_a_module_without_optimizer_is_refused(alone: pytest.MonkeyPatch) -> None:
+    alone.setattr(SlipstreamStrategy, "world_size", 2)
+    with pytest.raises(ConfigError, match=r"Two.configure_optimizers has returned None"):
+        fit_alone(Seeing(), model=Two(has_optimizers=False))
 
 
 def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,22 @@ def test_an_error_of_a_worker_is_the_error_of_the_call(nodes: Nodes) -> None:
     assert 'raise OfUser(17, source="digits")' in note
 
 
+@pytest.mark.parametrize(
+    ("strategy", "steps", "message"),
+    [
+        ("push_pull", {0: 3, 1: 5}, "rank 1 still trains, but rank 0 has finished"),
+        ("diloco", {0: 0, 1: 0}, r"no optimizer\.step\(\)"),
+    ],
+)
+def test_a_job_without_a_block_ends_with_its_function(
+    strategy: str, steps: dict[int, int], message: str, nodes: Nodes
+) -> None:
+    """And what goes wrong at its end is the error of the call."""
+    with pytest.raises(RuntimeFault, match=message):
+        run(functools.partial(ray_loops.without_block, steps), workers=2, strategy=strategy)
+    assert run(functools.partial(ray_loops.without_block, {0: 3, 1: 3}), workers=2) == [0, 1]
+
+
 def test_exit_handlers_run_and_are_not_awaited_for_ever(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +309,7 @@ def test_ray_train_resumes_with_the_weights_of_one_process(nodes: Nodes, tmp_pat
         ({"workers": 2, "resources": {}}, "resources are empty"),
         ({"workers": 2, "place_limit_s": 0}, "place_limit_s=0"),
         ({"workers": 2, "place_limit_s": float("inf")}, "place_limit_s=inf"),
+        ({"workers": 2, "place_limit_s": "60"}, "place_limit_s='60': give seconds"),
         ({"workers": 2, "resources": 3}, "resources=3"),
         ({"workers": 2, "restarts": -1}, "restarts=-1"),
         ({"workers": 2, "restarts": 1, "strategy": "push_pull"}, "FailureConfig"),

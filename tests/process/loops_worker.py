@@ -177,6 +177,23 @@ def checkpointed(job: slipstream.Job, asked: Asked) -> Asked:
     return {"digest": digest(model), "state": kept, "fits": fits}
 
 
+def averaged(job: slipstream.Job, asked: Asked) -> Asked:
+    """Loads other weights, before or after job.distribute."""
+    model = net()
+    trained = {name: tensor + 100 for name, tensor in state_of(model).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if asked["when"] == "before":
+        model.load_state_dict(trained)
+    model, optimizer = job.distribute(model, optimizer, asked["strategy"])
+    if asked["when"] == "after":
+        model.load_state_dict(trained)
+    for step in range(asked["steps"]):
+        step_alone(model, optimizer, step, job.rank)
+    with job.averaged_weights():
+        averages = digest(model)
+    return {"averages": averages}
+
+
 # ---- what a loop does around its steps
 
 
@@ -381,6 +398,7 @@ def constrained_critic(job: slipstream.Job, asked: Asked) -> Asked:
 KINDS = {
     "copies": copies,
     "checkpointed": checkpointed,
+    "averaged": averaged,
     "touching": touching,
     "constrained critic": constrained_critic,
 }

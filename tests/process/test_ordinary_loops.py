@@ -132,6 +132,30 @@ def test_a_run_resumed_from_the_scripts_own_checkpoint_ends_as_an_uninterrupted_
             assert [told["state"] for told in again] == [told["state"] for told in whole]
 
 
+AVERAGED = [
+    ("push_pull(averaged=0.9)", 2),
+    ("push_pull(averaged=0.9)", 0),
+    ("push_pull(averaged=0.9, update='server')", 2),
+    ("backup_workers(averaged=0.9, first=2)", 2),
+]
+
+
+def test_averages_begin_with_weights_that_the_script_loads(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    plan = [
+        {"kind": "averaged", "strategy": strategy, "steps": steps, "when": when}
+        for strategy, steps in AVERAGED
+        for when in ("before", "after")
+    ]
+    path = write_plan(tmp_path, plan)
+    run = fork_server.run(WORKER, str(path), str(tmp_path), ranks=WORKERS, limit_s=LIMIT_S)
+    assert set(run.codes.values()) == {0}, run.told()
+    for number, case in enumerate(AVERAGED):
+        before, after = (read(tmp_path, 2 * number + n, WORKERS) for n in range(2))
+        assert after == before, case
+
+
 # ---- what loops do around their steps, where gradients may leave before
 
 TOUCHED = [

@@ -49,11 +49,20 @@ def test_a_closure_whose_gradients_are_not_finite_ends_the_job(
     assert "not finite" in run.told()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_weights_that_the_loop_loads_are_the_outer_ones(dtype: str, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [
+        ("diloco(every=3)", "float64"),
+        ("diloco(every=3)", "bfloat16"),
+        ("diloco(every=3, first=3)", "float32"),  # servers apply
+    ],
+)
+def test_weights_that_the_loop_loads_are_the_outer_ones(
+    strategy: str, dtype: str, run: Run
+) -> None:
     """After job.distribute, and before the first step."""
-    wanted = run("diloco(every=3)", dtype, seed=8)
-    told = run("diloco(every=3)", dtype, seed=3, load_state=8)
+    wanted = run(strategy, dtype, seed=8)
+    told = run(strategy, dtype, seed=3, load_state=8)
     assert {each["digest"] for each in told} == {wanted[0]["digest"]}
 
 

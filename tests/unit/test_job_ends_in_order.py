@@ -9,7 +9,7 @@ import pytest
 
 import slipstream
 from slipstream.errors import PeerFailed
-from slipstream.job_end import JobEnd
+from slipstream.job_end import JobEnd, end_open_jobs
 
 
 def ending(told: list[str], finish: Any) -> JobEnd:
@@ -45,6 +45,15 @@ def test_an_error_at_the_end_is_told_like_one_of_the_loop() -> None:
 def test_a_good_end() -> None:
     told: list[str] = []
     ending(told, lambda: told.append("finish")).end(None)
+    assert told == ["finish", "leave", "outputs", "group", "session"]
+
+
+def test_a_process_that_goes_on_ends_its_open_jobs() -> None:
+    told: list[str] = []
+    ending(told, lambda: told.append("finish"))
+    ending([], lambda: None).end(None)
+    end_open_jobs()
+    end_open_jobs(ValueError("too late to count"))
     assert told == ["finish", "leave", "outputs", "group", "session"]
 
 

@@ -48,6 +48,11 @@ def use(
             "use takes an accelerate.Accelerator or a transformers.Trainer; it was given a "
             f"{type(target).__name__}"
         )
+    if not isinstance(job, slipstream.Job):
+        raise slipstream.ConfigError(
+            f"use takes the job of slipstream.init(); it was given {job!r}: call it within `with "
+            "slipstream.init() as job:`"
+        )
     check_accelerator(accelerator, job)
     if isinstance(strategy, str):
         strategy = slipstream.systems.parse(strategy)

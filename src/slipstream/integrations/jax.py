@@ -31,6 +31,25 @@ except ImportError as error:
 
 __all__ = ["Engine", "engine"]
 
+OLDEST = (0, 5)
+
+
+def require_version(found: str) -> None:
+    """Refuse a JAX that is too old.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise slipstream.ConfigError(
+            f"slipstream.jax needs JAX {oldest} or later, and this is {found}: pip install "
+            "'slipstream[jax]'"
+        )
+
+
+require_version(jax.__version__)
+
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")

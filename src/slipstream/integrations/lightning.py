@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import signature
@@ -127,6 +128,8 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            check_optimizers(self.lightning_module, self.optimizers)
         pairs = [(self.lightning_module, optimizer) for optimizer in self.optimizers]
         self.optimizers = [loop for _, loop in self.job.distribute(pairs, self._strategy)]
 
@@ -154,6 +157,9 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         error, self._error = self._error, None
         try:
             self._leave(error)
+        except BaseException as late:  # of another worker, after this one's loop had ended
+            error = late
+            raise
         finally:
             if error is not None:
                 CHILDREN.end()
@@ -240,6 +246,19 @@ def check_loop(strategy: Strategy, workers: int) -> None:
             "so a worker that has missed rounds would wait for others that have finished: use "
             f"first={workers}, such as SlipstreamStrategy('backup_workers(first={workers})'), or "
             "a loop of your own with job.steps"
+        )
+
+
+def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
+    """Refuse Lightning's stand-in for an optimizer, which has no parameters.
+
+    Raises:
+        ConfigError: ``configure_optimizers`` has returned None.
+    """
+    if not all(optimizer.param_groups for optimizer in optimizers):
+        raise ConfigError(
+            f"{type(module).__name__}.configure_optimizers has returned None, so there are no "
+            "gradients to average: return an optimizer, or train with devices=1"
         )
 
 

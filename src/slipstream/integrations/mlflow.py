@@ -19,16 +19,19 @@ class MLflow(slipstream.Watcher):
     """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are parameters.
 
     They go to the run that the loop has open when training begins, else to a run of its own, which
-    ends with the job.
+    ends with the job, and is never the active one: the loop may begin another meanwhile.
     """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
         if event == "start":
-            self._own = mlflow.active_run() is None
+            self._own, self._status = mlflow.active_run() is None, "FINISHED"
             self._run = (mlflow.active_run() or mlflow.start_run()).info.run_id
-            mlflow.log_params({f"slipstream/{name}": value for name, value in content.items()})
-        if event == "failed" and self._own:
-            mlflow.end_run("FAILED")
+            if self._own:
+                mlflow.end_run("RUNNING")  # it goes on, but is no longer the active one
+            named = {f"slipstream/{name}": value for name, value in content.items()}
+            mlflow.log_params(named, run_id=self._run)
+        if event == "failed":
+            self._status = "FAILED"
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         named = {f"slipstream/{name}": value for name, value in figures.items()}
@@ -36,4 +39,4 @@ class MLflow(slipstream.Watcher):
 
     def close(self) -> None:
         if self._own:
-            mlflow.end_run()
+            mlflow.MlflowClient().set_terminated(self._run, self._status)

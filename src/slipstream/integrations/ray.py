@@ -66,8 +66,9 @@ def run(
 ) -> list[Any]:
     """Train on Ray: call ``fn`` once on each of ``workers`` actors, and wait for all.
 
-    ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. All
-    actors are ended when ``run`` returns or raises, also after Ctrl-C.
+    ``fn`` takes no argument and has the two lines: ``slipstream.init`` and ``job.distribute``. A
+    job without a ``with`` block ends when ``fn`` returns. All actors are ended when ``run`` returns
+    or raises, also after Ctrl-C.
 
     Args:
         workers: how many.
@@ -110,7 +111,7 @@ def _checked_arguments(
     workers: object,
     resources: Mapping[str, float] | None,
     placement: str,
-    place_limit_s: float,
+    place_limit_s: object,
 ) -> dict[str, float]:
     """The bundle of one worker; raises ConfigError."""
     if not callable(fn) or not takes_no_argument(fn):
@@ -122,7 +123,7 @@ def _checked_arguments(
         raise ConfigError(f"workers={workers!r}: give a whole number, 1 or more")
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement={placement!r}: choose one of {', '.join(PLACEMENTS)}")
-    if not 0 < place_limit_s < math.inf:
+    if not isinstance(place_limit_s, int | float) or not 0 < place_limit_s < math.inf:
         raise ConfigError(f"place_limit_s={place_limit_s!r}: give seconds, more than 0")
     if not isinstance(resources, Mapping | None):
         raise ConfigError(f"resources={resources!r}: give a mapping, such as {{'CPU': 1}}")

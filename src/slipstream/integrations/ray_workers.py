@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.job_end import end_open_jobs
 from slipstream.runtime.environment import LOOPBACK, is_loopback
 from slipstream.runtime.error_reporting import location
 from slipstream.runtime.launch.processes import WORKER_VARIABLES
@@ -137,6 +138,25 @@ class Outcome:
     where: str = ""
 
 
+def called(fn: Callable[[], Any]) -> Any:
+    """The result of a function; a job that it has left open ends with it, as with a script."""
+    result = None
+    try:
+        result = fn()
+    except SystemExit as end:
+        if end.code:
+            raise
+    end_open_jobs()
+    return result
+
+
+def failed(raised: BaseException, told: Exception) -> Outcome:
+    """How a function ended that has raised an error; ``told``: what the driver raises."""
+    sys.last_value = raised  # so that exit handlers know it, as after a script's error
+    end_open_jobs(raised)
+    return Outcome(error=told, where=where_of(raised))
+
+
 class Worker:
     """The actor of one worker; its function runs in the main thread."""
 
@@ -160,15 +180,11 @@ class Worker:
         if returns is not None:
             notify_return(int(variables["RANK"]), returns)
         try:
-            return Outcome(fn())
+            return Outcome(called(fn))
         except Exception as error:
-            sys.last_value = error  # so that exit handlers know it, as after a script's error
-            return Outcome(error=portable(error), where=where_of(error))
+            return failed(error, portable(error))
         except SystemExit as end:
-            if not end.code:
-                return Outcome()
-            sys.last_value = end
-            return Outcome(error=RuntimeFault(f"exited: {end.code}"), where=where_of(end))
+            return failed(end, RuntimeFault(f"exited: {end.code}"))
 
     def leave(self) -> None:
         """Run the exit handlers of this process; Ray kills actors without that.

@@ -19,7 +19,11 @@ class WandB(slipstream.Watcher):
     """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are in the config.
 
     They go to the run that the loop has open when training begins, else to a run of its own, which
-    ends with the job. Their x axis is ``slipstream/step``, so the loop may count its own steps.
+    ends with the job. Their x axis is ``slipstream/step``.
+
+    In the loop's run the loop alone advances W&B's step, since W&B drops what is logged for an
+    earlier one. So metrics join the step that the loop has open, and of several ``job.record`` in
+    one step the last one remains.
     """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
@@ -33,7 +37,8 @@ class WandB(slipstream.Watcher):
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         named = {"step": step, **figures}
-        self._run.log({f"slipstream/{name}": value for name, value in named.items()})
+        values = {f"slipstream/{name}": value for name, value in named.items()}
+        self._run.log(values, commit=self._own)
 
     def close(self) -> None:
         if self._own:

@@ -97,8 +97,7 @@ class AloneTraining(Training):
         return self._lease(batches, returned)
 
     def averages(self) -> list[dict[str, torch.Tensor]]:
-        kept = [steps.averages for steps in self._steps]
-        return [{} if each is None else each.weights for each in kept]
+        return [steps.averages.weights for steps in self._steps]
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         facts = {**facts, "steps": [steps.made for steps in self._steps]}
@@ -123,7 +122,7 @@ class AloneSteps:
 
     Attributes:
         made: steps completed, including those of the checkpoint that the job began with.
-        averages: averaged weights, if any are kept.
+        averages: averaged weights; none, if the strategy has none.
         state: what checkpoints hold of the pair, besides the model.
     """
 
@@ -131,19 +130,22 @@ class AloneSteps:
         self, pair: Pair, names: Sequence[str], strategy: Strategy, env: Environment
     ) -> None:
         model, optimizer = pair
-        average = strategy.update.average
         self.made = 0
-        self.averages = None if average is None else Averages(model, average.decay, names)
+        self.averages = Averages(model, strategy.update.average, names)
         self.state = OwnState(model, optimizer, self.averages)
         self._handles = watch_gradients(pair, names, env, lambda: self.made)
         if (norm := strategy.update.clip_norm) is not None:
             self._handles.append(optimizer.register_step_pre_hook(clip_to(norm)))
+        if strategy.update.average is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_update))
         self._handles.append(optimizer.register_step_post_hook(self._count))
+
+    def _before_update(self, *_: Any) -> None:
+        self.averages.before_update()
 
     def _count(self, *_: Any) -> None:
         self.made += 1
-        if self.averages is not None:
-            self.averages.follow()
+        self.averages.follow()
 
     def close(self) -> None:
         """Remove the hooks."""

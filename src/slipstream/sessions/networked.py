@@ -42,10 +42,11 @@ from slipstream.torch.inventory import whole_vector
 from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
-from slipstream.torch.remote_optimizer import RemoteOptimizer
+from slipstream.torch.outer_weights import OuterState
 from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
+from slipstream.torch.server_state import ServerState
 from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)
@@ -177,8 +178,10 @@ class NetworkedTraining(Training):
             self._come_back()
         self._weights = self._weights_of(parts)
         for replica in self.replicas:
-            if isinstance(replica.optimizer, RemoteOptimizer):
-                replica.optimizer.meet = self._meet
+            state = replica.state
+            servers = state.servers if isinstance(state, OuterState) else state
+            if isinstance(servers, ServerState):
+                servers.meet = self._meet
 
     def _meet(self, value: Any) -> list[Any]:
         """The values of all ranks, which load the same state."""

@@ -55,15 +55,14 @@ class OwnState:
     """State of an optimizer that runs in this process; implements ``KeptState``."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages
     ) -> None:
         self._model, self._optimizer, self._averages = model, optimizer, averages
 
     def fetch(self) -> Held:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         state = {names[id(p)]: dict(entries) for p, entries in self._optimizer.state.items()}
-        averages = {} if self._averages is None else self._averages.weights
-        return Held(averages=averages, state=state)
+        return Held(averages=self._averages.weights, state=state)
 
     def restore(self, saved: OptimizerState, held: Held) -> None:
         by_name = dict(self._model.named_parameters())
@@ -73,9 +72,8 @@ class OwnState:
             self._optimizer.state[parameter] = {
                 key: placed(value, parameter) for key, value in entries.items()
             }
-        if self._averages is not None:
-            self._averages.begin()
-            self._averages.load(held.averages)
+        self._averages.begin()
+        self._averages.load(held.averages)
 
 
 def placed(value: Any, parameter: torch.Tensor) -> Any:

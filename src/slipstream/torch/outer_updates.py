@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,10 @@ class OuterUpdates:
         optimizer: The user's own.
         outer: The weights that all workers have in common.
         links: The channel whose codecs may keep a part of an outer gradient back, if there is one.
+
+    Attributes:
+        hand_loaded_weights: Where servers apply: gives them the weights of some tensors, with which
+            all ranks begin.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class OuterUpdates:
         self._arrived: dict[int, Arrived] = {}  # of fragments under way
         self._alike_after = 0  # the step after which all workers had the outer weights
         self._begun = False
+        self.hand_loaded_weights: Callable[[Container[int]], None] = lambda _: None
         self.hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_pre_hook(before_use(self._examine)),
@@ -111,10 +116,16 @@ class OuterUpdates:
                 "optimizer.step() within job.outer_weights(), where the model has lent weights: "
                 "train after the block"
             )
-        if not self._begun and not self._servers_apply:
-            self._outer.follow_model()
+        if not self._begun:
+            self._take_loaded_weights()
         self._begun = True
         self._synchronizer.gradients.refuse_unknown(optimizer)
+
+    def _take_loaded_weights(self) -> None:
+        """Go on from the weights that the loop has loaded since job.distribute, if it has."""
+        loaded = self._outer.follow_model()
+        if loaded and self._servers_apply:
+            self.hand_loaded_weights(loaded)
 
     def _examine(self) -> None:
         """This worker's gradients are complete, and its optimizer is about to use them."""

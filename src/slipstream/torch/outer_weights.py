@@ -55,11 +55,16 @@ class OuterWeights:
         trained = {name: i for i, name in self._names.items() if name in momenta}
         self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
 
-    def follow_model(self) -> None:
-        """The loop may have loaded other weights, the same on all ranks: go on from these."""
-        for i, parameter in self._trained.items():
-            if not torch.equal(self.seen(i), parameter):
-                self.weights[i].copy_(parameter.detach())
+    def follow_model(self) -> list[int]:
+        """The loop may have loaded other weights, the same on all ranks: go on from these.
+
+        Returns:
+            The tensors of which it has.
+        """
+        loaded = [i for i, p in self._trained.items() if not torch.equal(self.seen(i), p)]
+        for i in loaded:
+            self.weights[i].copy_(self._trained[i].detach())
+        return loaded
 
     def seen(self, tensor: int) -> Tensor:
         """θ in the model's own format: what a worker begins its local steps with."""
@@ -106,15 +111,15 @@ class OuterState:
         servers: ServerState | None,
     ) -> None:
         self.own = own
-        self._outer, self._buffers, self._servers = outer, buffers, servers
+        self._outer, self._buffers, self.servers = outer, buffers, servers
 
     def fetch(self) -> Held:
         held = self.own.fetch()
-        if self._servers is None:
+        if self.servers is None:
             held.weights = self._outer.copies() | self._buffers()
             held.momenta, held.precise = self._outer.momenta_by_name(), self._outer.precise()
             return held
-        at_servers = self._servers.fetch()
+        at_servers = self.servers.fetch()
         held.weights, held.round = at_servers.weights, at_servers.round
         momenta = {name: kept.get(MOMENTUM) for name, kept in at_servers.state.items()}
         held.momenta = {name: v for name, v in momenta.items() if v is not None}
@@ -122,14 +127,14 @@ class OuterState:
 
     def restore(self, saved: OptimizerState, held: Held) -> None:
         self.own.restore(saved, held)
-        if self._servers is None:
+        if self.servers is None:
             self._outer.begin(held.momenta, held.precise)
             return
         self._outer.begin({})
         shown = self._outer.copies()
         momenta = {name: v.to(shown[name]) for name, v in held.momenta.items() if name in shown}
         state = {name: {MOMENTUM: v} for name, v in momenta.items()}
-        self._servers.restore(OptimizerState("SGD", state, []), Held())
+        self.servers.restore(OptimizerState("SGD", state, []), Held())
 
 
 def as_torch(outer: Nesterov, parameters: Sequence[Tensor]) -> torch.optim.SGD:

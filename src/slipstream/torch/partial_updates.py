@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from slipstream.runtime.engine import Hook
 from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.torch.averages import Averages
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.updates import Add
@@ -18,7 +19,7 @@ class PartialUpdates:
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        on_applied: Called after each update of the weights.
+        averages: Follow each update of the weights.
     """
 
     hooks: Sequence[Hook] = ()
@@ -28,12 +29,12 @@ class PartialUpdates:
         synchronizer: Synchronizer,
         loop: LoopOptimizer,
         channel: GossipChannel,
-        on_applied: Callable[[], None],
+        averages: Averages,
     ) -> None:
         outer = synchronizer.plan.update.outer
         assert isinstance(outer, Add)
         self._synchronizer, self._optimizer = synchronizer, loop.local
-        self._channel, self._outer, self._on_applied = channel, outer, on_applied
+        self._channel, self._outer, self._averages = channel, outer, averages
         loop.end_step = self.end_step
 
     def takes_pass(self) -> bool:
@@ -58,7 +59,8 @@ class PartialUpdates:
         synchronizer.gradients.clip()
         channel.admit_joiners()
         coefficient = self._outer.coefficient(synchronizer.step, channel.workers)
+        self._averages.before_update()
         channel.give(channel.weights.stepped(self._optimizer.step, coefficient))
-        self._on_applied()
+        self._averages.follow()
         channel.wait()
         synchronizer.end_step()

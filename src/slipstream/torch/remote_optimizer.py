@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -39,14 +39,12 @@ class RemoteOptimizer(LoopOptimizer):
 
     Attributes:
         keeper: Who has the state.
-        meet: Waits until all ranks have called it, and returns the values of all.
     """
 
     def __init__(self, local: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(local)
         self._trained = trained
         self.keeper: StateKeeper | None = None
-        self.meet: Callable[[Any], Sequence[Any]] = lambda value: [value]
 
     def own_state(self) -> State:
         """The state that was loaded here, and is for the keeper."""

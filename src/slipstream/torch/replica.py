@@ -258,14 +258,16 @@ class Wiring:
             self._outer = OuterWeights(self._inventory, outer)
         joins, compact = self._join_coordinator(channels), self._compact(channels)
         averages, service = self._averages(), self._service()
-        on_applied = (lambda: None) if averages is None else averages.follow
-        optimizer, applier = self._applier(channels, on_applied)
+        optimizer, applier = self._applier(channels, averages)
         synchronizer = Synchronizer(
             self._model, self._plan, self._inventory, self._slots, channels.all, applier
         )
         state = self._state(optimizer, averages, service)
         if isinstance(state, ServerState):
             keep_at_servers(optimizer, synchronizer.applier, state)
+        if isinstance(state, OuterState) and state.servers is not None:
+            assert isinstance(synchronizer.applier, OuterUpdates)
+            synchronizer.applier.hand_loaded_weights = state.servers.take_loaded_weights
         if compact is not None:
             synchronizer.capture_compact(compact)
         return Replica(
@@ -394,7 +396,7 @@ class Wiring:
     # ---- updates
 
     def _applier(
-        self, channels: Channels, on_applied: Callable[[], None]
+        self, channels: Channels, averages: Averages
     ) -> tuple[torch.optim.Optimizer, Callable[[Synchronizer], Applier]]:
         """The optimizer that the loop uses, and a function that makes the applier."""
         plan, own, links, slices = self._plan, self._optimizer, channels.links, channels.partial
@@ -414,20 +416,19 @@ class Wiring:
                 StreamedUpdates,
                 loop=loop,
                 stream=links,
-                on_applied=on_applied,
+                averages=averages,
                 is_first=self._is_first("overlap"),
             )
         if slices is not None:
             loop = self._loop or LoopOptimizer(own)
-            return loop, partial(PartialUpdates, loop=loop, channel=slices, on_applied=on_applied)
-        return own, partial(WorkerUpdates, optimizer=own, on_applied=on_applied)
+            return loop, partial(PartialUpdates, loop=loop, channel=slices, averages=averages)
+        return own, partial(WorkerUpdates, optimizer=own, averages=averages)
 
-    def _averages(self) -> Averages | None:
-        """None where holders update, since they average."""
-        average = self._plan.update.average
-        if average is None or self._plan.update.holder_applies:
-            return None
-        return Averages(self._model, average.decay, self._inventory.parameter_names)
+    def _averages(self) -> Averages:
+        """None are kept here where holders update, since they average."""
+        update = self._plan.update
+        average = None if update.holder_applies else update.average
+        return Averages(self._model, average, self._inventory.parameter_names)
 
     # ---- servers
 
@@ -441,7 +442,7 @@ class Wiring:
     def _state(
         self,
         optimizer: torch.optim.Optimizer,
-        averages: Averages | None,
+        averages: Averages,
         service: ShardService | None,
     ) -> KeptState:
         own, servers = OwnState(self._model, optimizer, averages), None

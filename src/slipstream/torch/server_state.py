@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from slipstream.errors import FrameRefused
+from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
+from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.inventory import Inventory, dtype_text
 from slipstream.torch.kept_state import Held
 from slipstream.torch.shard_optimizer import AVERAGE, WEIGHTS, bytes_of, is_scalar, tensor_of
@@ -27,6 +28,9 @@ class ServerState:
 
     Args:
         service: Sends requests to servers.
+
+    Attributes:
+        meet: Waits until all ranks have called it, and returns the values of all.
     """
 
     def __init__(
@@ -38,10 +42,11 @@ class ServerState:
         limit_s: float,
     ) -> None:
         self._plan, self._service = plan, service
-        self._tensors = inventory.tensors
+        self._tensors, self._parameters = inventory.tensors, inventory.parameters
         self._member = member
         self._limit_s = limit_s
         self._answers: dict[int, Message[State]] = {}
+        self.meet: Callable[[Any], Sequence[Any]] = lambda value: [value]
         member.on(State, self._on_state)
 
     def _server(self, chunk: Chunk) -> str:
@@ -53,25 +58,44 @@ class ServerState:
             self._send_weights()
             self._service.accounts()  # answered after the weights have arrived
 
-    def _send_weights(self, of: Container[int] | None = None) -> None:
+    def _send_weights(self, of: Container[int] | None = None, *, anew: bool = True) -> None:
         """Send this worker's weights to the servers.
 
         Args:
-            of: The tensors whose chunks are sent, while averages go on; None: everything, anew.
+            of: The tensors whose chunks are sent; None: everything.
+            anew: Whether averages begin with these weights, or go on.
         """
         flat = {i: as_real(tensor).cpu().reshape(-1) for i, tensor in enumerate(self._tensors)}
         for chunk in self._plan.chunks:
             if of is not None and not any(s.tensor in of for s in chunk.segments):
                 continue
             frames = [bytes_of(flat[s.tensor][s.start : s.stop]) for s in chunk.segments]
-            body = Load(chunk.index, checksum(frames), anew=of is None)
+            body = Load(chunk.index, checksum(frames), anew=anew)
             self._member.send(self._server(chunk), body, frames, priority=-1)
 
     def take_weights(self, tensors: Container[int]) -> None:
         """Rank 0's weights of these tensors, which the loop has changed, are the servers' now."""
         if self._member.is_hub:
-            self._send_weights(tensors)
+            self._send_weights(tensors, anew=False)
             self._service.accounts()  # answered after all of it has arrived
+
+    def take_loaded_weights(self, tensors: Container[int]) -> None:
+        """Weights that all ranks have loaded before the first step are the servers' now.
+
+        Raises:
+            RuntimeFault: Ranks have different ones.
+        """
+        own = digest_of([self._tensors[i] for i in self._parameters])
+        if len(set(self.meet(own))) > 1:
+            raise RuntimeFault(
+                "weights were changed after job.distribute, and not alike on all ranks: load the "
+                "same ones everywhere, or change them before job.distribute, which gives rank 0's "
+                "to all"
+            )
+        if self._member.is_hub:
+            self._send_weights(tensors)
+            self._service.accounts()
+        self.meet(None)
 
     def take_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Rank 0's optimizer state is the servers' now."""

@@ -9,7 +9,6 @@ import torch
 
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.runtime.engine import Applier
-from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.forward_gate import ForwardGate
 from slipstream.torch.loop_watch import PROBED_STEPS, LoopWatch
 from slipstream.torch.remote_optimizer import RemoteOptimizer, State
@@ -48,6 +47,7 @@ class ServerUpdates:
         made: Steps of this worker in this job.
         alike: Whether all workers have the same weights after a step.
         hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
+        hand_loaded_weights: The same of weights with which all ranks begin.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class ServerUpdates:
         self._synchronizer, self._optimizer = synchronizer, loop
         loop.end_step, sender.settings = self.end_step, self.settings
         self.hand_weights: Callable[[Container[int]], None] = lambda _: None
+        self.hand_loaded_weights: Callable[[Container[int]], None] = lambda _: None
         self.made = 0
         self.alike = synchronizer.plan.delivers_every_result
         self._sent: Settings | None = None
@@ -120,23 +121,6 @@ class ServerUpdates:
             self.begin_step()
         self._sums = []  # from here on, weights that arrive change them
 
-    def _take_loaded_weights(self, changed: Container[int]) -> None:
-        """Give the servers the weights with which all ranks begin.
-
-        Raises:
-            RuntimeFault: Ranks have different ones.
-        """
-        own = digest_of([tensor for _, tensor in self._trained])
-        if len(set(self._optimizer.meet(own))) > 1:
-            raise RuntimeFault(
-                "weights were changed after job.distribute, and not alike on all ranks: load the "
-                "same ones everywhere, or change them before job.distribute, which gives rank 0's "
-                "to all"
-            )
-        self.hand_weights(changed)
-        self._optimizer.meet(None)
-        self.begin_step()
-
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         overwrites = tensors is None and self.made > 0 and not self._is_current
         if overwrites and not self._synchronizer.driver.frozen and self._changed_weights():
@@ -166,7 +150,8 @@ class ServerUpdates:
         if changed := self._changed_weights():
             if self.made or synchronizer.driver.exchanged:
                 raise RuntimeFault(self._why_not_taken())
-            self._take_loaded_weights(changed)
+            self.hand_loaded_weights(changed)
+            self.begin_step()
         self._watch.examine(self._sent)
         synchronizer.end_exchange()
         self._sent = None
@@ -206,10 +191,8 @@ class ServerUpdates:
 class StateAtServers:
     """The optimizer's state is at the servers; implements ``StateKeeper``."""
 
-    def __init__(
-        self, updates: ServerUpdates, optimizer: RemoteOptimizer, servers: ServerState
-    ) -> None:
-        self._updates, self._optimizer, self._servers = updates, optimizer, servers
+    def __init__(self, updates: ServerUpdates, servers: ServerState) -> None:
+        self._updates, self._servers = updates, servers
 
     def fetch(self) -> State:
         self._updates.wait()
@@ -227,9 +210,9 @@ class StateAtServers:
                 "before the first step, on every rank"
             )
         self._updates.wait()
-        self._optimizer.meet(None)
+        self._servers.meet(None)
         self._servers.take_state(state)
-        self._optimizer.meet(None)
+        self._servers.meet(None)
 
 
 def keep_at_servers(
@@ -239,6 +222,7 @@ def keep_at_servers(
     assert isinstance(optimizer, RemoteOptimizer)
     assert isinstance(updates, ServerUpdates)
     updates.hand_weights = servers.take_weights
-    optimizer.keeper = StateAtServers(updates, optimizer, servers)
+    updates.hand_loaded_weights = servers.take_loaded_weights
+    optimizer.keeper = StateAtServers(updates, servers)
     if state := optimizer.own_state():
         servers.take_state(state)

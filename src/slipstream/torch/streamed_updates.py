@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.runtime.engine import Hook
 from slipstream.runtime.exchange.update_stream import UpdateStream
+from slipstream.torch.averages import Averages
 from slipstream.torch.inventory import group_settings
 from slipstream.torch.layer_math import is_shared
 from slipstream.torch.loop_optimizer import LoopOptimizer
@@ -32,7 +33,7 @@ class StreamedUpdates:
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
         stream: Receives the updates; they are in ``synchronizer.slots.results``.
-        on_applied: Called after each update of the weights.
+        averages: Follow each update of the weights.
         is_first: Whether this worker is the one that warns.
     """
 
@@ -43,14 +44,14 @@ class StreamedUpdates:
         synchronizer: Synchronizer,
         loop: LoopOptimizer,
         stream: UpdateStream,
-        on_applied: Callable[[], None],
+        averages: Averages,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         plan, inventory = synchronizer.plan, synchronizer.inventory
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._timeline = Timeline(loop.local, plan.consistency.rate(0))
         self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
-        self._stream, self._on_applied = stream, on_applied
+        self._stream, self._averages = stream, averages
         loop.end_step, stream.apply = self.end_step, self._apply
         self._steps = plan.update.inner.travels == "steps"
         self._updates = synchronizer.slots.results
@@ -114,6 +115,7 @@ class StreamedUpdates:
     @torch.no_grad()
     def _apply(self, clock: int, updated: Collection[int]) -> None:
         """Apply one update, which is in memory; the gradients of the loop do not change."""
+        self._averages.before_update()
         updates = [self._updates[t] if t in updated else None for t, _ in self._trained]
         if self._steps:
             for (_, parameter), update in zip(self._trained, updates, strict=True):
@@ -124,7 +126,7 @@ class StreamedUpdates:
                 self._optimizer.step()
         for tensor in self._of_layers:
             self._updates[tensor] = None  # otherwise the next product would be added to this one
-        self._on_applied()
+        self._averages.follow()
 
     @contextmanager
     def _as_gradients(self, updates: Sequence[Tensor | None]) -> Iterator[None]:

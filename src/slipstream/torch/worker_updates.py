@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slipstream.torch.averages import Averages
 from slipstream.torch.synchronizer import Synchronizer
 
 
@@ -15,16 +16,16 @@ class WorkerUpdates:
     """The user's optimizer runs here, on the mean gradient; implements ``Applier``.
 
     Args:
-        on_applied: Called after each update of the weights.
+        averages: Follow each update of the weights.
     """
 
     def __init__(
         self,
         synchronizer: Synchronizer,
         optimizer: torch.optim.Optimizer,
-        on_applied: Callable[[], None],
+        averages: Averages,
     ) -> None:
-        self._synchronizer, self._on_applied = synchronizer, on_applied
+        self._synchronizer, self._averages = synchronizer, averages
         self.hooks = [
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
@@ -45,6 +46,7 @@ class WorkerUpdates:
         """Nothing to do: no state is kept from step to step."""
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._averages.before_update()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:  # it runs backward itself, within the step
             return args[:1], {**kwargs, "closure": self._with_exchange(closure, optimizer)}
@@ -77,5 +79,5 @@ class WorkerUpdates:
         return run
 
     def _after_update(self, *_: Any) -> None:
-        self._on_applied()
+        self._averages.follow()
         self._synchronizer.end_step()

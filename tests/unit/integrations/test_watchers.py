@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,24 @@ LIMIT_S = 120.0
 LOSSES = [0.5, 0.25, 0.125]
 
 
-def train(watcher: slipstream.Watcher, *, fails: bool = False) -> None:
+def nothing(step: int) -> None:
+    """Of a loop that logs nothing itself."""
+
+
+def train(
+    watcher: slipstream.Watcher,
+    *,
+    after_record: Callable[[int], object] = nothing,
+    fails: bool = False,
+) -> None:
     model = torch.nn.Linear(2, 1)
     with slipstream.init() as job:
         job.watch(watcher)
         _, optimizer = job.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-        for loss in LOSSES:
+        for step, loss in enumerate(LOSSES):
             optimizer.step()
             job.record(loss=loss, samples=4)
+            after_record(step)
         if fails:
             raise KeyError("the data")
 
@@ -78,6 +88,27 @@ def test_mlflow_uses_the_loops_run_and_leaves_it_open(mlflow: Any) -> None:
     run = only_run(mlflow)
     assert run.info.run_id == own.info.run_id
     assert mlflow_losses(mlflow, run) == list(enumerate(LOSSES, start=1))
+
+
+def test_the_loop_may_begin_a_run_while_mlflow_has_its_own(mlflow: Any) -> None:
+    from slipstream.integrations.mlflow import MLflow
+
+    loops = []
+
+    def begin(step: int) -> None:
+        if step == 1:
+            loops.append(mlflow.start_run())
+        mlflow.log_metric("mine", step) if loops else None
+
+    train(MLflow(), after_record=begin)
+    assert mlflow.active_run().info.run_id == loops[0].info.run_id, "the loop ends it"
+    runs = {run.info.run_id: run for run in mlflow.search_runs(output_format="list")}
+    theirs = runs.pop(loops[0].info.run_id)
+    assert theirs.info.status == "RUNNING"
+    assert theirs.data.metrics == {"mine": 2.0}
+    (own,) = runs.values()
+    assert own.info.status == "FINISHED"
+    assert mlflow_losses(mlflow, own) == list(enumerate(LOSSES, start=1))
 
 
 def test_mlflow_says_that_a_job_failed(mlflow: Any) -> None:
@@ -151,11 +182,25 @@ def test_wandb_uses_the_loops_run_and_leaves_it_open(wandb: Any, tmp_path: Path)
 
     with wandb.init() as own:
         own.log({"epoch": 1}, step=100)
-        train(WandB())
+        train(WandB(), after_record=lambda _: own.log({"epoch": 2}))
         assert wandb.run is own
         assert own.config["slipstream"] == {"strategy": "push_pull", "workers": 1}
     rows = wandb_rows(wandb, tmp_path, STEPS)
     assert [row["slipstream/loss"] for row in rows if "slipstream/loss" in row] == LOSSES
+
+
+def test_what_the_loop_logs_for_its_own_steps_is_kept(wandb: Any, tmp_path: Path) -> None:
+    from slipstream.integrations.wandb import WandB
+
+    def log(step: int) -> None:
+        if step > 0:
+            wandb.log({"mine": step}, step=step // 2)  # W&B drops what is of an earlier step
+
+    with wandb.init():
+        train(WandB(), after_record=log)
+    rows = wandb_rows(wandb, tmp_path, 2)
+    assert [row["mine"] for row in rows] == [1, 2]
+    assert rows[0]["slipstream/step"] == 3, "the last one of the loop's first step"
 
 
 # ---- OpenTelemetry

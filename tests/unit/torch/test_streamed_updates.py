@@ -12,6 +12,7 @@ from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.runtime.members.member import HUB
 from slipstream.systems import parameter_flow
 from slipstream.testing.cluster import Stage
+from slipstream.torch.averages import Averages
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.slots import LiveTensors
@@ -94,6 +95,15 @@ def test_settings_are_the_loops_own_again_after_an_error() -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
+class Counted(Averages):
+    """How often weights were updated."""
+
+    updates = 0
+
+    def follow(self) -> None:
+        self.updates += 1
+
+
 class Worker:
     """One worker and one server, with all that applies updates of earlier clocks."""
 
@@ -111,18 +121,19 @@ class Worker:
         stream = round_channel(0, plan, self.stage.members[HUB], slots, limit_s=10)
         assert isinstance(stream, UpdateStream)
         self.optimizer = LoopOptimizer(self.local)
-        self.applied = 0
+        self.averages = Counted(self.model, None, ())
         self.synchronizer = Synchronizer(
             self.model,
             plan,
             inventory,
             slots,
             (stream,),
-            lambda made: StreamedUpdates(made, self.optimizer, stream, self._count),
+            lambda made: StreamedUpdates(made, self.optimizer, stream, self.averages),
         )
 
-    def _count(self) -> None:
-        self.applied += 1
+    @property
+    def applied(self) -> int:
+        return self.averages.updates
 
     def backward(self, step: int) -> None:
         """Of a loss that is linear in the weights: delay does not change gradients."""

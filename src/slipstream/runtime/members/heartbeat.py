@@ -66,12 +66,14 @@ class Heartbeat:
     def _report_finished_early(self) -> None:
         early = self._roster.finished_early()
         if early and self._member.fault is None:
-            reason = (
-                "it has finished, but rank 0 still trains: every worker must run the same number "
-                "of steps"
+            why = (
+                "has finished, but rank 0 still trains: every worker must run the same number of "
+                "steps"
             )
-            self._member.transport.send(early[0], Leave(reason, reported=True))
-            self._member.report(early[0], reason)
+            # It reads this as rank 0's reason, so the reason names it; before what all are sent.
+            told = Leave(f"{early[0]} {why}", reported=True)
+            self._member.transport.send(early[0], told, priority=CONTROL)
+            self._member.report(early[0], f"it {why}")
 
     def _on_beat(self, message: Message[Beat]) -> None:
         if self._member.is_hub:

@@ -211,7 +211,7 @@ def test_a_wait_names_the_workers_behind_and_only_those(company: Company) -> Non
         assert raised.value.what == "the results"
 
 
-def test_a_worker_that_finished_early_is_named_to_those_who_train_on(company: Company) -> None:
+def test_a_worker_that_finished_early_is_named_to_all(company: Company) -> None:
     company["rank 2"].send(HUB, Leave(round=3), [b"done"])
     company[HUB].round = company["rank 1"].round = 3
     company.pass_time(3 * BEAT_S)
@@ -221,6 +221,8 @@ def test_a_worker_that_finished_early_is_named_to_those_who_train_on(company: Co
     for name in ("rank 0", "rank 1", "server 0"):
         with pytest.raises(PeerFailed, match=r"rank 2 failed: it has finished, .*number of steps"):
             company[name].check()
+    with pytest.raises(PeerFailed, match="rank 2 has finished, but rank 0 still trains"):
+        company["rank 2"].check()
 
 
 def test_a_wait_may_name_others(company: Company) -> None:
