@@ -15,7 +15,7 @@ import pytest
 from service_process import ServiceProcess
 
 from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import Limits, read
+from slipstream.service.rows import Limits, check, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 PAGE = resources.files("slipstream.service") / "page"
@@ -155,9 +155,10 @@ console.log(JSON.stringify(cases.map(([data, size]) => {
 
 def verdict(data: bytes) -> list[object]:
     try:
-        rows = read([data], Limits())
+        check([data], Limits())
     except Refused as refused:
         return [refused.error, refused.description]
+    rows = read([data])
     return [len(rows.texts), rows.labels]
 
 
