@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,7 @@ from slipstream.service.answers import Scores, mean_softmax
 from slipstream.service.batches import Examples, hold_out, shuffled
 from slipstream.service.features import Encoder
 from slipstream.service.model_file import Array, ModelHead, write_model
-from slipstream.service.net import WideAndDeep
+from slipstream.service.net import TextBatch, WideAndDeep
 from slipstream.service.progress import NOTE, ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
 from slipstream.service.rows import read
@@ -60,7 +61,6 @@ class Task:
         words, features = len(self.encoder.words), len(self.encoder.features)
         self.net = WideAndDeep(words, features, classes, self.setting)
         self.held = hold_out(self.rows.classes, self.setting, self.job.seed)
-        self.held_batches = self.examples.held_batches(self.held, EVALUATED) if self.held else []
         trained = len(self.rows.texts) - len(self.held)
         self.schedule = Schedule.of(self.job, self.setting, trained, len(self.held))
 
@@ -93,6 +93,11 @@ class Task:
             found = measured(self.rows, *scores, self.held_classes(), self.setting.temperatures)
         write_whole(path, [msgspec.json.encode(found)])
         return found
+
+    @cached_property
+    def held_batches(self) -> list[TextBatch]:
+        """The held-out rows; only rank 0 measures them."""
+        return self.examples.held_batches(self.held, EVALUATED)
 
     def held_classes(self) -> list[list[int]]:
         """The classes of each held-out row."""

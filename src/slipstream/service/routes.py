@@ -96,7 +96,7 @@ def docs(call: Call) -> Response:
 ALL, ONE, OWN = "/v1/classifiers", "/v1/classifiers/{id}", "/api/classifiers/{id}"
 TEXT, WHOLE = Parameter("text", "query", required=True), Parameter("all", "query")
 ONCE, AFTER = Parameter("Idempotency-Key", "header"), Parameter("Last-Event-ID", "header")
-REPORT = "slipstream.service.report:Report"  # comes with scipy, which nothing else here needs
+REPORT = "slipstream.service.report:Report"  # of the training job; loaded when it is asked for
 OPERATIONS: Final = (
     Operation("POST", ALL, v1.create, v1.Classifier, TrainingParts, (ONCE,), trains=True),
     Operation("GET", ALL, v1.list_all, v1.ClassifierList),
