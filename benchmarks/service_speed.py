@@ -32,7 +32,7 @@ from service_client import Client, serving
 
 import slipstream
 from slipstream.bench.comparison import machine_facts
-from slipstream.service.batches import shuffled
+from slipstream.service.batches import random_noise, shuffled
 from slipstream.service.learn import Task
 from slipstream.service.settings import JobSetting
 
@@ -51,7 +51,8 @@ def bare_worker(folder: Path, seconds: float) -> None:
     with slipstream.init() as job:
         rng = np.random.default_rng(job.rank)
         numbers = shuffled(range(len(task.rows.texts)), task.schedule.batch, rng)
-        batches = [task.examples.batch(some, rng) for some in itertools.islice(numbers, READY)]
+        noise = random_noise(rng)
+        batches = [task.examples.batch(some, noise) for some in itertools.islice(numbers, READY)]
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate / 2)
         net, optimizer = job.distribute(task.net, optimizer)
         job.share(None)  # all begin together

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "text_batch.h"
 #include "text_net.h"
 
 namespace slipstream {
@@ -24,7 +25,7 @@ namespace {
 // Buffers of one argument, with sizes that are checked as they are taken one after the other.
 class Buffers {
   public:
-    Buffers(const nb::sequence& objects, std::string name, Buffer::Access access)
+    Buffers(nb::handle objects, std::string name, Buffer::Access access)
         : name_(std::move(name)) {
         for (nb::handle object : objects)
             held_.emplace_back(object, name_ + "[" + std::to_string(held_.size()) + "]", access);
@@ -169,12 +170,85 @@ double gradients(std::tuple<std::size_t, std::size_t, std::size_t> sizes,
     return text_net_gradients(net, some, results);
 }
 
+// Ends of all rows, of which only those of some are looked at.
+std::size_t check_rows(const std::int64_t* ends, const std::int64_t* numbers, std::size_t texts,
+                       std::size_t total, const char* what) {
+    std::size_t sum = 0;
+    for (std::size_t i = 0; i < texts; ++i) {
+        const std::int64_t begin = numbers[i] == 0 ? 0 : ends[numbers[i] - 1];
+        const std::int64_t end = ends[numbers[i]];
+        if (begin < 0 || end < begin || static_cast<std::size_t>(end) > total)
+            refuse("row " + std::to_string(numbers[i]) + " has no range of " + what);
+        sum += static_cast<std::size_t>(end - begin);
+    }
+    return sum;
+}
+
+// The values of some rows are numbers of a table.
+void check_rows_numbers(const std::int64_t* values, const std::int64_t* ends,
+                        const std::int64_t* numbers, std::size_t texts, std::size_t table,
+                        const char* what) {
+    for (std::size_t i = 0; i < texts; ++i) {
+        const std::int64_t begin = numbers[i] == 0 ? 0 : ends[numbers[i] - 1];
+        check_numbers(values + begin, static_cast<std::size_t>(ends[numbers[i]] - begin), table, what);
+    }
+}
+
+std::size_t batch(const nb::sequence& rows, const nb::object& numbers, const nb::object& dropped,
+                  std::int64_t unknown, std::tuple<float, float> rates, std::size_t classes,
+                  const nb::object& noise, const nb::sequence& batch) {
+    const Buffers in(rows, "rows", Buffer::Access::read);
+    const Buffers chosen(nb::make_tuple(numbers), "numbers", Buffer::Access::read);
+    const Buffers table(nb::make_tuple(dropped), "dropped", Buffer::Access::read);
+    const Buffers out(batch, "batch", Buffer::Access::write);
+    if (in.size() != 7 || out.size() != 7) refuse("there must be 7 parts of rows and of a batch");
+    for (float rate : {std::get<0>(rates), std::get<1>(rates)})
+        if (!(rate >= 0 && rate < 1)) refuse("a dropout is not from 0 to less than 1");
+    if (classes == 0 || classes > kMost) refuse("there are 0 or too many classes");
+    out.refuse_overlap({&in, &chosen, &table});
+
+    const std::size_t count = in.count<std::int64_t>(1), texts = chosen.count<std::int64_t>(0);
+    const std::size_t words = in.count<std::int64_t>(0), features = in.count<std::int64_t>(2);
+    const std::size_t labels = in.count<std::int64_t>(5), known = table.count<float>(0);
+    const TextRows all{in.take<std::int64_t>(0, words), in.take<std::int64_t>(1, count),
+                       in.take<std::int64_t>(2, features), in.take<float>(3, features),
+                       in.take<std::int64_t>(4, count), in.take<std::int64_t>(5, labels),
+                       in.take<std::int64_t>(6, count)};
+    const std::int64_t* some = chosen.take<std::int64_t>(0, texts);
+    check_numbers(some, texts, count, "row");
+    const std::size_t own_words = check_rows(all.word_ends, some, texts, words, "words");
+    const std::size_t own_features = check_rows(all.feature_ends, some, texts, features, "features");
+    check_rows(all.class_ends, some, texts, labels, "classes");
+    check_rows_numbers(all.words, all.word_ends, some, texts, known, "word");
+    check_numbers(&unknown, 1, known, "unknown word");
+    check_rows_numbers(all.classes, all.class_ends, some, texts, classes, "class");
+    const std::size_t pooled = texts == 0 ? 0 : out.count<float>(6) / texts;
+    const TextBatchParts parts{out.take<std::int64_t>(0, own_words),
+                               out.take<std::int64_t>(1, texts),
+                               out.take<std::int64_t>(2, own_features),
+                               out.take<float>(3, own_features),
+                               out.take<std::int64_t>(4, texts),
+                               out.take<float>(5, texts * classes),
+                               out.take<float>(6, texts * pooled)};
+    const TextDropout dropout{table.take<float>(0, known), unknown, std::get<0>(rates),
+                              std::get<1>(rates)};
+    if (noise.is_none())
+        return text_batch(all, {some, texts}, dropout, classes, pooled, nullptr, parts);
+    const Buffers state(nb::make_tuple(noise), "noise", Buffer::Access::write);
+    state.refuse_overlap({&in, &chosen, &table, &out});
+    return text_batch(all, {some, texts}, dropout, classes, pooled,
+                      state.take<std::uint64_t>(0, 1), parts);
+}
+
 }  // namespace
 
 void bind_text(nb::module_& m) {
     m.def("text_net_gradients", &gradients, "sizes"_a, "widths"_a, "weights"_a, "batch"_a,
           "gradients"_a, "scores"_a,
           "Write the gradients and scores of a wide and deep net; return its mean loss.");
+    m.def("text_batch", &batch, "rows"_a, "numbers"_a, "dropped"_a, "unknown"_a, "rates"_a,
+          "classes"_a, "noise"_a.none(), "batch"_a,
+          "Write some rows as a batch, with dropout; return how many features it has.");
 }
 
 }  // namespace slipstream

@@ -108,6 +108,31 @@ def text_net_gradients(
         scores: Where scores of the deep and the wide part go, a row a text.
     """
 
+def text_batch(
+    rows: Sequence[_Bytes],
+    numbers: _Bytes,
+    dropped: _Bytes,
+    unknown: int,
+    rates: tuple[float, float],
+    classes: int,
+    noise: _Bytes | None,
+    batch: Sequence[_Bytes],
+) -> int:
+    """Write some rows of training data as a batch; return how many features it has.
+
+    Args:
+        rows: Of all rows, one after the other: int64 words and their ends, int64 features, float32
+            values, int64 ends of the features, int64 classes and their ends.
+        numbers: int64 numbers of the rows in the batch.
+        dropped: float32, for each word the probability to become unknown.
+        unknown: The number of the unknown word.
+        rates: The probabilities to leave out a feature and to drop a pooled value.
+        classes: How many classes there are.
+        noise: uint64, the state of the random generator, which advances. None: nothing is dropped.
+        batch: Where its parts go, as `text_net_gradients` takes them; features and values have
+            room for all of the rows' features.
+    """
+
 def quantized_nbytes(count: int, bits: int, block: int) -> int:
     """The bytes that `quantize_pack` writes for `count` values: scales, then codes."""
 

@@ -3,33 +3,87 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from slipstream.service.features import FIRST_WORD, UNKNOWN, Encoded, Encoder, Values
+from slipstream._native import text_batch
+from slipstream.service.features import FIRST_WORD, UNKNOWN, Encoded, Encoder, Ids, Values
 from slipstream.service.net import TextBatch
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
 
+Noise = npt.NDArray[np.uint64]  # one number: the state of a random generator
+
+
+class Joined(NamedTuple):
+    """Encoded rows, one after the other: row i ends at the i-th of the ends."""
+
+    words: Ids
+    word_ends: Ids
+    features: Ids
+    values: Values
+    feature_ends: Ids
+    classes: Ids
+    class_ends: Ids
+
+    @classmethod
+    def of(cls, rows: Iterable[Encoded], classes: Sequence[list[int]]) -> Joined:
+        """Join rows; ``classes`` has those of each."""
+        words, features, values = zip(*rows, strict=True)
+        return cls(
+            np.concatenate(words),
+            np.cumsum([len(own) for own in words]),
+            np.concatenate(features),
+            np.concatenate(values),
+            np.cumsum([len(own) for own in features]),
+            np.array([label for own in classes for label in own]),
+            np.cumsum([len(own) for own in classes]),
+        )
+
 
 class Examples:
-    """The rows of training data, encoded."""
+    """The rows of training data, encoded.
 
-    def __init__(self, rows: Rows, encoder: Encoder) -> None:
+    Args:
+        rows: Texts and their classes.
+        encoder: Has the numbers of words and features.
+        encode: Encodes a text; by default the encoder does.
+    """
+
+    def __init__(
+        self, rows: Rows, encoder: Encoder, encode: Callable[[str], Encoded] | None = None
+    ) -> None:
         self._rows, self._encoder, self._setting = rows, encoder, encoder.setting
-        self._encoded = [self._padded(encoder.encode(text)) for text in rows.texts]
-        counts = np.bincount(np.concatenate([own.words for own in self._encoded]))
+        encoded = map(encode or encoder.encode, rows.texts)
+        self._all = Joined.of(map(self._padded, encoded), rows.classes)
+        self._words = np.diff(self._all.word_ends, prepend=0).tolist()
+        self._features = np.diff(self._all.feature_ends, prepend=0).tolist()
+        counts = np.bincount(self._all.words, minlength=len(encoder.words) + FIRST_WORD)
         rare = encoder.setting.rare_words
         self._dropped = (rare / (rare + np.maximum(counts, 1))).astype(np.float32)
         self._dropped[0] = 0.0  # padding stays
 
-    def batch(self, numbers: Sequence[int], rng: np.random.Generator | None = None) -> TextBatch:
-        """Some rows; with a generator, words, features and maps are dropped for training."""
-        some = [self._encoded[number] for number in numbers]
-        if rng is not None:
-            some = [drop(own, self._dropped, self._setting.feature_dropout, rng) for own in some]
-        return self._joined(some, numbers, rng)
+    def batch(self, numbers: Sequence[int], noise: Noise | None = None) -> TextBatch:
+        """Some rows; with noise, words, features and maps are dropped for training."""
+        texts, classes = len(numbers), len(self._rows.labels)
+        words = sum([self._words[number] for number in numbers])
+        features = sum([self._features[number] for number in numbers])
+        batch = TextBatch(
+            np.empty(words, np.int64),
+            np.empty(texts, np.int64),
+            np.empty(features, np.int64),
+            np.empty(features, np.float32),
+            np.empty(texts, np.int64),
+            np.empty((texts, classes), np.float32),
+            np.empty((texts, len(self._setting.windows) * self._setting.maps), np.float32),
+        )
+        rates = (self._setting.feature_dropout, self._setting.dropout)
+        some, known = np.array(numbers, np.int64), self._dropped
+        kept = text_batch(self._all, some, known, UNKNOWN, rates, classes, noise, batch)
+        return batch._replace(features=batch.features[:kept], values=batch.values[:kept])
 
     def held_batches(self, held: Sequence[int], size: int) -> list[TextBatch]:
         """Held-out rows as the net would meet new texts.
@@ -37,59 +91,33 @@ class Examples:
         Words and features that no other row has are unknown in them. They have weights all the
         same, because held-out rows are trained on later.
         """
-        out = set(held)
-        others = [own for number, own in enumerate(self._encoded) if number not in out]
-        encode = restricted(self._encoder, others)
-        some = [self._padded(encode(self._rows.texts[number])) for number in held]
-        return [
-            self._joined(some[start : start + size], held[start : start + size], None)
-            for start in range(0, len(held), size)
-        ]
-
-    def _joined(
-        self, some: list[Encoded], numbers: Sequence[int], rng: np.random.Generator | None
-    ) -> TextBatch:
-        return TextBatch(
-            np.concatenate([own.words for own in some]),
-            np.cumsum([len(own.words) for own in some]),
-            np.concatenate([own.features for own in some]),
-            np.concatenate([own.values for own in some]),
-            np.cumsum([len(own.features) for own in some]),
-            self._targets(numbers),
-            self._kept(len(some), rng),
+        others = np.ones(len(self._words), bool)
+        others[held] = False
+        encode = restricted(
+            self._encoder,
+            self._all.words[np.repeat(others, self._words)],
+            self._all.features[np.repeat(others, self._features)],
         )
+        texts = [self._rows.texts[number] for number in held]
+        classes = [self._rows.classes[number] for number in held]
+        new = Examples(Rows(texts, classes, self._rows.labels, []), self._encoder, encode)
+        numbers = range(len(held))
+        return [new.batch(numbers[start : start + size]) for start in numbers[::size]]
 
     def _padded(self, encoded: Encoded) -> Encoded:
         missing = max(self._setting.windows) - len(encoded.words)
         return encoded._replace(words=np.pad(encoded.words, (0, max(missing, 0))))
 
-    def _targets(self, numbers: Sequence[int]) -> Values:
-        targets = np.zeros((len(numbers), len(self._rows.labels)), np.float32)
-        for row, number in enumerate(numbers):
-            own = self._rows.classes[number]
-            for place in own:
-                targets[row, place] = 1 / len(own)
-        return targets
 
-    def _kept(self, texts: int, rng: np.random.Generator | None) -> Values:
-        shape = (texts, len(self._setting.windows) * self._setting.maps)
-        if rng is None:
-            return np.ones(shape, np.float32)
-        kept = rng.random(shape, np.float32) >= self._setting.dropout
-        return kept * np.float32(1 / (1 - self._setting.dropout))
-
-
-def restricted(encoder: Encoder, rows: Sequence[Encoded]) -> Callable[[str], Encoded]:
-    """Encodes texts with the words and features of some rows alone; numbers stay the encoder's.
+def restricted(encoder: Encoder, words: Ids, features: Ids) -> Callable[[str], Encoded]:
+    """Encodes texts with some words and features alone; their numbers stay the encoder's.
 
     >>> encoder = Encoder.of(["red fish", "blue fish"], 2, TextSetting())
-    >>> encode = restricted(encoder, [encoder.encode("red fish")])
-    >>> encode("blue fish").words.tolist().count(UNKNOWN)
+    >>> red = encoder.encode("red fish")
+    >>> restricted(encoder, red.words, red.features)("blue fish").words.tolist().count(UNKNOWN)
     1
     """
-    words = np.unique(np.concatenate([own.words for own in rows]))
-    words = words[words >= FIRST_WORD]
-    features = np.unique(np.concatenate([own.features for own in rows]))
+    words, features = np.unique(words[words >= FIRST_WORD]), np.unique(features)
     numbers, at = np.concatenate([np.arange(FIRST_WORD), words]), features - 1
     known = Encoder(
         encoder.words[words - FIRST_WORD], encoder.features[at], encoder.idf[at], encoder.setting
@@ -102,25 +130,9 @@ def restricted(encoder: Encoder, rows: Sequence[Encoded]) -> Callable[[str], Enc
     return encode
 
 
-def drop(encoded: Encoded, words: Values, features: float, rng: np.random.Generator) -> Encoded:
-    """Some words become unknown; some features are left out, and the others count for them.
-
-    Args:
-        words: For the number of each word, the probability to become unknown.
-        features: The probability to leave out a feature.
-
-    >>> text = Encoded(np.arange(2, 9), np.arange(1, 9), np.ones(8, np.float32))
-    >>> fewer = drop(text, np.zeros(9, np.float32), 0.5, np.random.default_rng(0))
-    >>> len(fewer.features) < 8, set(fewer.values.tolist()), fewer.words.tolist()
-    (True, {2.0}, [2, 3, 4, 5, 6, 7, 8])
-    """
-    chance = rng.random(len(encoded.words) + len(encoded.features), np.float32)
-    keep = chance[len(encoded.words) :] >= features
-    return Encoded(
-        np.where(chance[: len(encoded.words)] < words[encoded.words], UNKNOWN, encoded.words),
-        encoded.features[keep],
-        encoded.values[keep] * np.float32(1 / (1 - features)),
-    )
+def random_noise(rng: np.random.Generator) -> Noise:
+    """A state for the generator that drops words, features and maps."""
+    return rng.integers(1 << 64, size=1, dtype=np.uint64)
 
 
 def shuffled(numbers: Sequence[int], batch: int, rng: np.random.Generator) -> Iterator[list[int]]:

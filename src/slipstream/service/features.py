@@ -73,8 +73,8 @@ class Encoder(NamedTuple):
     @classmethod
     def of(cls, texts: Sequence[str], classes: int, setting: TextSetting) -> Encoder:
         """Learn words and features from texts; each feature has a weight for each class."""
-        split = [words_of(text, setting.text_words) for text in texts]
-        words, counts = _count(map(hash_words, split))
+        split = [words_of(text, setting.feature_words) for text in texts]
+        words, counts = _count(hash_words(own[: setting.text_words]) for own in split)
         kept = _first(np.lexsort((words, -counts)), words, setting.most_words)
         terms, term_rows = _count(np.unique(hash_terms(own)) for own in split)
         grams, gram_rows = _count(
@@ -85,15 +85,16 @@ class Encoder(NamedTuple):
         rows = np.concatenate([term_rows, gram_rows[often]])
         # Words first: with thousands of classes not all features fit, and those that many rows
         # share tell classes apart least.
-        order = np.lexsort((features, -rows, ~np.isin(features, words)))
+        every, _ = _count(map(hash_words, split))
+        order = np.lexsort((features, -rows, ~np.isin(features, every)))
         chosen = _first(order, features, setting.most_weights // classes - 1)
         idf = 1 + np.log((1 + len(texts)) / (1 + rows[chosen]))
         return cls(words[kept], features[chosen], idf.astype(np.float32), setting)
 
     def encode(self, text: str) -> Encoded:
         """The numbers of one text."""
-        words = words_of(text, self.setting.text_words)
-        at, known = _find(self.words, hash_words(words))
+        words = words_of(text, self.setting.feature_words)
+        at, known = _find(self.words, hash_words(words[: self.setting.text_words]))
         terms, term_values = self._weigh(hash_terms(words))
         grams, gram_values = self._weigh(hash_characters(words, *self.setting.characters))
         return Encoded(

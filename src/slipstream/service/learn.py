@@ -27,8 +27,7 @@ import torch
 import slipstream
 from slipstream.errors import RuntimeFault
 from slipstream.runtime.files.whole_files import write_whole
-from slipstream.service.answers import Scores, mean_softmax
-from slipstream.service.batches import Examples, hold_out, shuffled
+from slipstream.service.batches import Examples, Noise, hold_out, random_noise, shuffled
 from slipstream.service.features import Encoder
 from slipstream.service.model_file import Array, ModelHead, write_model
 from slipstream.service.net import TextBatch, WideAndDeep
@@ -36,6 +35,7 @@ from slipstream.service.progress import NOTE, ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
 from slipstream.service.rows import read
 from slipstream.service.settings import JobSetting, Schedule, TextSetting
+from slipstream.service.temperatures import Scores, Temperatures
 
 REFUSED = 3  # the exit code
 BLOCK_NBYTES = 256 * 1024
@@ -54,6 +54,7 @@ class Task:
             self.rows = read(iter(lambda: file.read(BLOCK_NBYTES), b""))
         self.job = msgspec.json.decode((folder / "job.json").read_bytes(), type=JobSetting)
         self.folder, self.setting = folder, TextSetting()
+        self.temperatures = Temperatures(*self.setting.temperatures)  # if no rows choose others
         classes = len(self.rows.labels)
         self.encoder = Encoder.of(self.rows.texts, classes, self.setting)
         self.examples = Examples(self.rows, self.encoder)
@@ -88,9 +89,9 @@ class Task:
         path = self.folder / "report.json"
         if path.exists():
             return msgspec.json.decode(path.read_bytes(), type=Report)
-        found = unmeasured(self.rows, self.setting.temperatures)
+        found = unmeasured(self.rows, self.temperatures)
         if scores is not None:
-            found = measured(self.rows, *scores, self.held_classes(), self.setting.temperatures)
+            found = measured(self.rows, *scores, self.held_classes(), self.temperatures)
         write_whole(path, [msgspec.json.encode(found)])
         return found
 
@@ -109,6 +110,7 @@ class Task:
         head = ModelHead(
             labels=self.rows.labels,
             temperatures=(found.deep_temperature, found.wide_temperature),
+            mean_temperature=found.mean_temperature,
             setting=self.setting,
         )
         write_model(self.folder / "model.safetensors", head, self._tensors())
@@ -159,18 +161,19 @@ class Learner:
         # Another order after a resume: the first epoch's rows are not trained twice as often.
         rng = np.random.default_rng([self._task.job.seed, self._job.rank, self._job.step])
         batches = shuffled(numbers, self._task.schedule.batch, rng)
+        noise = random_noise(rng)
         for number, _ in enumerate(self._job.steps(until)):
             if number % SELDOM == 0:
                 self._set_rate()
-            self._step(next(batches), rng, looks=number % SELDOM == 0)
+            self._step(next(batches), noise, looks=number % SELDOM == 0)
 
     def _set_rate(self) -> None:
         left = max(1 - self._job.step / self._task.schedule.total, 0.0)
         for group in self._optimizer.param_groups:
             group["lr"] = self._task.setting.rate * left
 
-    def _step(self, numbers: list[int], rng: np.random.Generator, *, looks: bool) -> None:
-        batch = self._task.examples.batch(numbers, rng)
+    def _step(self, numbers: list[int], noise: Noise, *, looks: bool) -> None:
+        batch = self._task.examples.batch(numbers, noise)
         self._optimizer.zero_grad()
         scored = self._net(batch)
         scored.loss.backward()
@@ -188,7 +191,7 @@ class Learner:
         if not task.held or not self._curve <= step < task.schedule.first:
             return None
         self._curve = step + task.schedule.total // CURVE
-        shares = mean_softmax(*self._scores(), *task.setting.temperatures)
+        shares = task.temperatures.answer(*self._scores())
         accuracy = float(right_answers(shares, task.held_classes()).mean())
         self._note(f"update {step:,} of {task.schedule.total:,}: held-out accuracy {accuracy:.4f}")
         return accuracy

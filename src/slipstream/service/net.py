@@ -5,7 +5,8 @@ of class weights for each feature. They have separate losses, because in one sof
 part fits the training data alone and the deep part learns nothing:
 
     loss = cross-entropy(deep) + Σ_c max(0, 1 - y_c · wide_c)²      y_c = ±1
-    answer = (softmax(deep / T_d) + softmax(wide / T_w)) / 2
+
+``temperatures.py`` makes one answer of both parts.
 
 Both tables are ``nn.Embedding``, of which learners send only the rows that a batch used. Loss and
 gradients are computed in C++, in one pass. On batches of 2, torch's own operations take five times

@@ -159,10 +159,21 @@ def test_rare_words_become_unknown_by_their_count() -> None:
     rows = Rows(texts, [[0], [1], [0]], ["x", "y"], [])
     encoder = Encoder.of(texts, 2, TextSetting(rare_words=1.0))
     examples = Examples(rows, encoder)
-    rng = np.random.default_rng(0)
-    drawn = [examples.batch([0, 1, 2], rng).words for _ in range(2000)]
+    noise = np.zeros(1, np.uint64)
+    drawn = [examples.batch([0, 1, 2], noise).words for _ in range(2000)]
     unknown = np.mean([words == UNKNOWN for words in drawn], axis=0)
     seen = [4, 4, 4, 1, 4, 2, 2, 0, 1, 0, 0, 0]  # 0: padding up to the widest window
     expected = [1 / (1 + count) if count else 0.0 for count in seen]
     np.testing.assert_allclose(unknown, expected, atol=0.05)
     assert (examples.batch([0, 1, 2]).words != UNKNOWN).all()  # nothing is dropped when answering
+
+
+def test_features_are_of_more_words_than_the_deep_part_has() -> None:
+    """A text of 1,024 Han characters is 1,024 words."""
+    setting = TextSetting()
+    lead = "\u6c34" * (setting.text_words + 10)
+    texts = [f"{lead}\u706b\u5c71", f"{lead}\u91d1\u6728"]
+    encoder = Encoder.of(texts, 2, setting)
+    first, second = (encoder.encode(text) for text in texts)
+    assert len(first.words) == len(second.words) == setting.text_words
+    assert set(first.features) != set(second.features)
