@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--limit-s", type=float, default=7200.0, help="of one model")
     parser.add_argument("--models", type=int, help="models a set; by default 3, for mr 5")
+    parser.add_argument("--first", type=int, default=0, help="number of the first model")
     parser.add_argument("--learners", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -110,7 +111,7 @@ def measure(args: argparse.Namespace, client: Client, found: dict[str, Any]) -> 
     for name in args.sets:
         _, models, bar, goal = SETS[name]
         rows = []
-        for number in range(args.models or models):
+        for number in range(args.first, args.models or models):
             rows.append(one(name, number, client, args))
             print(rows[-1], flush=True)
         mean = statistics.mean(row["accuracy"] for row in rows)

@@ -10,13 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.service.features import Encoder, Ids
 from slipstream.service.model_file import Array, ModelHead, read_model
-
-Scores = npt.NDArray[np.floating]
-Shares = npt.NDArray[np.float64]
+from slipstream.service.temperatures import Scores, Shares
 
 
 class Model:
@@ -43,7 +40,7 @@ class Model:
         if not encoded.known:
             return self._tensors["shares"].astype(np.float64)
         wide: Scores = values @ self._tensors["wide"][features]
-        return mean_softmax(self._deep(words), wide, *self._head.temperatures)
+        return self._head.all_temperatures.answer(self._deep(words), wide)
 
     def _deep(self, words: Ids) -> Scores:
         """Convolutions as products of windows, max over time, one layer."""
@@ -66,15 +63,3 @@ class Model:
         candidates = np.flatnonzero(probabilities >= least)
         named = [(self.labels[i], float(probabilities[i])) for i in candidates]
         return sorted(named, key=lambda pair: (-pair[1], pair[0]))[:count]
-
-
-def mean_softmax(deep: Scores, wide: Scores, t_deep: float, t_wide: float) -> Shares:
-    """The mean of two softmaxes over the last axis, each with its temperature; in float64.
-
-    >>> mean_softmax(np.zeros(2), np.array([np.log(3), 0.0]), 1.0, 1.0).tolist()
-    [0.625, 0.375]
-    """
-    scaled = np.stack([deep.astype(np.float64) / t_deep, wide.astype(np.float64) / t_wide])
-    powers = np.exp(scaled - scaled.max(-1, keepdims=True))
-    shares: Shares = (powers / powers.sum(-1, keepdims=True)).mean(0)
-    return shares

@@ -25,6 +25,7 @@ from slipstream.runtime.files.whole_files import open_regular, write_whole
 from slipstream.service.errors import Damaged
 from slipstream.service.features import FIRST_WORD
 from slipstream.service.settings import TextSetting
+from slipstream.service.temperatures import Temperature, Temperatures
 from slipstream.service.words import TOKENIZER
 
 FORMAT = 1
@@ -35,7 +36,6 @@ NO_MODEL = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError,
 TEXT, SHA256 = "slipstream.text", "slipstream.sha256"
 
 Array = npt.NDArray[Any]
-Temperature = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 
 
 class ModelHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +43,15 @@ class ModelHead(msgspec.Struct, frozen=True, kw_only=True):
 
     labels: Annotated[list[str], msgspec.Meta(min_length=1)]
     temperatures: tuple[Temperature, Temperature]
+    mean_temperature: Temperature = 1.0
     setting: TextSetting
     format: int = FORMAT
     tokenizer: str = TOKENIZER
+
+    @property
+    def all_temperatures(self) -> Temperatures:
+        """Those of both parts and of their mean."""
+        return Temperatures(*self.temperatures, self.mean_temperature)
 
 
 def write_model(path: Path, head: ModelHead, tensors: Mapping[str, Array]) -> None:

@@ -45,9 +45,12 @@ class Models:
     def forget(self, directory: Path) -> None:
         """Drop what was loaded from a directory."""
         with self._lock:
-            for file in [file for file in self._checked if directory in file[0].parents]:
-                del self._checked[file]
-                self._models.pop(file, None)
+            self._drop([file for file in self._checked if directory in file[0].parents])
+
+    def _drop(self, files: list[File]) -> None:
+        for file in files:
+            del self._checked[file]
+            self._models.pop(file, None)
 
     def _kept(self, file: File) -> Model | None:
         with self._lock:
@@ -63,9 +66,13 @@ class Models:
         except Damaged as error:
             LOG.warning("%s: %s", file[0], error)
             if not isinstance(error.__cause__, OSError):  # what cannot be read now may be later
-                self._checked[file] = str(error)
+                with self._lock:
+                    self._checked[file] = str(error)
             raise
         with self._lock:
+            self._drop([kept for kept in self._checked if not kept[0].exists()])
+            if not file[0].exists():  # deleted while it was loaded
+                return model
             self._models[file] = model
             self._checked[file] = None
             total = sum(kept.nbytes for kept in self._models.values())

@@ -37,12 +37,12 @@ def random_net(encoder: Encoder) -> WideAndDeep:
     return net.eval()
 
 
-def write_random_model(path: Path, temperatures: tuple[float, float] = (1.3, 0.4)) -> WideAndDeep:
+def write_random_model(path: Path) -> WideAndDeep:
     """A model file, and the net that it was made of."""
     encoder = Encoder.of(TEXTS, len(LABELS), SETTING)
     net = random_net(encoder)
     shares = np.arange(1, len(LABELS) + 1, dtype=np.float32)
-    head = ModelHead(labels=LABELS, temperatures=temperatures, setting=SETTING)
+    head = ModelHead(labels=LABELS, temperatures=(1.3, 0.4), mean_temperature=0.6, setting=SETTING)
     write_model(path, head, tensors_of(net, encoder, shares / shares.sum()))
     return net
 

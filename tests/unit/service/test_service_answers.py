@@ -19,6 +19,7 @@ from slipstream.service.answers import Model
 from slipstream.service.errors import Damaged
 from slipstream.service.model_file import SHA256, TEXT, _digest
 
+REMOVED = object()
 UNSEEN = ["will it be hot tomorrow", "rain", "x", "Is it windy, today?", "天気"]
 
 
@@ -34,7 +35,8 @@ def test_answers_equal_the_nets(tmp_path: Path) -> None:
     known = [text for text in TEXTS + UNSEEN if model._encoder.encode(text).known]
     assert len(known) > len(TEXTS)
     deep, wide = scores_in_torch(net, known)
-    expected = ((deep / 1.3).softmax(1) + (wide / 0.4).softmax(1)).numpy() / 2
+    mean = ((deep / 1.3).softmax(1) + (wide / 0.4).softmax(1)) / 2
+    expected = (mean.log() / 0.6).softmax(1).numpy()
     for text, row in zip(known, expected, strict=True):
         np.testing.assert_allclose(model.probabilities(text), row, atol=1e-6)
 
@@ -101,7 +103,7 @@ def with_text(path: Path, **changes: Any) -> None:
     header = json.loads(whole[8 : 8 + length])
     text = json.loads(header["__metadata__"]["slipstream.text"])
     setting = changes.pop("setting", {})
-    text |= changes
+    text = {name: value for name, value in (text | changes).items() if value is not REMOVED}
     text["setting"] |= setting
     changed = json.dumps(text)
     header["__metadata__"] |= {TEXT: changed, SHA256: _digest(changed, tensors)}
@@ -121,6 +123,7 @@ def test_another_format_is_named(path: Path) -> None:
         {"labels": LABELS[1:]},
         {"labels": []},
         {"temperatures": [0.0, 1.0]},
+        {"mean_temperature": -1.0},
         {"tokenizer": "other"},
         {"setting": {"windows": []}},
         {"setting": {"windows": [2, 3, 10**9]}},
@@ -138,6 +141,13 @@ def test_settings_of_training_that_are_no_more_are_ignored(path: Path) -> None:
     before = Model.load(path).probabilities("rain")
     with_text(path, setting={"word_dropout": 0.1})
     np.testing.assert_array_equal(Model.load(path).probabilities("rain"), before)
+
+
+def test_a_file_without_a_third_temperature_answers_with_the_mean(path: Path) -> None:
+    with_text(path, mean_temperature=1.0)
+    mean = Model.load(path).probabilities("rain")
+    with_text(path, mean_temperature=REMOVED)
+    np.testing.assert_array_equal(Model.load(path).probabilities("rain"), mean)
 
 
 def test_a_header_that_asks_for_all_memory(path: Path) -> None:

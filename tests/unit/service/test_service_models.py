@@ -9,6 +9,7 @@ import pytest
 from service_models import write_random_model
 
 from slipstream.service import model_file
+from slipstream.service.answers import Model
 from slipstream.service.models import Models
 
 
@@ -38,3 +39,28 @@ def test_a_damaged_file_is_not_read_again(path: Path, monkeypatch: pytest.Monkey
     assert found is not None
     monkeypatch.delattr("slipstream.service.answers.read_model")
     assert models.damage(path) == found
+
+
+def test_a_model_that_is_deleted_while_it_is_loaded_is_not_kept(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, load = Models(1 << 30), Model.load
+
+    def load_and_delete(file: Path) -> Model:
+        model = load(file)
+        file.unlink()
+        return model
+
+    monkeypatch.setattr(Model, "load", load_and_delete)
+    models.get(path)
+    assert not models._models
+
+
+def test_models_whose_file_is_gone_are_dropped_with_the_next_one(path: Path) -> None:
+    models = Models(1 << 30)
+    models.get(path)
+    other = path.with_name("other.safetensors")
+    path.rename(other)
+    models.get(other)
+    assert [file[0] for file in models._models] == [other]
+    assert [file[0] for file in models._checked] == [other]

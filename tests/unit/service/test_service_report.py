@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from slipstream.service.answers import mean_softmax
+from slipstream.service import report as report_module
 from slipstream.service.report import (
     Report,
     calibration_error,
@@ -16,8 +16,10 @@ from slipstream.service.report import (
     wilson,
 )
 from slipstream.service.rows import Rows
+from slipstream.service.temperatures import Scores, Shares, Temperatures
 
 RNG = np.random.default_rng(0)
+PLAIN, USUAL = Temperatures(1.0, 1.0), Temperatures(1.0, 0.25)
 
 
 def sample(count: int, scale: float) -> tuple[np.ndarray, list[list[int]]]:
@@ -31,11 +33,11 @@ def sample(count: int, scale: float) -> tuple[np.ndarray, list[list[int]]]:
 @pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
 def test_temperatures_undo_a_scale(scale: float) -> None:
     scores, held = sample(4_000, scale)
-    deep, wide = choose_temperatures(scores, scores, held, (1.0, 1.0))
-    shares = mean_softmax(scores, scores, deep, wide)
+    chosen = choose_temperatures(scores, scores, held, PLAIN)
+    shares = chosen.answer(scores, scores)
     right = np.array([row.argmax() == own[0] for row, own in zip(shares, held, strict=True)])
     assert calibration_error(shares.max(1), right) < 0.03
-    assert 0.5 * scale < (deep * wide) ** 0.5 < 2 * scale
+    assert 0.5 * scale < (chosen.deep * chosen.wide) ** 0.5 * chosen.mean < 2 * scale
 
 
 @pytest.mark.parametrize("count", [9, 50, 500, 2_000])
@@ -46,12 +48,13 @@ def test_rows_that_are_all_right_do_not_make_it_certain(count: int) -> None:
     deep, wide = rng.normal(0, 1, (count, 6)), rng.normal(-1, 0.1, (count, 6))
     deep[rows, truth] += rng.normal(9, 1, count)
     wide[rows, truth] += rng.normal(1.8, 0.2, count)
-    chosen = choose_temperatures(deep, wide, [[int(own)] for own in truth], (1.0, 0.25))
-    sure = mean_softmax(deep, wide, *chosen).max(1)
-    # The prior adds 0.05 of a row's worth, hence not 1 but 0.9 rows are wrong at least.
-    assert sure.mean() < 1 - 0.9 / (count + 2)
+    chosen = choose_temperatures(deep, wide, [[int(own)] for own in truth], USUAL)
+    sure = chosen.answer(deep, wide).max(1)
+    # The prior, around surer defaults, counts like half a row.
+    assert sure.mean() < 1 - 0.75 / (count + 2)
     assert sure.mean() > 1 - 2 / (count + 2)
-    assert min(chosen) > 0.1  # far from the least that is tried
+    # Far from the least that is tried.
+    assert min(msgspec.structs.astuple(chosen)) > 0.1
 
 
 @pytest.mark.parametrize("count", [500, 4_000])
@@ -60,14 +63,14 @@ def test_smoothing_hardly_changes_a_calibrated_case(count: int) -> None:
     true = [own[0] for own in held]
 
     def loss(temperature: float) -> float:
-        shares = mean_softmax(scores, scores, temperature, temperature)
+        shares = Temperatures(temperature, temperature).answer(scores, scores)
         return -float(np.log(shares[np.arange(count), true]).mean())
 
-    chosen = choose_temperatures(scores, scores, held, (1.0, 1.0))
+    chosen = choose_temperatures(scores, scores, held, PLAIN)
     most_likely = min(np.geomspace(0.5, 2, 200), key=loss)
     sure, plain = (
-        mean_softmax(scores, scores, *pair).max(1).mean()
-        for pair in (chosen, (most_likely, most_likely))
+        temperatures.answer(scores, scores).max(1).mean()
+        for temperatures in (chosen, Temperatures(most_likely, most_likely))
     )
     assert sure == pytest.approx(plain, rel=0.03)
 
@@ -76,7 +79,7 @@ def test_a_whole_report() -> None:
     deep, held = sample(200, 1.0)
     labels = ["a", "b", "c", "d"]
     classes = [[number % 4] for number in range(2_000)]
-    report = measured(Rows([], classes, labels, ["beware"]), deep, deep, held, (1.0, 0.25))
+    report = measured(Rows([], classes, labels, ["beware"]), deep, deep, held, USUAL)
     assert (report.rows, report.classes, report.held_out) == (2_000, 4, 200)
     assert report.warnings == ["beware"]
     assert report.baseline == 0.25
@@ -96,7 +99,7 @@ def test_macro_f1_is_that_of_scikit_learn() -> None:
     scores = np.eye(4)[[0, 1, 2, 1, 0]] * 9
     held = [[0], [1], [1], [1], [1]]
     rows = Rows([], [[0], [1], [2], [3]] * 5, ["a", "b", "c", "d"], [])
-    report = measured(rows, scores, scores, held, (1.0, 1.0))
+    report = measured(rows, scores, scores, held, PLAIN)
     true, answers = [own[0] for own in held], scores.argmax(1)
     assert report.macro_f1 == pytest.approx(f1_score(true, answers, average="macro"))
 
@@ -104,6 +107,59 @@ def test_macro_f1_is_that_of_scikit_learn() -> None:
 def test_one_of_several_classes_is_right() -> None:
     scores = np.array([[0.0, 3.0]] * 3)
     rows = Rows([], [[0, 1]] * 5, ["a", "b"], [])
-    report = measured(rows, scores, scores, [[0, 1], [1], [0]], (1.0, 1.0))
+    report = measured(rows, scores, scores, [[0, 1], [1], [0]], PLAIN)
     assert report.accuracy == pytest.approx(2 / 3)
     assert report.confusion == [("b", "b", 2), ("a", "b", 1)]
+
+
+def test_temperatures_of_many_scores_are_chosen_by_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores, held = sample(3_000, 1.0)
+    every = choose_temperatures(scores, scores, held, PLAIN)
+    monkeypatch.setattr(report_module, "MOST_SCORES", scores.size // 3)
+    rows: list[int] = []
+    answer = Temperatures.answer
+
+    def noted(self: Temperatures, deep: Scores, wide: Scores) -> Shares:
+        rows.append(len(deep))
+        return answer(self, deep, wide)
+
+    monkeypatch.setattr(Temperatures, "answer", noted)
+    some = choose_temperatures(scores, scores, held, PLAIN)
+    assert set(rows) == {1_000}
+    sure, plain = (temperatures.answer(scores, scores).max(1) for temperatures in (some, every))
+    assert sure.mean() == pytest.approx(plain.mean(), rel=0.05)
+
+
+@pytest.mark.parametrize("known", ["deep", "wide"])
+@pytest.mark.parametrize("count", [30, 1_000])
+def test_a_part_that_knows_nothing_does_not_lower_the_confidence(known: str, count: int) -> None:
+    """As a mean, the answer could not be surer than 0.625."""
+    truth = RNG.integers(0, 4, count)
+    knows, guesses = 6 * np.eye(4)[truth], RNG.normal(0, 0.1, (count, 4))
+    parts = (knows, guesses) if known == "deep" else (guesses, knows)
+    chosen = choose_temperatures(*parts, [[int(own)] for own in truth], PLAIN)
+    assert chosen.mean < 0.6
+    assert chosen.answer(*parts).max(1).mean() > 0.85
+
+
+def test_a_calibration_error_that_rises_is_explained() -> None:
+    scores = np.eye(2)[[0, 1] * 12] * 9
+    rows = Rows([], [[0], [1]] * 12, ["a", "b"], [])
+    found = measured(rows, scores, scores, [[0], [1]] * 12, USUAL)
+    assert found.calibration.ece_after > found.calibration.ece_before
+    assert "The calibration error rose" in found.note
+    wrong = measured(rows, scores, scores, [[0], [1], [1], [1]] * 6, USUAL)
+    assert "rose" not in wrong.note
+
+
+def test_a_calibration_error_that_rises_with_the_confidence_is_not_called_lowered() -> None:
+    rng, truth = np.random.default_rng(22), np.arange(20) % 5
+    deep = rng.normal(size=(20, 5)) + 1.5 * np.eye(5)[truth]
+    wide = 0.3 * rng.normal(size=(20, 5)) + 0.4 * np.eye(5)[truth]
+    held = [[int(own)] for own in truth]
+    rows = Rows([], held, list("abcde"), [])
+    found = measured(rows, deep, wide, held, USUAL)
+    assert found.calibration.ece_after > found.calibration.ece_before + 0.02
+    chosen = choose_temperatures(deep, wide, held, USUAL)
+    assert chosen.answer(deep, wide).max(1).mean() > USUAL.answer(deep, wide).max(1).mean() + 0.1
+    assert "lowered" not in found.note
