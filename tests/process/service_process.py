@@ -18,6 +18,7 @@ import requests
 from launches import LIGHT
 
 STAND_IN = Path(__file__).parent / "service_stand_in"
+PACED = Path(__file__).parent / "service_paced"
 LIMIT_S = 200.0  # below the limit of one test
 ENDS = ("Available", "Failed", "Unavailable")
 CSV = "".join(
@@ -118,7 +119,8 @@ class ServiceProcess:
         return requests.get(self.url + path, timeout=30, **more)
 
     def hold(self, percent: int) -> None:
-        """Jobs of the stand-in go on to this percent, and wait there until ``go()``."""
+        """Jobs of the stand-in go on to this percent, and wait there until ``go()``; real ones with
+        ``PACED`` on their path train slowly until then."""
         self._hold.write_text(str(percent))
 
     def go(self) -> None:

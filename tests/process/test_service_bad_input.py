@@ -425,6 +425,19 @@ def test_collections(service: ServiceProcess, trained: str, collection: object, 
     assert error != "Missing text" or "collection[29]" in description
 
 
+def test_the_largest_collection_is_taken_as_clients_escape_it(
+    service: ServiceProcess, trained: str
+) -> None:
+    url = f"{service.url}/v1/classifiers/{trained}/classify_collection"
+    largest = {"collection": [{"text": "😀" * 2048}] * 30}
+    assert len(json.dumps(largest)) > 512 * 1024
+    answer = requests.post(url, json=largest, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["collection"]) == 30
+    larger = {"collection": [{"text": "😀" * 3000}] * 30}
+    refused(requests.post(url, json=larger, timeout=30), 413, "Request too large")
+
+
 def test_hosts_and_origins(service: ServiceProcess) -> None:
     for headers in ({"Host": "evil"}, {"Origin": "http://evil"}, {"Origin": "http://["}):
         refused(service.get("/v1/classifiers", headers=headers), 403, "Forbidden")
@@ -472,10 +485,11 @@ def test_a_damaged_model(service: ServiceProcess) -> None:
 
 
 def test_classify_without_a_model(service: ServiceProcess) -> None:
-    trains = service.created()
+    trains = service.training()  # it waits, and is not trained before it is asked
     text = b'{"text": "a"}'
     said = refused(classify(service, trains, text), 409, "Classifier not available")
     assert "in its training phase" in said
+    service.go()
     fails = service.created(f"refuse me,a\n{CSV}")
     service.wait_status(fails, "Failed")
     said = refused(classify(service, fails, text), 409, "Classifier not available")

@@ -107,6 +107,22 @@ def test_connections_beyond_the_limit(tmp_path: Path) -> None:
         service.wait_for(lambda: served(service))
 
 
+def test_clients_that_do_not_read(tmp_path: Path) -> None:
+    """Each has answers under way, and would keep its place for ever."""
+    ask = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with ServiceProcess(tmp_path / "data", "--connections", "20") as service:
+        where = urlsplit(service.url)
+        with ExitStack() as stack:
+            for _ in range(30):
+                wire = stack.enter_context(socket.socket())
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                wire.connect((where.hostname, where.port))
+                wire.setblocking(False)
+                with suppress(BlockingIOError, ConnectionError):
+                    wire.send(ask * 400)
+            service.wait_for(lambda: served(service))
+
+
 def served(service: ServiceProcess) -> bool:
     with suppress(requests.ConnectionError):
         return service.get("/v1/classifiers").status_code == 200

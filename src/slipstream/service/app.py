@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Set
 from typing import Final
 
 import msgspec
@@ -93,6 +94,9 @@ class Gate:
         tenant, keys_needed = await asyncio.to_thread(self._tenant, call)
         if not keys_needed:
             _check_host(call)
+        elif call.headers.get("authorization", "").lower().startswith("basic"):
+            # Browsers send Basic by themselves, also for requests of other pages.
+            _check_origin(call, {host_name(call.base.partition("://")[2])})
         if is_open:
             return
         if tenant is None:
@@ -104,19 +108,20 @@ class Gate:
 
     def _tenant(self, call: Call) -> tuple[keys.Tenant | None, bool]:
         """Who calls, and whether keys are asked for."""
-        database, credential = call.service.database, call.headers.get("authorization", "")
-        hashed = keys.hash_from_header(credential, call.service.secret, time.time()) or ""
-        tenant = keys.tenant_of(database, hashed) if hashed else None
-        keys_needed = call.service.needs_key()
-        # Where there are keys (--no-auth), a wrong one is not taken for none.
-        mistaken = bool(credential) and tenant is None and keys.any_key(database)
-        if tenant is None and not keys_needed and not mistaken:
-            tenant = keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
-        elif tenant is not None and self._used.get(hashed, 0) < (now := now_ms()) - keys.USED_MS:
-            self._used[hashed] = now
+        service, credential = call.service, call.headers.get("authorization", "")
+        if credential:
+            shown = keys.hash_from_header(credential, service.secret, time.time())
+            call.key_hash = shown or keys.NO_HASH
+        # Before the tenant: if the first key is added in between, the request is refused.
+        keys_needed = service.needs_key()
+        tenant, now = service.tenant(call.key_hash), now_ms()
+        # Where there are no keys, what is shown is none: it would be kept, and without a bound.
+        is_key = tenant is not None and tenant.id != keys.LOCAL
+        if is_key and self._used.get(call.key_hash, 0) < now - keys.USED_MS:
+            self._used[call.key_hash] = now
             with contextlib.suppress(DatabaseUnavailable):
                 used = "UPDATE api_keys SET used = :now WHERE hash = :hash"
-                database.run(used, now=now, hash=hashed)
+                service.database.run(used, now=now, hash=call.key_hash)
         return tenant, keys_needed
 
 
@@ -133,14 +138,23 @@ def _base(call: Call) -> str:
 
 def _check_host(call: Call) -> None:
     """Without keys any web page could train here: only known hosts, and no foreign origin."""
-    allowed = LOOPBACK | {name.lower() for name in call.service.options.allow_host}
     host = host_name(call.headers.get("host", ""))
-    if host not in allowed:
+    if host not in LOOPBACK | _allowed_hosts(call):
         reason = f"Requests to this host ({host[:80]!r}) are refused; see --allow-host."
         raise ApiError("Forbidden", reason)
+    _check_origin(call, LOOPBACK)
+
+
+def _allowed_hosts(call: Call) -> set[str]:
+    return {name.lower() for name in call.service.options.allow_host}
+
+
+def _check_origin(call: Call, hosts: Set[str]) -> None:
+    """Refuse a request of a page from a host that is none of these, nor allowed by an option."""
     origin = call.headers.get("origin")
     # Not by urlsplit, which fails on what is no address.
-    if origin is not None and host_name(origin.partition("://")[2]) not in allowed:
+    found = "" if origin is None else host_name(origin.partition("://")[2])
+    if origin is not None and found not in hosts | _allowed_hosts(call):
         raise ApiError("Forbidden", f"Requests from this origin ({origin[:80]!r}) are refused.")
 
 

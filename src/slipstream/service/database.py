@@ -47,7 +47,7 @@ class Database:
     >>> with Database(":memory:") as database:
     ...     database.migrate()
     ...     database.run("SELECT number FROM schema_version")
-    [{'number': 1}, {'number': 2}]
+    [{'number': 1}, {'number': 2}, {'number': 3}]
     """
 
     def __init__(self, address: str) -> None:

@@ -6,14 +6,22 @@ header has to be complete within 10 s. A body has to come at 16 KiB/s after its 
 An error is often answered before its body has come. If the connection were closed at once, a client
 that still sends would get a reset instead of the answer. So it stays open for 3 s more, in which at
 most 1 MiB is read.
+
+A client that does not read its answers would keep its place, too, even if the connection is to be
+closed after them. If a client takes nothing of an answer for 20 s, the connection is closed; if
+places are rare, after 2 s. What the kernel has sent ahead does not count as taken: it holds
+megabytes, so a slow client takes much of it before the kernel asks for more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import secrets
 import sys
+import termios
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
@@ -33,6 +41,8 @@ BODY_NBYTES_S: Final = 16 * 1024
 CHECK_S: Final = 1.0
 REST_S: Final = 3.0  # for the rest of a body whose answer is complete
 REST_NBYTES: Final = 1024 * 1024
+UNREAD_S: Final = 20.0  # that a client takes nothing of an answer
+UNREAD_FULL_S: Final = 2.0  # the same, if there are too many connections
 
 
 def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
@@ -44,14 +54,32 @@ def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
     return elapsed_s > BODY_GRACE_S and received_nbytes < BODY_NBYTES_S * (elapsed_s - BODY_GRACE_S)
 
 
-class _Closing:
-    """A transport that is closed by a function instead."""
+class _Watched:
+    """A transport that counts what is written, and is closed by a function instead."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close = transport, close
+        self._transport, self.close, self._written = transport, close, 0
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._transport.write(data)
+
+    def unsent_and_taken(self) -> tuple[int, int]:
+        """Bytes that wait here, and bytes that the client has confirmed."""
+        unsent = self._transport.get_write_buffer_size()
+        return unsent, self._written - unsent - _unconfirmed(self._transport)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+def _unconfirmed(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel holds until the client confirms them; 0 if it does not tell."""
+    counted = bytes(4)
+    if (socket := transport.get_extra_info("socket")) is not None:
+        with contextlib.suppress(OSError):
+            counted = fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, counted)
+    return int.from_bytes(counted, sys.byteorder)
 
 
 class DeadlineProtocol(H11Protocol):
@@ -59,19 +87,21 @@ class DeadlineProtocol(H11Protocol):
 
     limit = 512  # connections at once
     _socket: asyncio.Transport
+    _watched: _Watched
     _lingers = False  # nothing is sent any more; what comes is not used
     # When what is expected began: a header, its body, or the body's rest after the answer.
     _since: float | None = None
     _header_since = 0.0  # when the last header began
     _received = 0  # of the body; after the answer, of its rest
+    _taken, _taken_at = 0, 0.0  # of answers, and when it last grew or nothing waited
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # uvicorn closes at once after an answer with "Connection: close".
-        self._socket, closing = transport, _Closing(transport, self._close)
-        self.transport = cast("asyncio.Transport", closing)
-        self._since = self._header_since = self.loop.time()
+        self._socket, self._watched = transport, _Watched(transport, self._close)
+        self.transport = cast("asyncio.Transport", self._watched)
+        self._since = self._header_since = self._taken_at = self.loop.time()
         self._timer = self.loop.call_later(CHECK_S, self._check)
         if len(self.connections) > self.limit:
             self._make_room()
@@ -132,10 +162,12 @@ class DeadlineProtocol(H11Protocol):
             self._socket.write_eof()
 
     def _check(self) -> None:
-        if self._socket.is_closing():
-            return
         self._timer = self.loop.call_later(CHECK_S, self._check)
-        if self._since is None:
+        if self._unread_s() >= UNREAD_S:
+            self._socket.abort()
+            return
+        # A transport that closes does so when its last answer has left.
+        if self._socket.is_closing() or self._since is None:
             return
         elapsed_s = self.loop.time() - self._since
         if self._is_answered():
@@ -150,17 +182,27 @@ class DeadlineProtocol(H11Protocol):
             reason = "The request did not come in time; send it again."
             self._refuse(ApiError("Request timeout", reason))
 
+    def _unread_s(self) -> float:
+        """For how long the client has taken nothing of an answer that waits."""
+        (unsent, taken), now = self._watched.unsent_and_taken(), self.loop.time()
+        if not unsent or taken > self._taken:
+            self._taken, self._taken_at = taken, now
+        return now - self._taken_at
+
     def _make_room(self) -> None:
-        """Close the connection that has waited longest without a request; else this one."""
+        """Close a connection whose answer is not read, or the one that has waited longest without
+        a request; else this one."""
+        others = [
+            one for one in self.connections if isinstance(one, DeadlineProtocol) and one is not self
+        ]
         silent = [
             one
-            for one in self.connections
-            if isinstance(one, DeadlineProtocol)
-            and one is not self
-            and one.conn.their_state is h11.IDLE
-            and not one.transport.is_closing()
+            for one in others
+            if one.conn.their_state is h11.IDLE and not one.transport.is_closing()
         ]
-        if silent:
+        if unread := [one for one in others if one._unread_s() > UNREAD_FULL_S]:
+            unread[0]._socket.abort()
+        elif silent:
             min(silent, key=lambda one: one._header_since).transport.close()
         else:
             reason = "Too many connections; try again in a moment."

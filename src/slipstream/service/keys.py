@@ -22,6 +22,7 @@ LOCAL: Final = "local"  # the tenant of requests without a key
 QUOTA: Final = 8  # classifiers a tenant
 TOKEN_S: Final = 3600
 HEADER: Final = b'{"alg":"HS256","typ":"JWT"}'
+NO_HASH: Final = "-"  # of a credential that cannot be read: no key's
 USED_MS: Final = 60_000  # how exact the time of the last use is
 
 

@@ -1,20 +1,16 @@
-"""Our own API, ``/api``: progress, events, report, log, downloads, versions."""
+"""Our own API, ``/api``: progress, events, cancel and retry, versions."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import csv
-import io
-import os
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import BinaryIO, Final
+from collections.abc import AsyncGenerator
+from typing import Any, Final
 
 import msgspec
-from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from slipstream.service import classifiers, queue
 from slipstream.service.context import Call
@@ -23,19 +19,9 @@ from slipstream.service.database import Row, now_ms
 from slipstream.service.errors import ApiError, not_found
 from slipstream.service.upload import received
 
-LOG_NBYTES: Final = 64 * 1024
 EVENTS_S: Final = 1.0
 COMMENT_S: Final = 15.0
-FILES: Final = {  # by the end of the path: name, type, and the name if it is to be saved
-    "data": ("data.csv", "text/csv", "data.csv"),
-    "model": (MODEL, "application/octet-stream", MODEL),
-    "report": ("report.json", "application/json", None),
-}
-RANGE_ERRORS: Final = {
-    400: ("Malformed range", "The header Range is not of the form bytes=FIRST-LAST."),
-    416: ("Range not satisfiable", "The file has no such bytes."),
-}
-FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+STREAMS: Final = 64  # of events, for a tenant: each keeps a connection
 
 
 class JobState(msgspec.Struct, frozen=True):
@@ -102,7 +88,29 @@ def events(call: Call) -> Response:
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     if call.method == "HEAD":  # there is no body to wait for
         return StreamingResponse([], 200, headers, "text/event-stream")
-    return StreamingResponse(_follow(call, job, after), 200, headers, "text/event-stream")
+    return EventStream(_follow(call, job, after), 200, headers, "text/event-stream", call=call)
+
+
+class EventStream(StreamingResponse):
+    """Events; 429 if their tenant follows too many.
+
+    It counts where it begins, in the event loop: of many that are opened at once, none has begun
+    when their requests are looked at.
+    """
+
+    def __init__(self, *given: Any, call: Call) -> None:
+        super().__init__(*given)
+        self._streams, self._tenant = call.service.streams, call.tenant.id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._streams[self._tenant] >= STREAMS:
+            reason = f"{STREAMS} streams of events are open already; close some."
+            raise ApiError("Too many requests", reason, retry_s=30)
+        self._streams[self._tenant] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams[self._tenant] -= 1
 
 
 def _whole_number(text: str, otherwise: int) -> int:
@@ -119,8 +127,14 @@ def event(name: str, data: object, number: int | None = None) -> bytes:
     return f"{head}event: {name}\ndata: ".encode() + msgspec.json.encode(data) + b"\n\n"
 
 
-async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
-    """The events after an epoch, until the job or the service ends; comments while none happens."""
+async def _follow(call: Call, job: str, after: int) -> AsyncGenerator[bytes]:
+    """The events after an epoch, until the job or the service ends; comments while none happens.
+
+    Whose key is revoked meanwhile gets no further one, nor ``end``: on the next request, 401.
+    """
+
+    def is_admitted() -> bool:
+        return call.service.tenant(call.key_hash) is not None
 
     def news() -> tuple[list[Row], JobState | None]:
         try:
@@ -139,7 +153,7 @@ async def _follow(call: Call, job: str, after: int) -> AsyncIterator[bytes]:
 
     stopping, before, sent_at = call.service.stopping, None, time.monotonic()
     yield b": begin\n\n"
-    while not stopping.is_set():
+    while not stopping.is_set() and await asyncio.to_thread(is_admitted):
         epochs, state = await asyncio.to_thread(news)
         for row in epochs:
             after = row["epoch"]
@@ -170,7 +184,7 @@ def retry(call: Call) -> JobState:
         job = classifiers.find_job(call)
         if job["state"] not in ("failed", "cancelled"):
             raise ApiError("Classifier not available", "Only what failed can be retried.")
-        remove(_folder(call, job["version"]) / "checkpoints")
+        remove(call.version_folder(job["version"]) / "checkpoints")
         earlier = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
         database.run(earlier, id=call.id, version=job["version"])
         classifiers.enqueue(call, call.id, job["version"], now_ms())
@@ -182,6 +196,7 @@ def retry(call: Call) -> JobState:
 
 async def put_data(call: Call) -> Changed:
     """Train version n + 1 under the same id; version n answers meanwhile."""
+    await asyncio.to_thread(classifiers.find_job, call)  # 404 before a large body is read
     async with received(call) as upload:
         loop, checking = asyncio.get_running_loop(), call.service.checking
         adding = loop.run_in_executor(checking, classifiers.add_version, call, upload)
@@ -198,7 +213,7 @@ def versions(call: Call) -> Versions:
     )
     for row in found:
         row["active"] = row["number"] == row["active"]
-        row["trained"] = (_folder(call, row["number"]) / MODEL).exists()
+        row["trained"] = (call.version_folder(row["number"]) / MODEL).exists()
     return msgspec.convert({"versions": found}, Versions)
 
 
@@ -208,7 +223,7 @@ def activate(call: Call) -> Changed:
     given, database = call.path_params["number"], call.service.database
     number = _whole_number(given, 0)
     # Outside of a transaction, for which others would wait: a large model takes long to load.
-    damage = call.service.models.damage(_folder(call, number) / MODEL)
+    damage = call.service.models.damage(call.version_folder(number) / MODEL)
     change = (
         "UPDATE classifiers SET active = :number WHERE id = :id AND EXISTS"
         " (SELECT 1 FROM versions WHERE classifier = :id AND number = :number) RETURNING id"
@@ -219,94 +234,3 @@ def activate(call: Call) -> Changed:
         if damage or not database.run(change, id=call.id, number=number):
             raise not_found(f"There is no trained version {given[:20]}.")
     return Changed(number)
-
-
-# ---- files
-
-
-def _folder(call: Call, number: int) -> Path:
-    return call.service.directory.version(call.id, number)
-
-
-def _file(call: Call, name: str) -> Path:
-    """A file of the active version; the log, of the newest."""
-    job = classifiers.find_job(call)
-    newest = name == "train.log" or job["active"] is None
-    path = _folder(call, job["version"] if newest else job["active"]) / name
-    if not path.is_file():
-        raise not_found(f"There is no {name} yet.")
-    return path
-
-
-@contextlib.contextmanager
-def _unless_deleted(error: type[Exception] = FileNotFoundError) -> Iterator[None]:
-    """Answer 404 for a file that is deleted after ``_file`` has seen it."""
-    try:
-        yield
-    except error:
-        raise not_found("The file was deleted meanwhile.") from None
-
-
-class Download(FileResponse):
-    """A file; 404 if it is deleted before the answer begins."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_file(message: Message) -> None:
-            if message.get("status") in RANGE_ERRORS:  # a plain text of Starlette
-                headers = dict(message["headers"])
-                size = headers.get(b"content-range", b"").decode()
-                raise ApiError(
-                    *RANGE_ERRORS[message["status"]], **({"Content-Range": size} if size else {})
-                )
-            await send(message)
-
-        with _unless_deleted(RuntimeError):  # Starlette's own
-            await super().__call__(scope, receive, send_file)
-
-
-def download(call: Call) -> Response:
-    """The data as it was sent, the model file, or the report on held-out rows."""
-    name, kind, shown_as = FILES[call.route.rpartition("/")[2]]
-    return Download(_file(call, name), media_type=kind, filename=shown_as)
-
-
-def report_csv(call: Call) -> Response:
-    """The report's figures of each class."""
-    path = _file(call, "report.json")
-    with _unless_deleted():
-        rows = msgspec.json.decode(path.read_bytes()).get("per_class") or []
-    names = list(rows[0]) if rows else ["class"]
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(names)
-    writer.writerows([safe_cell(row.get(name)) for name in names] for row in rows)
-    headers = {"Content-Disposition": 'attachment; filename="report.csv"'}
-    return Response(out.getvalue().encode(), media_type="text/csv", headers=headers)
-
-
-def safe_cell(value: object) -> object:
-    """A cell that no spreadsheet takes for a formula.
-
-    >>> safe_cell("=cmd"), safe_cell("a=b"), safe_cell(-1.5)
-    ("'=cmd", 'a=b', -1.5)
-    """
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
-
-
-def log(call: Call) -> Response:
-    """The log of the newest job: its last 64 KiB, or all of it with ``?all=1``."""
-    path = _file(call, "train.log")
-    with _unless_deleted():
-        file = path.open("rb")
-    if call.query_params.get("all") != "1":
-        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_NBYTES))
-    if call.method == "HEAD":
-        file.seek(0, os.SEEK_END)  # there is no body to read
-    # Not as a file of a known length: it may grow while it is sent.
-    return StreamingResponse(_blocks(file), media_type="text/plain; charset=utf-8")
-
-
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while block := file.read(LOG_NBYTES):
-            yield block

@@ -41,7 +41,7 @@ ON CONFLICT (job, epoch) DO UPDATE SET at = excluded.at,
   held_accuracy = COALESCE(excluded.held_accuracy, epochs.held_accuracy)
 """
 # Of the tenant of a job. The tenant that started last comes last.
-LAST_START: Final = "COALESCE((SELECT MAX(j.started) FROM jobs j WHERE j.tenant = jobs.tenant), 0)"
+LAST_START: Final = "COALESCE((SELECT t.last_start FROM tenants t WHERE t.id = jobs.tenant), 0)"
 CLAIM: Final = """
 UPDATE jobs SET state = 'running', owner = :me, attempt = attempt + 1, updates_s = 0,
   lease_until = :now + :lease, started = COALESCE(started, :now),
@@ -164,11 +164,16 @@ def ahead(database: Database, job: Row) -> int:
 
 
 def claim(database: Database, me: str, now: int) -> Claim | None:
-    """Take the next job, by ``turns``."""
+    """Take the next job, by ``turns``. Call it in a transaction."""
     lock = "FOR UPDATE SKIP LOCKED" if database.postgres else ""
     statement = CLAIM.format(lock=lock, last_start=LAST_START)
     row = database.one(statement, me=me, now=now, lease=LEASE_MS)
-    return None if row is None else msgspec.convert(row, Claim)
+    if row is None:
+        return None
+    # On the tenant, since the job may be deleted.
+    turn = "UPDATE tenants SET last_start = :now WHERE id = :tenant"
+    database.run(turn, now=now, tenant=row["tenant"])
+    return msgspec.convert(row, Claim)
 
 
 def beat(database: Database, held: Claim, now: int) -> bool:

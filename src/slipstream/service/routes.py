@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.routing import compile_path
 
-from slipstream.service import classifiers, metrics, own, v1
+from slipstream.service import classifiers, downloads, metrics, own, v1
 from slipstream.service.context import Call
 from slipstream.service.errors import ApiError, ErrorBody, not_found
 from slipstream.service.upload import TrainingParts
@@ -114,12 +114,12 @@ OPERATIONS: Final = (
     Operation("POST", "/identity/token", v1.token, v1.Token, v1.TokenForm, is_open=True),
     Operation("GET", OWN, own.show, own.JobState),
     Operation("GET", f"{OWN}/events", own.events, more=(AFTER,)),
-    Operation("GET", f"{OWN}/report", own.download, REPORT),
-    Operation("GET", f"{OWN}/report.csv", own.report_csv),
-    Operation("GET", f"{OWN}/log", own.log, more=(WHOLE,)),
-    Operation("GET", f"{OWN}/data", own.download),
+    Operation("GET", f"{OWN}/report", downloads.download, REPORT),
+    Operation("GET", f"{OWN}/report.csv", downloads.report_csv),
+    Operation("GET", f"{OWN}/log", downloads.log, more=(WHOLE,)),
+    Operation("GET", f"{OWN}/data", downloads.download),
     Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, TrainingParts, trains=True),
-    Operation("GET", f"{OWN}/model", own.download),
+    Operation("GET", f"{OWN}/model", downloads.download),
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
     Operation("GET", f"{OWN}/versions", own.versions, own.Versions),

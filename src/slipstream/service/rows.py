@@ -38,6 +38,11 @@ class Limits(msgspec.Struct, frozen=True):
     text_chars: int = 1_024
     class_chars: int = 256
 
+    @property
+    def columns(self) -> int:
+        """Of a row: its text, and each class once."""
+        return 1 + self.max_classes
+
 
 class Rows(msgspec.Struct):
     """Training data that was accepted."""
@@ -92,6 +97,9 @@ def read(stream: Iterable[bytes]) -> Rows:
 
 def clean(line: int, fields: list[str], limits: Limits) -> tuple[str, list[str]]:
     """The text and the classes of a row."""
+    if len(fields) > limits.columns:
+        most = f"larger than the permitted maximum of {limits.columns:,}."
+        raise malformed(f"The row at line {line:,} has {len(fields):,} columns which is {most}")
     text = clean_text(line, fields[0], limits.text_chars)
     return text, clean_classes(line, fields, limits.class_chars)
 
@@ -134,12 +142,14 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
     ['a', 'b']
     """
     names: dict[str, None] = {}
-    for column, field in enumerate(fields[1:], start=2):
-        place = f"at line {line:,} and column {column}"
-        if CLASS_BREAKS.search(field.strip()):
-            raise malformed(f"The 'class' value {place} has a tab or a line end.")
+    for field in dict.fromkeys(fields[1:]):  # a row may repeat one thousands of times
         name = unicodedata.normalize("NFC", re.sub(CONTROLS, " ", field)).strip()
-        check_length("Class too long", f"class {place}", name, limit)
+        breaks = CLASS_BREAKS.search(field.strip())
+        if breaks or len(name) > limit:
+            place = f"at line {line:,} and column {fields.index(field, 1) + 1}"
+            if breaks:
+                raise malformed(f"The 'class' value {place} has a tab or a line end.")
+            check_length("Class too long", f"class {place}", name, limit)
         if name:
             names[name] = None
     if not names:
@@ -199,7 +209,10 @@ def warnings_of(
         )
     if repeated:
         subject = _counted(len(repeated), "row repeats", "rows repeat")
-        found.append(f"{subject} an earlier row; first at line {repeated[0]:,}.")
+        found.append(
+            f"{subject} an earlier row; first at line {repeated[0]:,}. Held-out rows may be among "
+            "them, which makes the accuracy look better than it is."
+        )
     counts = Counter(number for own in classes for number in own)
     several = [line for line, own in zip(lines, classes, strict=True) if len(own) > 1]
     everywhere = [own for own, count in counts.items() if count >= COMMON_SHARE * len(classes)]

@@ -38,7 +38,7 @@ import msgspec
 
 # Raised when the net or its features change: checkpoints of before do not fit, so a job that was
 # under way begins anew.
-NET_FORM = 3
+NET_FORM = 4
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
@@ -46,7 +46,8 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 class TextSetting(msgspec.Struct, frozen=True):
     """Sizes of the net and how it is trained; the model file has a copy."""
 
-    text_words: Size = 256  # the first of a text
+    text_words: Size = 256  # the first of a text, for the deep part
+    feature_words: Size = 1024  # the first of a text, for the wide part, which costs less
     most_words: int = 100_000  # the most frequent of all
     dimensions: Size = 128
     embedding_range: float = 0.25  # of initial values, either side of 0 (Kim, 2014)

@@ -58,7 +58,7 @@ class Running:
         self.best, self.updates_s = held.resumed_from, 0.0
         self.unwritten: list[Progress] = []
         self._first: Progress | None = None
-        self._kill_at = float("inf")
+        self._kill_at, self._gone = float("inf"), False
         job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
         self._progress, self._log = directory / "progress.jsonl", directory / "train.log"
@@ -103,10 +103,12 @@ class Running:
 
     def has_ended(self) -> bool:
         """Whether the process is gone. Kills what is left of it, or if its time is over."""
-        ended = self.process.poll() is not None
-        if ended or time.monotonic() >= self._kill_at:
+        if self._gone:  # its number may be another process's by now
+            return True
+        self._gone = self.process.poll() is not None
+        if self._gone or time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
-        return ended
+        return self._gone
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -180,7 +182,8 @@ class Trainer:
         return alive
 
     def _claim(self) -> None:
-        held = queue.claim(self._database, self._me, now_ms())
+        with self._database.transaction() as database:
+            held = queue.claim(database, self._me, now_ms())
         if held is None:
             return
         directory = self._directory.version(held.classifier, held.version)

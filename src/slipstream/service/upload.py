@@ -102,8 +102,11 @@ class Upload:
         if "training_data" not in self._seen:
             raise ApiError("Missing training data", "The part training_data is missing.")
         self.metadata = unwrap(self.metadata)
-        small = self.path.stat().st_size <= WRAPPED_NBYTES
-        if small and WRAPPED.match(next(self.blocks(), b"")[:64]):
+        if WRAPPED.match(next(self.blocks(), b"")[:64]):
+            if self.path.stat().st_size > WRAPPED_NBYTES:
+                most = f"more than {WRAPPED_NBYTES >> 20} MiB as a JSON string"
+                reason = f"The training data has {most}; send a file, a stream or a Buffer."
+                raise ApiError("Malformed data", reason)
             self.path.write_bytes(unwrap(self.path.read_bytes()))
 
     def blocks(self) -> Iterator[bytes]:
@@ -187,18 +190,18 @@ async def received(call: Call) -> AsyncIterator[Upload]:
         raise malformed(f"The multipart body is malformed: {error}.") from None
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, limit_nbytes: int = JSON_NBYTES) -> bytes:
     """A whole body of JSON or a form, decoded."""
-    return b"".join([block async for block in decoded(request, JSON_NBYTES)])
+    return b"".join([block async for block in decoded(request, limit_nbytes)])
 
 
-async def read_json(request: Request) -> dict[str, object]:
+async def read_json(request: Request, limit_nbytes: int = JSON_NBYTES) -> dict[str, object]:
     """The JSON object in a body."""
     kind, _, charset = request.headers.get("content-type", "").lower().partition(";")
     if kind.strip() != "application/json" or OTHER_UTF.search(charset):
         raise ApiError("Unsupported media type", "Send application/json in UTF-8.")
     try:
-        value = msgspec.json.decode((await read_body(request)).removeprefix(BOM))
+        value = msgspec.json.decode((await read_body(request, limit_nbytes)).removeprefix(BOM))
     except (ValueError, RecursionError) as error:
         raise malformed(f"The body is not JSON in UTF-8: {error}.") from None
     if not isinstance(value, dict):

@@ -24,6 +24,8 @@ from slipstream.service.upload import malformed, read_body, read_json, received
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
 TEXT_CHARACTERS: Final = 2048
 PHRASES: Final = 30
+# Python's json writes a character as up to 12 bytes: a pair of escapes.
+COLLECTION_NBYTES: Final = PHRASES * (12 * TEXT_CHARACTERS + 1024)
 UNKNOWN_KEY: Final = {
     "errorCode": "BXNIM0415E",
     "errorMessage": "Provided API key could not be found.",
@@ -189,7 +191,7 @@ async def classify(call: Call) -> Classification:
 
 async def classify_collection(call: Call) -> ClassificationCollection:
     """Classify several texts."""
-    phrases = (await read_json(call)).get("collection")
+    phrases = (await read_json(call, COLLECTION_NBYTES)).get("collection")
     if not isinstance(phrases, list) or not phrases:
         raise ApiError("Missing collection", "The field 'collection' is not a list of texts.")
     if len(phrases) > PHRASES:

@@ -45,6 +45,11 @@ def prepared(data: Path, **options: Any) -> Iterator[Service]:
 
 def ask(service: Service, line: str, body: bytes = b"", **headers: str) -> Answer:
     """The answer to a request such as ``"GET /livez"``; the header ``a_b`` is sent as a-b."""
+    return asyncio.run(asyncio.wait_for(answer_to(service, line, body, **headers), LIMIT_S))
+
+
+async def answer_to(service: Service, line: str, body: bytes = b"", **headers: str) -> Answer:
+    """The same within an event loop, for several requests at once."""
     method, _, target = line.partition(" ")
     path, _, query = target.partition("?")
     given = {"host": "localhost", **headers}
@@ -67,7 +72,7 @@ def ask(service: Service, line: str, body: bytes = b"", **headers: str) -> Answe
         "query_string": query.encode(),
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()],
     }
-    asyncio.run(asyncio.wait_for(Gate(service)(scope, receive, send), LIMIT_S))
+    await Gate(service)(scope, receive, send)
     head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     content = b"".join(message.get("body", b"") for message in sent[1:])
     return Answer(sent[0]["status"], head, content)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.service import app, classifiers, keys, own, queue
+from slipstream.service import app, classifiers, downloads, keys, own, queue
 from slipstream.service.context import Call, Service
 from slipstream.service.database import DatabaseUnavailable
 from slipstream.service.errors import ApiError
@@ -220,7 +220,7 @@ def test_an_epoch_is_sent_once_it_is_over(
 def test_a_file_that_is_deleted_before_the_answer(tmp_path: Path) -> None:
     async def answer() -> None:
         scope = {"type": "http", "method": "GET", "headers": []}
-        await own.Download(tmp_path / "gone")(scope, None, None)  # type: ignore[arg-type]
+        await downloads.Download(tmp_path / "gone")(scope, None, None)  # type: ignore[arg-type]
 
     with pytest.raises(ApiError, match="Not found"):
         asyncio.run(answer())

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from slipstream.service import own
+from slipstream.service import downloads
 from slipstream.service.errors import ApiError
 
 LIMIT_S = 60
 
 
-@pytest.mark.parametrize("answer", [own.log, own.report_csv])
+@pytest.mark.parametrize("answer", [downloads.log, downloads.report_csv])
 def test_a_file_that_is_deleted_while_it_is_asked_for_is_not_found(
     answer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "_file", lambda call, name: tmp_path / name)  # gone since the look
+    monkeypatch.setattr(
+        downloads, "_file", lambda call, name: tmp_path / name
+    )  # gone since the look
     with pytest.raises(ApiError) as refused:
         answer(SimpleNamespace(query_params={}, method="GET"))
     assert refused.value.body.code == 404
@@ -26,7 +28,7 @@ def test_a_file_that_is_deleted_while_it_is_asked_for_is_not_found(
 def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "train.log"
     log.write_bytes(b"one\n")
-    monkeypatch.setattr(own, "_file", lambda call, name: log)
+    monkeypatch.setattr(downloads, "_file", lambda call, name: log)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -37,7 +39,7 @@ def test_a_log_that_grows_while_it_is_sent(tmp_path: Path, monkeypatch: pytest.M
         with log.open("ab") as file:
             file.write(b"more\n" * (len(sent) == 1))
 
-    answer = own.log(SimpleNamespace(query_params={"all": "1"}, method="GET"))  # type: ignore[arg-type]
+    answer = downloads.log(SimpleNamespace(query_params={"all": "1"}, method="GET"))  # type: ignore[arg-type]
     scope = {"type": "http", "method": "GET", "headers": []}
     asyncio.run(answer(scope, receive, send))
     body = b"".join(message.get("body", b"") for message in sent)
@@ -60,7 +62,7 @@ def test_bytes_that_a_file_does_not_have(
     path.write_bytes(b"one,a\n")
     scope = {"type": "http", "method": "GET", "headers": [(b"range", asked)]}
     with pytest.raises(ApiError) as refused:
-        asyncio.run(own.Download(path)(scope, None, None))  # type: ignore[arg-type]
+        asyncio.run(downloads.Download(path)(scope, None, None))  # type: ignore[arg-type]
     assert refused.value.body.code == code
     assert said in refused.value.description
     assert refused.value.headers == headers
@@ -69,7 +71,7 @@ def test_bytes_that_a_file_does_not_have(
 def test_a_log_is_not_read_for_its_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "train.log"
     log.write_bytes(b"one\n")
-    monkeypatch.setattr(own, "_file", lambda call, name: log)
+    monkeypatch.setattr(downloads, "_file", lambda call, name: log)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -78,6 +80,25 @@ def test_a_log_is_not_read_for_its_headers(tmp_path: Path, monkeypatch: pytest.M
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = own.log(SimpleNamespace(query_params={"all": "1"}, method="HEAD"))  # type: ignore[arg-type]
+    answer = downloads.log(SimpleNamespace(query_params={"all": "1"}, method="HEAD"))  # type: ignore[arg-type]
     asyncio.run(answer({"type": "http", "method": "HEAD", "headers": []}, receive, send))
     assert [message.get("body", b"") for message in sent] == [b"", b""]
+
+
+def test_a_file_that_is_deleted_before_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_bytes(b"one,a\n")
+    download = downloads.Download(path, stat_result=path.stat())
+    path.unlink()
+    scope, sent = {"type": "http", "method": "GET", "headers": []}, []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(download(scope, receive, send))
+    assert refused.value.body.code == 404
+    assert sent == []

@@ -207,3 +207,16 @@ def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
         fail()
     with database.reading() as reading:
         assert not keys.any_key(reading)
+
+
+def test_a_tenant_that_deletes_its_jobs_has_no_more_turns(database: Database) -> None:
+    mine = [job(database, "a", at) for at in (1, 4, 5)]
+    theirs = [job(database, "b", at) for at in (2, 3)]
+    order = []
+    for now in range(10, 15):
+        held = claim(database, now)
+        assert held is not None
+        order.append(held.classifier)
+        if held.classifier in mine:
+            database.run("DELETE FROM classifiers WHERE id = :id", id=held.classifier)
+    assert order == [mine[0], theirs[0], mine[1], theirs[1], mine[2]]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from service_requests import ask, prepared
+from service_requests import LIMIT_S, answer_to, ask, prepared
 from test_service_classifiers import create
 
-from slipstream.service import keys, metrics, own, queue
+from slipstream.service import downloads, keys, metrics, own, queue
 from slipstream.service.context import Service
+from slipstream.service.database import Database, Row
 from slipstream.service.routes import OPERATIONS, description
 
 FORM = "application/x-www-form-urlencoded"
@@ -128,12 +133,12 @@ def test_events_after_an_epoch(service: Service) -> None:
 def test_the_end_of_a_log_and_all_of_it(service: Service) -> None:
     classifier = create(service)
     log = b"".join(b"line %d\n" % number for number in range(20_000))
-    assert len(log) > 2 * own.LOG_NBYTES
+    assert len(log) > 2 * downloads.LOG_NBYTES
     (service.directory.version(classifier, 1) / "train.log").write_bytes(log)
     path = f"GET /api/classifiers/{classifier}/log"
-    assert ask(service, path).body == log[-own.LOG_NBYTES :]
+    assert ask(service, path).body == log[-downloads.LOG_NBYTES :]
     assert ask(service, f"{path}?all=1").body == log
-    assert ask(service, f"{path}?all=0").body == log[-own.LOG_NBYTES :]
+    assert ask(service, f"{path}?all=0").body == log[-downloads.LOG_NBYTES :]
 
 
 # ---- health
@@ -232,3 +237,103 @@ def test_pages_of_the_description(service: Service) -> None:
     assert "default-src 'none'" in docs.headers["content-security-policy"]
     for path in description()["paths"]:
         assert f"<code>{path}</code>".encode() in docs.body
+
+
+def test_a_browser_does_not_send_its_password_for_other_pages(tmp_path: Path) -> None:
+    with prepared(tmp_path) as service:
+        key = keys.add_key(service.database, "team")
+        basic = f"Basic {b64encode(f'apikey:{key}'.encode()).decode()}"
+        listed = "GET /v1/classifiers"
+        for origin, credential, code in [
+            ("http://evil", basic, 403),
+            ("http://localhost:8080", basic, 200),
+            ("http://evil", f"Bearer {key}", 200),
+        ]:
+            assert ask(service, listed, authorization=credential, origin=origin).code == code
+
+
+def test_only_the_use_of_a_key_is_noted(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no keys, each request may show another: nothing is kept of them."""
+    statements: list[str] = []
+    run = Database.run
+
+    def noted(self: Database, statement: str, **values: object) -> list[Row]:
+        statements.append(statement)
+        return run(self, statement, **values)
+
+    def uses() -> int:
+        return sum(statement.startswith("UPDATE api_keys") for statement in statements)
+
+    monkeypatch.setattr(Database, "run", noted)
+    assert ask(service, "GET /v1/classifiers", authorization="Bearer any").code == 200
+    assert uses() == 0
+    key = keys.add_key(service.database, "alice")
+    assert ask(service, "GET /v1/classifiers", authorization=f"Bearer {key}").code == 200
+    assert uses() == 1
+
+
+def test_data_for_an_unknown_classifier_is_not_read(service: Service) -> None:
+    path = "PUT /api/classifiers/abcdefx0123456789-nlc-9/data"
+    answer = ask(service, path, b"no multipart", content_type="text/plain")
+    assert (answer.code, answer.json["error"]) == (404, "Not found")
+
+
+def test_streams_of_events_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    classifier = create(service)
+    path = f"GET /api/classifiers/{classifier}/events"
+    monkeypatch.setattr(own, "STREAMS", 1)
+    service.streams[keys.LOCAL] = 1
+    refused = ask(service, path)
+    assert (refused.code, refused.json["error"]) == (429, "Too many requests")
+    service.streams[keys.LOCAL] = 0
+    service.stopping.set()  # so that the stream ends
+    assert ask(service, path).code == 200
+    assert service.streams[keys.LOCAL] == 0
+
+
+def test_streams_that_are_opened_at_once_are_bounded(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier = create(service)  # its job waits, for ever
+    path = f"GET /api/classifiers/{classifier}/events"
+    monkeypatch.setattr(own, "STREAMS", 2)
+
+    async def run() -> list[int]:
+        asked = [asyncio.create_task(answer_to(service, path)) for _ in range(6)]
+        async with asyncio.timeout(LIMIT_S):
+            while sum(one.done() for one in asked) < 4:
+                await asyncio.sleep(0.01)
+        service.stopping.set()
+        return sorted([(await one).code for one in asked])
+
+    assert asyncio.run(run()) == [200, 200, 429, 429, 429, 429]
+    assert service.streams.total() == 0
+
+
+@pytest.mark.parametrize("kind", ["Bearer", "token", "none"])
+def test_a_stream_ends_when_its_caller_is_no_longer_let_in(
+    kind: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classifier, database = create(service), service.database  # its job waits, for ever
+    headers = {}
+    if kind != "none":
+        key = keys.add_key(database, "team")
+        keys.take_local(database, "team")
+        shown = keys.make_token(keys.key_hash(key), service.secret, time.time())
+        headers["authorization"] = f"Bearer {key if kind == 'Bearer' else shown}"
+    as_bytes, sent = own.event, []
+
+    def sent_once(name: str, *rest: Any) -> bytes:
+        sent.append(name)
+        if kind == "none":
+            keys.add_key(database, "team")  # from the first key on, everybody needs one
+        else:
+            keys.revoke_key(database, key)
+        return as_bytes(name, *rest)
+
+    monkeypatch.setattr(own, "event", sent_once)
+    monkeypatch.setattr(own, "EVENTS_S", 0.01)
+    answer = ask(service, f"GET /api/classifiers/{classifier}/events", **headers)
+    assert (answer.code, sent) == (200, ["progress"])
+    assert ask(service, f"GET /api/classifiers/{classifier}/events", **headers).code == 401
+    assert service.streams.total() == 0

@@ -220,7 +220,7 @@ def test_warnings() -> None:
     header = rows(b"text,class\n" + FIVE).warnings
     assert header[0].startswith("The first row looks like a header")
     repeated = rows(FIVE + b"one,a\n" * 10_000).warnings
-    assert "10,000 rows repeat an earlier row; first at line 6." in repeated
+    assert repeated[0].startswith("10,000 rows repeat an earlier row; first at line 6. Held-out")
     several = rows(b"".join(b"same,%d\n" % i for i in range(5))).warnings
     assert several[0].startswith("1 text has different classes")
     assert "first at line 2" in several[0]
@@ -238,3 +238,16 @@ def test_commas_in_texts_without_quotes_are_warned_of() -> None:
     assert read([quoted.encode()]).warnings == []
     mostly_one = "".join(f"bill {n},{'a' if n else 'b,c'}\n" for n in range(20)) + "x,b,c\n" * 6
     assert "comma" not in " ".join(read([mostly_one.encode()]).warnings)
+
+
+def test_too_many_columns() -> None:
+    row = b"text" + b",c" * 3_001
+    with pytest.raises(Refused, match="The row at line 2 has 3,002 columns which is larger"):
+        check([b"one,a\n" + row], Limits())
+    assert check([FIVE, b"text" + b",c" * 3_000], Limits())[0] == 6
+
+
+def test_the_column_of_a_class_that_is_repeated() -> None:
+    long = b"x" * 257
+    with pytest.raises(Refused, match="The class at line 1 and column 3 has 257"):
+        check([b"one,a," + long + b",b," + long], Limits())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -75,3 +76,14 @@ def test_the_end_of_a_log_can_be_stored(tmp_path: Path) -> None:
     log.write_bytes(b"an earlier attempt\nit broke: \xff\0\n")
     running = SimpleNamespace(_log=log, _log_start=19)
     assert Running.log_tail(running) == "it broke: \ufffd\ufffd\n"  # type: ignore[arg-type]
+
+
+def test_a_process_that_has_ended_is_signalled_once() -> None:
+    """While the database is away the end is looked at again; the number may be another's then."""
+    signals: list[int] = []
+    running = SimpleNamespace(
+        process=SimpleNamespace(poll=lambda: 0), _gone=False, _signal=signals.append
+    )
+    for _ in range(3):
+        assert Running.has_ended(running)  # type: ignore[arg-type]
+    assert signals == [signal.SIGKILL]

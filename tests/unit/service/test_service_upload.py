@@ -47,7 +47,9 @@ def test_wrapped_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "WRAPPED_NBYTES", 1000)
     small, large = (json.dumps({"data": "a,b\n" * count, "contentType": "c"}) for count in (9, 999))
     assert receive(tmp_path, small) == b"a,b\n" * 9
-    assert receive(tmp_path, large) == large.encode()
+    with pytest.raises(ApiError, match=r"Malformed data.*send a file, a stream or a Buffer"):
+        receive(tmp_path, large)
+    assert list(tmp_path.iterdir()) == []
     assert threading.main_thread() not in threads
 
 
