@@ -6,9 +6,11 @@
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
 
-# What the installation was made from. The place counts too: a moved environment is no good.
+# What the installation was made from. The place counts too: a moved environment is no good. So do
+# the packages: an editable installation does not find a new one.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(sort $(wildcard native/*))
-STAMP := .venv/.setup-$(shell { pwd; cat $(SOURCES); } | cksum | cut -d ' ' -f 1)
+PACKAGES := find src -type d ! -name __pycache__ | sort
+STAMP := .venv/.setup-$(shell { pwd; $(PACKAGES); cat $(SOURCES); } | cksum | cut -d ' ' -f 1)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 # By environment, because that also reaches the isolated environment that builds the native
@@ -67,7 +69,7 @@ $(FRAMEWORKS_STAMP): $(STAMP)
 
 setup-frameworks: $(FRAMEWORKS_STAMP)
 
-frameworks: setup-frameworks  ## test the integrations with the real frameworks (1.2 GB)
+frameworks: setup-frameworks  ## test the integrations with the real frameworks (1.3 GB)
 	@$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
 
 verify:  ## check the model of the shared-memory rings (needs spin)

@@ -116,6 +116,13 @@ def raising() -> None:
     looping(before_step)
 
 
+def raising_under_ray_train() -> None:
+    from slipstream.integrations.ray import train  # seconds, which workers of run need not spend
+
+    train.CAUSE_FIRST_S = LIMIT_S  # however slow the machine is, Ray Train looks before
+    raising()
+
+
 def without_block(steps: dict[int, int]) -> int:
     """Has no ``with`` block.
 
@@ -173,10 +180,20 @@ class Training:
 
 
 class ComingBack:
-    """Partial exchange; rank 1 is killed once, and all train on until it has come back."""
+    """Partial exchange; rank 1 is killed once, and all train on until it has come back.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        with_node: it is killed from outside, with its node, whose id is then a file's name.
+    """
+
+    def __init__(self, folder: Path, *, with_node: bool = False) -> None:
+        self.folder, self.with_node = folder, with_node
+
+    def die(self) -> None:
+        if self.with_node:
+            Path(self.folder, ray.get_runtime_context().get_node_id()).touch()
+            threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self) -> dict[str, Any]:
         life = int(os.environ.get("SLIPSTREAM_INCARNATION", "0"))
@@ -189,18 +206,24 @@ class ComingBack:
             for step in job.steps(10**6):
                 first = step if first is None else first
                 if job.rank == 1 and life == 0 and step == KILLED:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    self.die()
                 one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
                 if life:
                     back.touch()
                 if step % 50 == 49 and job.share(back.exists()):
                     break
-        return {"weights": weights(model), "life": life, "first": first}
+        node = ray.get_runtime_context().get_node_id()
+        return {"weights": weights(model), "life": life, "first": first, "node": node}
 
 
 def resuming(config: dict[str, Any]) -> None:
-    """A loop of Ray Train that saves once, and in which rank 1 is killed once."""
+    """A loop of Ray Train that saves once, and in which a worker is killed once.
+
+    Args:
+        config: with ``node``, the worker there is killed from outside, else rank 1 kills itself.
+    """
     first, killed = 0, Path(config["folder"], "killed")
+    here = ray.get_runtime_context().get_node_id()
     with slipstream.init(start_limit_s=LIMIT_S, wait_limit_s=LIMIT_S) as job:
         model, optimizer = job.distribute(*parts(seed=job.rank))
         checkpoint = ray.train.get_checkpoint()
@@ -209,14 +232,18 @@ def resuming(config: dict[str, Any]) -> None:
                 job.load(Path(folder, "job"))
             first = job.step
         for step in job.steps(STEPS):
-            if job.rank == 1 and step == KILLED and not killed.exists():
+            doomed = here == config["node"] if "node" in config else job.rank == 1
+            if doomed and step == KILLED and not killed.exists():
                 ray.train.get_all_reported_checkpoints()  # waits until Ray has the one above
                 killed.touch()
+                if "node" in config:
+                    threading.Event().wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
             if step == SAVED:
                 save(job)
     found = {"weights": weights(model), "first": first, "local_rank": job.local_rank}
+    found["node"] = here
     torch.save(found, Path(config["folder"], str(job.rank)))
 
 

@@ -282,7 +282,7 @@ def test_an_old_accelerate(
     job: slipstream.Job, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integration, "version", "1.0.9")
-    with pytest.raises(ConfigError, match=r"accelerate 1.0.9 is too old.*pip install 'slip"):
+    with pytest.raises(ConfigError, match=r"needs Accelerate 1.1 or later, and this is 1.0.9: pip"):
         use(accelerator, job)
     monkeypatch.setattr(integration, "version", "2.0.0.dev0")
     use(accelerator, job)

@@ -30,8 +30,7 @@ from ports import free_port
 
 import slipstream
 from slipstream.errors import ConfigError, LaunchError, PeerLost, SecretError
-from slipstream.integrations import lightning_environment
-from slipstream.integrations.lightning import SlipstreamStrategy
+from slipstream.integrations.lightning import SlipstreamStrategy, environment
 
 pytestmark = [
     pytest.mark.process,
@@ -428,7 +427,7 @@ class Seeing(Callback):
         self.servers_lost, self.graces = servers_lost, list[float]()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.graces.append(lightning_environment.CHILDREN.grace_s)
+        self.graces.append(environment.CHILDREN.grace_s)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         if self.servers_lost:
@@ -454,7 +453,7 @@ def test_workers_have_as_long_to_end_as_a_lost_one_may_be_silent(alone: pytest.M
     seeing = Seeing()
     fit_alone(seeing, silence_limit_s=40)
     assert seeing.graces == [43]
-    assert lightning_environment.CHILDREN.grace_s == 0
+    assert environment.CHILDREN.grace_s == 0
 
 
 def test_a_job_whose_servers_are_lost_at_the_end_is_left(
@@ -496,9 +495,9 @@ def test_options_are_those_of_init(alone: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_lightning(alone: pytest.MonkeyPatch) -> None:
-    alone.setattr(lightning_environment.pl, "__version__", "2.5.4")
+    alone.setattr(environment.pl, "__version__", "2.5.4")
     with pytest.raises(ConfigError, match=r"needs Lightning 2.6 or later, and this is 2.5.4: pip"):
-        importlib.reload(lightning_environment)
+        importlib.reload(environment)
 
 
 def test_there_is_a_job_only_during_fit(alone: pytest.MonkeyPatch) -> None:

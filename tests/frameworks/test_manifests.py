@@ -1,109 +1,75 @@
-"""The manifests under deploy/ have the fields of Kubeflow's resources, and agree with the docs."""
+"""The manifests under deploy/ fit Kubeflow's own models, and agree with the docs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-yaml = pytest.importorskip("yaml", reason="needs PyYAML; run make frameworks")
+pytest.importorskip("kubeflow.training", reason="needs Kubeflow; run make frameworks")
+
+import yaml
+from kubeflow.training.api_client import ApiClient
+from kubeflow_trainer_api import models as trainer
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCS = (ROOT / "docs" / "integrations.md").read_text()
 
-# The fields that the manifests may use, by their names in the resources' definitions. A dict is an
-# object, a list of one an array, a set the allowed values, "{}" an object with any names.
-ENV = [{"name": str, "value": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}]
-RESOURCES = {"requests": "{}", "limits": "{}"}
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "command": [str],
-    "env": ENV,
-    "resources": RESOURCES,
-    "securityContext": {
-        "allowPrivilegeEscalation": bool,
-        "capabilities": {"drop": [str]},
-    },
+# By apiVersion and kind, the official model.
+MODELS = {
+    ("kubeflow.org/v1", "PyTorchJob"): "KubeflowOrgV1PyTorchJob",  # of kubeflow-training
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): trainer.TrainerV1alpha1TrainingRuntime,
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): trainer.TrainerV1alpha1TrainJob,
 }
-POD = {
-    "spec": {
-        "automountServiceAccountToken": bool,
-        "securityContext": {
-            "runAsNonRoot": bool,
-            "runAsUser": int,
-            "runAsGroup": int,
-            "seccompProfile": {"type": {"RuntimeDefault", "Localhost", "Unconfined"}},
-        },
-        "containers": [CONTAINER],
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    """Raises ValueError if a field does not exist, is missing, or has a value of a wrong type."""
+    model = MODELS[manifest["apiVersion"], manifest["kind"]]
+    if isinstance(model, str):
+        require_round_trip(manifest, model)
+    else:
+        validate_strictly(model, manifest)
+
+
+def validate_strictly(model: Any, value: dict[str, Any]) -> None:
+    """Kubeflow Trainer's models ignore fields that do not exist, unless they are told not to."""
+    model.model_validate(with_quantities(value), extra="forbid", by_alias=True, by_name=False)
+
+
+def with_quantities(value: Any) -> Any:
+    """Quantities are numbers or strings, which their model takes from JSON only."""
+    if isinstance(value, list):
+        return [with_quantities(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: {
+            k: trainer.IoK8sApimachineryPkgApiResourceQuantity.from_json(json.dumps(v))
+            for k, v in inner.items()
+        }
+        if name in ("requests", "limits")
+        else with_quantities(inner)
+        for name, inner in value.items()
     }
-}
-REPLICAS = {
-    "replicas": int,
-    "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": POD,
-}
-METADATA = {"name": str, "labels": "{}"}
-KINDS: dict[tuple[str, str], dict[str, Any]] = {
-    ("kubeflow.org/v1", "PyTorchJob"): {
-        "nprocPerNode": str,
-        "runPolicy": {"cleanPodPolicy": {"All", "Running", "None"}, "backoffLimit": int},
-        "pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS},
-    },
-    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): {
-        "mlPolicy": {"numNodes": int, "torch": "{}"},
-        "template": {
-            "spec": {
-                "failurePolicy": {"maxRestarts": int},
-                "replicatedJobs": [
-                    {
-                        "name": str,
-                        "template": {
-                            "metadata": {"labels": "{}"},
-                            "spec": {"backoffLimit": int, "template": POD},
-                        },
-                    }
-                ],
-            }
-        },
-    },
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): {
-        "runtimeRef": {"kind": {"TrainingRuntime", "ClusterTrainingRuntime"}, "name": str},
-        "trainer": {
-            "numNodes": int,
-            "numProcPerNode": int,
-            "command": [str],
-            "env": ENV,
-            "resourcesPerNode": RESOURCES,
-        },
-    },
-}
 
 
-def wrong(value: Any, schema: Any, where: str) -> Iterator[str]:
-    """What does not fit the schema."""
-    if schema == "{}":
-        schema = dict.fromkeys(value, (str, int)) if isinstance(value, dict) else dict
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            yield f"{where} is no object"
-            return
-        for name, inner in value.items():
-            if name in schema:
-                yield from wrong(inner, schema[name], f"{where}.{name}")
-            else:
-                yield f"{where} has no field {name}"
-    elif isinstance(schema, list):
-        for index, inner in enumerate(value if isinstance(value, list) else [None]):
-            yield from wrong(inner, schema[0], f"{where}[{index}]")
-    elif isinstance(schema, set):
-        if value not in schema:
-            yield f"{where} is {value!r}"
-    elif not isinstance(value, schema) or (isinstance(value, bool) and schema is not bool):
-        yield f"{where} is a {type(value).__name__}"
+def require_round_trip(manifest: dict[str, Any], model: str) -> None:
+    """Kubeflow Training's models check no types: they convert, and drop fields that do not exist.
+
+    So what they write is what they have read only if they know every field and its type.
+    """
+    given = json.dumps(manifest, sort_keys=True)
+    client = ApiClient()
+    read = client.deserialize(SimpleNamespace(data=given), model)
+    written = json.dumps(client.sanitize_for_serialization(read), sort_keys=True)
+    if written != given:
+        raise ValueError(f"{model} has read {given} as {written}")
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -112,6 +78,11 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 PYTORCHJOB = documents("pytorchjob.yaml")[0]
 RUNTIME, TRAINJOB = documents("trainjob.yaml")
+MANIFESTS = {manifest["kind"]: manifest for manifest in (PYTORCHJOB, RUNTIME, TRAINJOB)}
+# Where these are.
+MASTER = ("spec", "pytorchReplicaSpecs", "Master")
+JOB = ("spec", "template", "spec", "replicatedJobs", 0)
+CONTAINER = ("template", "spec", "containers", 0)
 REPLICA_SPECS = PYTORCHJOB["spec"]["pytorchReplicaSpecs"]
 NODE = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"][0]
 TRAINER = TRAINJOB["spec"]["trainer"]
@@ -133,18 +104,53 @@ def test_every_manifest_is_checked_here() -> None:
     ]
 
 
-@pytest.mark.parametrize("manifest", [PYTORCHJOB, RUNTIME, TRAINJOB], ids=lambda m: str(m["kind"]))
-def test_fields_are_those_of_the_resource(manifest: dict[str, Any]) -> None:
-    spec = KINDS[manifest["apiVersion"], manifest["kind"]]
-    assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
-    assert not list(wrong(manifest["metadata"], METADATA, "metadata"))
-    assert not list(wrong(manifest["spec"], spec, "spec"))
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=MANIFESTS)
+def test_fields_are_those_of_the_resource(manifest: str) -> None:
+    validate(MANIFESTS[manifest])
 
 
-def test_a_field_that_does_not_exist_would_be_found() -> None:
-    spec = KINDS["kubeflow.org/v1", "PyTorchJob"]
-    assert list(wrong({"nprocPerNode": 4}, spec, "spec")) == ["spec.nprocPerNode is a int"]
-    assert list(wrong({"replicas": 1}, spec, "spec")) == ["spec has no field replicas"]
+@pytest.mark.parametrize("pod", PODS)
+def test_pods_are_those_of_kubernetes(pod: str) -> None:
+    validate_strictly(trainer.IoK8sApiCoreV1PodSpec, PODS[pod])
+
+
+# Where in a manifest something is, and a wrong value of it.
+WRONG: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("PyTorchJob", ("spec", "nprocPerNode"), 4),
+    ("PyTorchJob", ("spec", "nprocPerNodes"), "4"),
+    ("PyTorchJob", ("spec", "runPolicy", "backoffLimit"), "3"),
+    ("PyTorchJob", (*MASTER, "restartpolicy"), "Never"),
+    ("PyTorchJob", (*MASTER, *CONTAINER, "image"), 3),
+    ("PyTorchJob", (*MASTER, *CONTAINER, "securityContext", "capabilities", "drop"), "ALL"),
+    ("TrainingRuntime", ("spec", "mlPolicy", "numNodes"), "1"),
+    ("TrainingRuntime", ("spec", "mlpolicy"), {}),
+    ("TrainingRuntime", (*JOB, "template", "spec", "backofflimit"), 0),
+    ("TrainingRuntime", (*JOB, "template", "spec", *CONTAINER, "image"), 3),
+    ("TrainJob", ("metadata", "labels"), ["torch"]),
+    ("TrainJob", ("spec", "runtimeRef", "nam"), "slipstream"),
+    ("TrainJob", ("spec", "trainer", "numProcPerNode"), "4"),
+    ("TrainJob", ("spec", "trainer", "resourcesPerNode", "requests", "cpu"), [4]),
+]
+
+
+@pytest.mark.parametrize(("manifest", "place", "value"), WRONG)
+def test_a_misspelt_field_and_a_wrong_type_are_refused(
+    manifest: str, place: tuple[Any, ...], value: Any
+) -> None:
+    changed = deepcopy(MANIFESTS[manifest])
+    *path, last = place
+    inner = changed
+    for name in path:
+        inner = inner[name]
+    inner[last] = value
+    with pytest.raises(ValueError, match=r"has read|validation error|No match found"):
+        validate(changed)
+
+
+def test_values_that_the_models_do_not_check() -> None:
+    assert PYTORCHJOB["spec"]["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None")
+    for spec in REPLICA_SPECS.values():
+        assert spec["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
 
 
 @pytest.mark.parametrize("pod", PODS)

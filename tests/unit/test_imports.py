@@ -64,7 +64,7 @@ EXCEPTIONS = {
     ("runtime/servers/server.py", "torch"),
     ("bench/contestants/ablation.py", "codecs"),  # it takes a part out of a system
     ("integrations/accelerate.py", "torch"),  # copies of a model are plain
-    ("integrations/ray_workers.py", "job_end"),  # its process outlives the script
+    ("integrations/ray/workers.py", "job_end"),  # its process outlives the script
     ("integrations/jax.py", "torch"),  # it shares all gradients before the first one leaves
     # For type checkers only: a plan holds its strategy, and rules are about one.
     ("plan.py", "strategy"),

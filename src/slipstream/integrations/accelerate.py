@@ -14,18 +14,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 import slipstream
+from slipstream.integrations.versions import require_version
 from slipstream.torch.plain_copies import Addition, keep_copies_plain
 
 Pair = tuple[nn.Module, Optimizer]
 OLDEST = (1, 1)
 PLUGINS = ("deepspeed", "fsdp", "megatron_lm")
-INSTALL = "pip install 'slipstream[accelerate]'"
 
 try:
     from accelerate import Accelerator, DistributedType
     from accelerate import __version__ as version
 except ImportError as error:
-    raise ImportError(f"slipstream.integrations.accelerate needs accelerate: {INSTALL}") from error
+    raise ImportError(
+        "slipstream.integrations.accelerate needs accelerate: pip install 'slipstream[accelerate]'"
+    ) from error
 
 
 def use(
@@ -41,7 +43,7 @@ def use(
     Raises:
         ConfigError: this cannot be trained; the message gives the reason and an alternative.
     """
-    check_version(version)
+    require_version("Accelerate", version, OLDEST, user=__name__, extra="accelerate")
     accelerator = target if isinstance(target, Accelerator) else getattr(target, "accelerator", 0)
     if not isinstance(accelerator, Accelerator):
         raise slipstream.ConfigError(
@@ -174,19 +176,6 @@ def pairs_in(given: Sequence[Any]) -> list[Pair]:
 
 
 # ---- what cannot be trained
-
-
-def check_version(found: str) -> None:
-    """Refuse an Accelerate that is too old.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        raise slipstream.ConfigError(
-            f"accelerate {found} is too old: needs {needed} or newer ({INSTALL})"
-        )
 
 
 def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:

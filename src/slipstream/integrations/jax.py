@@ -16,6 +16,7 @@ import torch
 
 import slipstream
 from slipstream.errors import RuntimeFault
+from slipstream.integrations.versions import require_version
 from slipstream.torch.exchange import as_tensor
 
 try:
@@ -32,23 +33,7 @@ except ImportError as error:
 __all__ = ["Engine", "engine"]
 
 OLDEST = (0, 5)
-
-
-def require_version(found: str) -> None:
-    """Refuse a JAX that is too old.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise slipstream.ConfigError(
-            f"slipstream.jax needs JAX {oldest} or later, and this is {found}: pip install "
-            "'slipstream[jax]'"
-        )
-
-
-require_version(jax.__version__)
+require_version("JAX", jax.__version__, OLDEST, user="slipstream.jax", extra="jax")
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ def test_the_error_says_what_to_install(name: str, tmp_path: Path) -> None:
     ("extra", "module"),
     [
         ("accelerate", "accelerate"),
-        ("lightning", "lightning_environment"),
-        ("ray", "ray"),
+        ("lightning", "lightning/environment"),
+        ("ray", "ray/__init__"),
         ("jax", "jax"),
     ],
 )

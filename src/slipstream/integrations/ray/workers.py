@@ -17,7 +17,15 @@ from typing import Any
 
 import ray
 
-from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.errors import (
+    ConfigError,
+    LaunchError,
+    LeftBehind,
+    PeerFailed,
+    PeerLost,
+    RuntimeFault,
+    SlipstreamError,
+)
 from slipstream.job_end import end_open_jobs
 from slipstream.runtime.environment import LOOPBACK, is_loopback
 from slipstream.runtime.error_reporting import location
@@ -25,35 +33,30 @@ from slipstream.runtime.launch.processes import WORKER_VARIABLES
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 
+CAUSED = (PeerLost, PeerFailed, LeftBehind)  # errors of a worker that another one has caused
 _listeners: list[socket.socket] = []  # of rank 0, open until the store uses it
 
 
-def checked(strategy: Strategy | str | None) -> Strategy | None:
+def checked(strategy: Strategy | str | None, *, several: bool = True) -> Strategy | None:
     """A strategy that workers on Ray can have; None: the training function names it.
 
+    Args:
+        several: whether there may be more than one worker.
+
     Raises:
-        ConfigError: it is no strategy.
+        ConfigError: it is no strategy, or one of several learners that share memory.
     """
-    if strategy is None or isinstance(strategy, Strategy):
-        return strategy
-    if not isinstance(strategy, str):
+    chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(chosen, Strategy | None):
         raise ConfigError(
             f"strategy={strategy!r}: give a strategy, such as slipstream.push_pull(), or its text"
         )
-    return parse(strategy)
-
-
-def refuse_learners(strategy: Strategy | None) -> None:
-    """Refuse several learners, which need a launcher on their machine.
-
-    Raises:
-        ConfigError: the strategy is of learners that share memory.
-    """
-    if strategy is not None and strategy.shared_memory is not None:
+    if several and chosen is not None and chosen.shared_memory is not None:
         raise ConfigError(
-            f"{strategy.name} with several workers needs `slipstream run` on one machine, which "
+            f"{chosen.name} with several workers needs `slipstream run` on one machine, which "
             "starts learners again and holds their memory: use that, or another strategy on Ray"
         )
+    return chosen
 
 
 def settings_of(strategy: Strategy | None) -> dict[str, str]:
@@ -138,61 +141,66 @@ class Outcome:
     where: str = ""
 
 
-def called(fn: Callable[[], Any]) -> Any:
-    """The result of a function; a job that it has left open ends with it, as with a script."""
-    result = None
-    try:
-        result = fn()
-    except SystemExit as end:
-        if end.code:
+class AsScript:
+    """Code within ends as a script does: with ``sys.exit()``, and with jobs that it left open.
+
+    No generator: the place of an error would be a line of contextlib.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        exited = isinstance(error, SystemExit) and not error.code
+        try:
+            end_open_jobs(None if exited else error)
+        except BaseException as late:
+            end_open_jobs(late)
             raise
-    end_open_jobs()
-    return result
+        return exited
 
 
 def failed(raised: BaseException, told: Exception) -> Outcome:
     """How a function ended that has raised an error; ``told``: what the driver raises."""
     sys.last_value = raised  # so that exit handlers know it, as after a script's error
-    end_open_jobs(raised)
     return Outcome(error=told, where=where_of(raised))
 
 
+def train(fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = None) -> Outcome:
+    """Call the function as the worker that the variables describe.
+
+    Args:
+        returns: the actor that notes workers which were started again and have rejoined.
+    """
+    set_environment(variables)
+    if returns is not None:
+        notify_return(int(variables["RANK"]), returns)
+    result = None
+    try:
+        with AsScript():
+            result = fn()
+        return Outcome(result)
+    except Exception as error:
+        return failed(error, portable(error))
+    except SystemExit as end:
+        return failed(end, RuntimeFault(f"exited: {end.code}"))
+
+
+def run_exit_handlers() -> None:
+    """Run the exit handlers of this process; Ray kills actors without that.
+
+    Not by an exit of the actor: Ray counts it as ended before the handlers have run, and nobody
+    could wait for them.
+    """
+    atexit._run_exitfuncs()
+
+
 class Worker:
-    """The actor of one worker; its function runs in the main thread."""
+    """The actor of one worker; functions run in its main thread, one after the other."""
 
-    def node(self) -> str:
-        """See ``node_id``."""
-        return node_id()
-
-    def listen(self, one_node: bool) -> tuple[str, int]:
-        """See ``listen``."""
-        return listen(one_node)
-
-    def train(
-        self, fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = None
-    ) -> Outcome:
-        """Call the function as the worker that the variables describe.
-
-        Args:
-            returns: the actor that notes workers which were started again and have rejoined.
-        """
-        set_environment(variables)
-        if returns is not None:
-            notify_return(int(variables["RANK"]), returns)
-        try:
-            return Outcome(called(fn))
-        except Exception as error:
-            return failed(error, portable(error))
-        except SystemExit as end:
-            return failed(end, RuntimeFault(f"exited: {end.code}"))
-
-    def leave(self) -> None:
-        """Run the exit handlers of this process; Ray kills actors without that.
-
-        Not by an exit of the actor: Ray counts it as ended before the handlers have run, and
-        nobody could wait for them.
-        """
-        atexit._run_exitfuncs()
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the actor's process."""
+        return fn(*args)
 
 
 class Returns:
@@ -235,5 +243,5 @@ def portable(error: Exception) -> Exception:
 def where_of(error: BaseException) -> str:
     """The line of the user's code for slipstream's own errors; the traceback of others."""
     if isinstance(error, SlipstreamError):
-        return location(error.__traceback__).strip()
+        return location(error, error.__traceback__).strip()
     return "".join(traceback.format_exception(error)).strip()

@@ -1,9 +1,7 @@
-"""Lightning's Trainer over slipstream: ``Trainer(strategy="slipstream_poseidon", devices=4)``.
+"""Lightning's strategy that trains by a job, and the names under which Lightning has it.
 
-Importing this module registers a strategy of Lightning for every system (``slipstream_push_pull``
-and so on), and ``slipstream``, which is that of the command line. ``SlipstreamStrategy`` takes any
-strategy of slipstream. The loop is Lightning's: slipstream joins the workers when ``fit`` begins,
-distributes the module and its optimizers, and leaves when ``fit`` ends.
+The loop is Lightning's: slipstream joins the workers when ``fit`` begins, distributes the module
+and its optimizers, and leaves when ``fit`` ends.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 import slipstream
 from slipstream.compat import check
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.integrations.lightning_environment import (
+from slipstream.integrations.lightning.environment import (
     CHILDREN,
     SlipstreamEnvironment,
     SlipstreamLauncher,
@@ -281,6 +279,3 @@ def register() -> None:
             description=description,
             override=True,
         )
-
-
-register()

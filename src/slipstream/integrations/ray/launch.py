@@ -1,57 +1,20 @@
-"""slipstream on Ray: ``run`` on actors of a placement group; ``SlipstreamConfig`` for Ray Train.
-
-Ray places the workers and shows their output. Needs Ray 2.51 or later.
-"""
+"""``run``: calls a function on actors of Ray, once its arguments are checked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-try:
-    import ray.exceptions  # which a folder that is called ray, as Ray makes in /tmp, has not
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"slipstream.integrations.ray needs Ray ({missing}): pip install 'slipstream[ray]'"
-    ) from missing
+import ray
 
 from slipstream.errors import ConfigError
-from slipstream.integrations.ray_actors import ActorJob, placed
-from slipstream.integrations.ray_workers import checked, refuse_learners, settings_of
+from slipstream.integrations.ray.actors import ActorJob, placed
+from slipstream.integrations.ray.workers import checked, settings_of
 from slipstream.strategy import Strategy
 
-if TYPE_CHECKING:
-    from slipstream.integrations.ray_train import SlipstreamConfig as SlipstreamConfig
-
-__all__ = ["SlipstreamConfig", "run"]
-
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-OLDEST = (2, 51)
-
-
-def require_version(found: str) -> None:
-    """Raises ImportError if Ray is too old."""
-    numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        raise ImportError(
-            f"slipstream.integrations.ray needs Ray {wanted} or later, and this is {found}: "
-            "pip install --upgrade 'slipstream[ray]'"
-        )
-
-
-require_version(ray.__version__)
-
-
-def __getattr__(name: str) -> Any:
-    # Importing Ray Train takes seconds, which workers of ``run`` need not spend.
-    if name == "SlipstreamConfig":
-        from slipstream.integrations.ray_train import SlipstreamConfig
-
-        return SlipstreamConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run(
@@ -89,10 +52,8 @@ def run(
         PeerFailed: a worker's process or node died.
         Exception: the first error that a worker raised.
     """
-    chosen = checked(strategy)
     bundle = _checked_arguments(fn, workers, resources, placement, place_limit_s)
-    if workers > 1:
-        refuse_learners(chosen)
+    chosen = checked(strategy, several=workers > 1)
     again = _checked_restarts(restarts, workers, chosen)
     if not ray.is_initialized():
         ray.init()

@@ -1,4 +1,4 @@
-"""Lightning itself, the environment of its processes, and its launcher; see ``lightning``."""
+"""Lightning itself, the environment of its processes, and its launcher."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from slipstream.errors import ConfigError, LaunchError, SlipstreamError
+from slipstream.errors import LaunchError, SlipstreamError
 from slipstream.initialization import rank_in, with_step
+from slipstream.integrations.versions import require_version
 from slipstream.runtime.environment import LOOPBACK, Environment
 from slipstream.runtime.error_reporting import report_errors
 from slipstream.runtime.launch.children import Children
@@ -28,20 +29,6 @@ def framework() -> str:
     return "pytorch_lightning" if other else "lightning.pytorch"
 
 
-def require_version(version: str) -> None:
-    """Refuse a Lightning that is too old.
-
-    Raises:
-        ConfigError: it is.
-    """
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ConfigError(
-            f"slipstream.integrations.lightning needs Lightning {oldest} or later, and this is "
-            f"{version}: pip install 'lightning>={oldest}'"
-        )
-
-
 try:
     pl: Any = import_module(framework())
 except ModuleNotFoundError as error:
@@ -49,7 +36,13 @@ except ModuleNotFoundError as error:
         "slipstream.integrations.lightning needs Lightning: pip install 'slipstream[lightning]'",
         name=error.name,
     ) from error
-require_version(pl.__version__)
+require_version(
+    "Lightning",
+    pl.__version__,
+    OLDEST,
+    user="slipstream.integrations.lightning",
+    extra="lightning",
+)
 
 CHILDREN = Children()  # a process has one set of workers, and may have several Trainers
 environments: Any = import_module(f"{pl.__name__}.plugins.environments")

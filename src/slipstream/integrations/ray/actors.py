@@ -19,13 +19,21 @@ from ray.util.scheduling_strategies import (
 
 from slipstream.errors import (
     LaunchError,
-    LeftBehind,
     PeerFailed,
-    PeerLost,
     RuntimeFault,
     SlipstreamError,
 )
-from slipstream.integrations.ray_workers import Outcome, Returns, Worker, environments
+from slipstream.integrations.ray.workers import (
+    CAUSED,
+    Outcome,
+    Returns,
+    Worker,
+    environments,
+    listen,
+    node_id,
+    run_exit_handlers,
+    train,
+)
 from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.supervision import (
     EXIT_PEER_FAILED,
@@ -106,18 +114,16 @@ class ActorJob:
     tolerated: list[Failure] = field(default_factory=list)  # of workers that were started again
     killed: set[int] = field(default_factory=set)  # ranks that took too long to end
     over: list[Any] = field(default_factory=list)  # actors whose function has ended
-    kind: Any = None
     returns: Any = None
 
     def start(self, workers: int) -> None:
         """Start the actors, and call the function on each."""
-        self.kind = ray.remote(Worker)
         self.actors = [self._actor(index) for index in range(workers)]
-        nodes = self._ask([actor.node.remote() for actor in self.actors])
+        nodes = self._ask([actor.call.remote(node_id) for actor in self.actors])
         # Ranks of one node follow each other.
         order = sorted(range(workers), key=lambda index: nodes.index(nodes[index]))
         self.actors, self.bundles = [self.actors[index] for index in order], order
-        address = self._ask([self.actors[0].listen.remote(len(set(nodes)) == 1)])[0]
+        address = self._ask([self.actors[0].call.remote(listen, len(set(nodes)) == 1)])[0]
         self.told = environments([nodes[index] for index in order], address, self.settings)
         for rank in range(workers):
             self._call(rank)
@@ -127,7 +133,7 @@ class ActorJob:
         others = {k: v for k, v in self.bundle.items() if k not in OPTIONS}
         where = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index)
         options = {"num_cpus": 0} | options | {"resources": others, "scheduling_strategy": where}
-        return self.kind.options(**options).remote()
+        return ray.remote(Worker).options(**options).remote()
 
     def _ask(self, references: Sequence[Any]) -> list[Any]:
         try:
@@ -146,7 +152,7 @@ class ActorJob:
             ) from error
 
     def _call(self, rank: int) -> None:
-        call = self.actors[rank].train.remote(self.fn, self.told[rank], self.returns)
+        call = self.actors[rank].call.remote(train, self.fn, self.told[rank], self.returns)
         self.ranks[call] = rank
 
     # ---- until all have ended
@@ -187,7 +193,7 @@ class ActorJob:
             if outcome.error is None:
                 found[rank] = outcome.result
                 return Ended(f"rank {rank}", 0)
-            secondary = isinstance(outcome.error, PeerLost | PeerFailed | LeftBehind)
+            secondary = isinstance(outcome.error, CAUSED)
             code = EXIT_PEER_FAILED if secondary else 1
             failure = Failure(rank, outcome.error, outcome.where, code)
         if rank not in self.killed:
@@ -241,7 +247,7 @@ class ActorJob:
     def end(self) -> None:
         """End all actors; those whose function has ended run their exit handlers first."""
         try:
-            leaving = [actor.leave.remote() for actor in self.over]
+            leaving = [actor.call.remote(run_exit_handlers) for actor in self.over]
             if leaving:
                 ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)
         finally:  # also after Ctrl-C

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from slipstream.integrations.ray_workers import (
+from slipstream.integrations.ray.workers import (
+    CAUSED,
+    AsScript,
     checked,
     environments,
     listen,
     node_id,
-    refuse_learners,
+    portable,
     set_environment,
     settings_of,
 )
 from slipstream.strategy import Strategy
+
+CAUSE_FIRST_S = 10.0  # for Ray Train to look at all workers, which it does every 2 s
 
 
 class SlipstreamBackend(Backend):
@@ -39,6 +46,23 @@ class SlipstreamBackend(Backend):
         )
 
 
+@contextmanager
+def cause_first() -> Iterator[None]:
+    """Of errors within, on several workers, Ray Train sees first the one that caused the others.
+
+    It then ends the training, and lists the errors of all workers that have ended: only that one.
+    """
+    try:
+        with AsScript():
+            yield
+    except Exception as error:
+        if isinstance(error, CAUSED):
+            time.sleep(CAUSE_FIRST_S)
+        if (told := portable(error)) is not error:
+            raise told.with_traceback(error.__traceback__) from None
+        raise
+
+
 @dataclass
 class SlipstreamConfig(BackendConfig):
     """The backend of a Ray Train trainer whose loop calls ``slipstream.init``.
@@ -58,7 +82,12 @@ class SlipstreamConfig(BackendConfig):
     backend = "slipstream"  # TorchTrainer would choose one of torch's
 
     def __post_init__(self) -> None:
-        refuse_learners(checked(self.strategy))
+        checked(self.strategy)
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
+        """What Ray Train runs the loop in."""
+        return cause_first
 
     @property
     def backend_cls(self) -> type[SlipstreamBackend]:
