@@ -212,6 +212,7 @@ FILES: dict[str, Make] = {
     "header deep": content(
         lambda _: (200_000).to_bytes(8, "little") + deep(100_000).encode()
     ),
+    "of torch.save": lambda _, path: torch.save({"weight": torch.ones(2)}, path),
     "no metadata": header(lambda told: told.pop("__metadata__")),
     "metadata a number": header(lambda told: told.update(__metadata__=3)),
     "metadata of numbers": header(lambda told: told["__metadata__"].update(slipstream=3)),

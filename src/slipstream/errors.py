@@ -116,13 +116,18 @@ class PeerLost(RuntimeFault):
 
 
 class PeerFailed(RuntimeFault):
-    """A member left because of its own error."""
+    """A member left because of its own error.
 
-    def __init__(self, peer: str, reason: str, *, reported: bool = False) -> None:
+    ``where`` is the line of the user's code that failed on that member, if it is known.
+    """
+
+    def __init__(self, peer: str, reason: str, *, reported: bool = False, where: str = "") -> None:
         self.peer = peer
         self.reason = reason
         self.reported = reported  # by the peer itself, so no other rank has to
-        super().__init__(f"{peer} failed: {reason}")
+        self.where = where
+        place = f"\n  on {peer}, at {where}" if where else ""
+        super().__init__(f"{peer} failed: {reason}{place}")
 
 
 class LeftBehind(RuntimeFault):

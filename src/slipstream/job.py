@@ -64,7 +64,15 @@ class Job(JobMetrics):
         self._default_group = DefaultGroup(env, session.group_store)
         self._sampled = False
         self._explained: tuple[BaseException | None, RuntimeFault | None] = (None, None)
-        self._end = JobEnd(env, session, presence, self._figures, self._default_group, self._finish)
+        self._end = JobEnd(
+            env,
+            session,
+            presence,
+            self._figures,
+            self._default_group,
+            self._finish,
+            lambda: self._training.own_steps,
+        )
         presence.join() if self.world_size > 1 else presence.begin()
 
     # ---- rank, size, plan

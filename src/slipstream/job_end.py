@@ -6,9 +6,10 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from slipstream.job_figures import JobFigures, warn_of
 from slipstream.runtime.environment import Environment
@@ -22,12 +23,41 @@ logger = logging.getLogger("slipstream.job")
 _open: list[JobEnd] = []  # jobs of this process, which ends them if their scripts do not
 
 
+class ExitCalls:
+    """Notes calls of ``sys.exit``: exit handlers are not told why the process ends.
+
+    Args:
+        steps: how many steps this worker has made.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps, self._last = steps, (SystemExit(), -1)
+        self._exit = sys.exit
+        sys.exit = self
+
+    def __call__(self, code: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            self._last = SystemExit(code), self._steps()
+        self._exit(code)
+
+    def failure(self) -> SystemExit | None:
+        """The last call, if its code is not 0 and no step was made after it: nobody caught it."""
+        error, steps = self._last
+        return error if error.code and steps == self._steps() else None
+
+    def close(self) -> None:
+        """Note no more."""
+        if sys.exit is self:
+            sys.exit = self._exit
+
+
 class JobEnd:
     """Ends a job once, whether its script has a ``with`` block or not.
 
     Args:
         group: torch's default group, if the job has made one.
         finish: ends the training after a loop without error: last weights, summary, outputs.
+        steps: how many steps this worker has made.
     """
 
     def __init__(
@@ -38,10 +68,12 @@ class JobEnd:
         figures: JobFigures,
         group: DefaultGroup,
         finish: Callable[[], None],
+        steps: Callable[[], int],
     ) -> None:
         self._env, self._session, self._presence = env, session, presence
         self._figures, self._group, self._finish = figures, group, finish
         self._process, self._over = os.getpid(), False
+        self._exits = ExitCalls(steps)
         atexit.register(self.at_exit)
         _open.append(self)
 
@@ -51,6 +83,7 @@ class JobEnd:
             return
         self._over = True
         atexit.unregister(self.at_exit)
+        self._exits.close()
         _open.remove(self)
         try:
             if error is None:
@@ -78,7 +111,8 @@ class JobEnd:
         if self.is_forked:
             return
         try:
-            self.end(getattr(sys, "last_value", None))  # an error that nobody caught
+            # An error that nobody caught.
+            self.end(getattr(sys, "last_value", None) or self._exits.failure())
         except BaseException as error:
             end_process(error)
 

@@ -2,12 +2,14 @@
 
 ``plateau``: each rank's learning rate follows its own loss; ``mean`` the mean of all; ``by hand``:
 one rank changes a weight. ``no with``: the script has no ``with`` block; ``no with, error``: and
-fails on rank 1; ``no with, early``: rank 1 ends before the others; ``no with, large``: its messages
+fails on rank 1; ``no with, exit``: and calls ``sys.exit(3)`` there; ``no with, caught exit``: and
+catches it; ``no with, early``: rank 1 ends before the others; ``no with, large``: its messages
 are so large that ZeroMQ does not copy them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import torch
@@ -38,6 +40,11 @@ def train(job: slipstream.Job) -> None:
             plateau.step(own)
         if CASE == "mean":
             plateau.step(job.mean(torch.tensor(own)))
+        if "exit" in CASE and job.rank == 1 and step == 2:
+            with contextlib.suppress(SystemExit):
+                sys.exit(5)  # nobody is told of this one
+            if "caught" not in CASE:
+                sys.exit(3)
         if "error" in CASE and job.rank == 1 and step == 2:
             raise ValueError("of the script")
     if CASE == "by hand" and job.rank == 1:

@@ -66,6 +66,17 @@ def test_without_a_with_block_large_messages_leave_at_exit(launch: Callable[...,
         assert json.loads((job.folder / "figures.json").read_text())["steps"] == 6
 
 
+@pytest.mark.parametrize("system", ["push_pull", "push_pull(update='server')"])
+def test_without_a_with_block_an_exit_reaches_the_others(
+    fork_server: ForkServer, system: str
+) -> None:
+    left, caught = runs_of(fork_server, ("no with, exit", system), ("no with, caught exit", system))
+    assert left.codes[1] == 3, left.told()
+    assert left.codes[0] not in (0, 3)
+    assert left.own_lines()[0] == "slipstream: rank 1 failed: SystemExit: 3"
+    assert caught.codes == {0: 0, 1: 0}, caught.told()
+
+
 def test_without_a_with_block_errors_reach_the_others(fork_server: ForkServer) -> None:
     failed, early = runs_of(
         fork_server, ("no with, error", "push_pull"), ("no with, early", "push_pull")

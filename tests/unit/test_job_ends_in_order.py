@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import slipstream
 from slipstream.errors import PeerFailed
-from slipstream.job_end import JobEnd, end_open_jobs
+from slipstream.job_end import ExitCalls, JobEnd, end_open_jobs
 
 
 def ending(told: list[str], finish: Any) -> JobEnd:
@@ -20,7 +22,8 @@ def ending(told: list[str], finish: Any) -> JobEnd:
     session: Any = SimpleNamespace(abort=note("abort"), close=note("session"))
     presence: Any = SimpleNamespace(leave=note("leave"))
     figures: Any = SimpleNamespace(close=note("outputs"))
-    return JobEnd(env, session, presence, figures, SimpleNamespace(close=note("group")), finish)  # type: ignore[arg-type]
+    group = SimpleNamespace(close=note("group"))
+    return JobEnd(env, session, presence, figures, group, finish, lambda: 0)  # type: ignore[arg-type]
 
 
 def test_others_learn_of_an_error_before_outputs_are_closed() -> None:
@@ -94,3 +97,22 @@ def test_the_reason_of_an_error_is_awaited_once(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PeerFailed):
         loop()
     assert asked == [error]
+
+
+def test_exits_that_nobody_caught_are_noted() -> None:
+    steps, before = [0], sys.exit
+    exits = ExitCalls(lambda: steps[0])
+    try:
+        for code, failed in ((3, True), (0, False), (None, False), ("bad data", True)):
+            with pytest.raises(SystemExit) as left:
+                sys.exit(code)
+            assert left.value.code == code
+            assert (exits.failure() is not None) == failed
+        steps[0] = 1  # training goes on: it was caught
+        assert exits.failure() is None
+        with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit):
+            pool.submit(sys.exit, 3).result()  # of a thread alone
+        assert exits.failure() is None
+    finally:
+        exits.close()
+    assert sys.exit is before

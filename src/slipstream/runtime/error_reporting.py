@@ -55,7 +55,7 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             time.sleep(REPORT_S)
             prints = True
         if prints:
-            message = printable_lines(f"slipstream: {error}{location(trace)}")
+            message = printable_lines(f"slipstream: {error}{location(error, trace)}")
             # Torch's hook keeps what is printed in memory, and loses it if this one exits.
             held = isinstance(sys.stderr, io.StringIO)
             print(message, file=sys.__stderr__ if held else sys.stderr, flush=True)
@@ -94,7 +94,16 @@ def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
     return 1 if isinstance(error, LaunchError) and "rank 0" in error.missing else 0
 
 
-def location(trace: TracebackType | None) -> str:
+def location(error: BaseException, trace: TracebackType | None) -> str:
+    """The second line of an error message: where the error was raised.
+
+    Empty for a failure of a peer: this rank's line has only waited for it.
+    """
+    line = "" if isinstance(error, PeerLost | PeerFailed) else failed_line(trace)
+    return f"\n  at {line}" if line else ""
+
+
+def failed_line(trace: TracebackType | None) -> str:
     """The last line of the user's own code in the traceback; of a framework's, if it has none."""
     outside = [
         frame
@@ -104,7 +113,7 @@ def location(trace: TracebackType | None) -> str:
         and not frame.filename.startswith("<")
     ]
     own = [frame for frame in outside if INSTALLED not in frame.filename] or outside
-    return f"\n  at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"[:2000] if own else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -26,10 +26,17 @@ class CollectiveCalls:
         self.poll: Callable[[], None] = lambda: None
         self.position: Callable[[], str] = str
 
-    def gather(self, what: str, value: Any, doing: str = "") -> list[Any]:
-        """Every rank's value, in order; ``doing`` names the user's call in errors."""
+    def gather(
+        self, what: str, value: Any, doing: str = "", ended_after: int | None = None
+    ) -> list[Any]:
+        """Every rank's value, in order.
+
+        Args:
+            doing: names the user's call in errors.
+            ended_after: if this rank has finished: the number of its steps.
+        """
         key = self.name(what)
-        with self.watched(doing or CALLS.get(what, what)):
+        with self.watched(doing or CALLS.get(what, what), ended_after):
             return self._membership.gathering.gather(key, value, Any)
 
     def name(self, what: str) -> str:
@@ -41,10 +48,13 @@ class CollectiveCalls:
         self._made[what + at] += 1
         return f"{what}{at}/{self._made[what + at]}"
 
-    def watched(self, doing: str) -> AbstractContextManager[None]:
+    def watched(self, doing: str, ended_after: int | None = None) -> AbstractContextManager[None]:
         """Within, a wait for all ranks raises an error when some of them continue training or
         end."""
-        watch = self._membership.member.heartbeat.check_collective(doing)
+        beats = self._membership.member.heartbeat
+        watch = beats.check_collective(doing)
+        if ended_after is not None:
+            watch = beats.check_end(ended_after)
 
         def tick(missing: Sequence[str]) -> None:
             watch(missing)

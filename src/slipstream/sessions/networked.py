@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, LaunchError, RuntimeFault, Slipstream
 from slipstream.plan import Plan
 from slipstream.planning.choosing import ByTime
 from slipstream.planning.table import as_tables, as_text
-from slipstream.runtime.error_reporting import describe_error, rank_reports
+from slipstream.runtime.error_reporting import describe_error, failed_line, rank_reports
 from slipstream.runtime.event_log import log_event
 from slipstream.runtime.exchange.choices import layer_of
 from slipstream.runtime.members.joining import Membership
@@ -47,6 +47,7 @@ from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
 from slipstream.torch.server_state import ServerState
+from slipstream.torch.step_watch import StepWatch
 from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class NetworkedSession:
         self._training: Training = Undistributed()
         self._shared: SharedParts | None = None
         self._replicas: tuple[Replica, ...] = ()
+        self._step_watch = StepWatch((), (), lambda: True, "")
         self._link_store = LinkStore(membership.gathering)  # torch does not keep Python's object
         self._groups = 0
 
@@ -100,10 +102,22 @@ class NetworkedSession:
         )
         parts = Parts(trained, self._replicas, self.membership, self._calls)
         self._training = NetworkedTraining(parts, strategy.name)
+        self._step_watch.close()
+        self._step_watch = self._watch_steps(strategy)
         for pair, replica in zip(trained, self._replicas, strict=True):
             self._warn_of_momentum(strategy, pair.optimizer)
             self._warn_of_unused_rules(replica.plan)
         return self._training
+
+    def _watch_steps(self, strategy: Strategy) -> StepWatch:
+        each = [replica.synchronizer for replica in self._replicas]
+        trained = {p for one in each for p in one.inventory.trained.values()}
+        return StepWatch(
+            trained if self.membership.env.rank == 0 else (),
+            [replica.optimizer for replica in self._replicas],
+            stepped=lambda: any(one.ended or one.driver.exchanged for one in each),
+            told=never_stepped(strategy, pairs=len(each), over=False),
+        )
 
     def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
@@ -146,12 +160,14 @@ class NetworkedSession:
     def abort(self, error: BaseException) -> None:
         # Rank 0 prints slipstream's own errors: see ``error_reporting``.
         reported = isinstance(error, SlipstreamError)
-        self.membership.member.abandon(describe_error(error), reported=reported)
+        where = failed_line(error.__traceback__)
+        self.membership.member.abandon(describe_error(error), reported=reported, where=where)
 
     def reports(self, error: SlipstreamError) -> bool:
         return rank_reports(error, self.membership.env.rank)
 
     def close(self) -> None:
+        self._step_watch.close()
         self.membership.member.stop()
         self.membership.close_store()
         for replica in self._replicas:
@@ -381,7 +397,7 @@ class NetworkedTraining(Training):
     def finish(self) -> None:
         each = [replica.synchronizer for replica in self.replicas]
         if any(one.never_left for one in each) and not any(one.ended for one in each):
-            raise never_stepped(self._name, len(each))
+            raise RuntimeFault(never_stepped(self.plan.strategy, pairs=len(each), over=True))
         self._weights.finish()
 
 

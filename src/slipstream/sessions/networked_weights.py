@@ -16,6 +16,7 @@ from slipstream.consistency.leases import Batch
 from slipstream.errors import CheckpointError, RuntimeFault
 from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.runtime.members.heartbeat import SAME_STEPS
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.runtime.servers.shard_service import ShardService
@@ -124,13 +125,11 @@ class LocalWeights(Weights):
         self._refuse_lent("job.flush()")
         # Before any tensor is sent: fragments of different sizes would be summed with each other.
         made = [replica.synchronizer.step for replica in self._parts.replicas]
-        said = self._parts.calls.gather(what, made)
+        ended_after = sum(made) if what == "ended" else None
+        said = self._parts.calls.gather(what, made, ended_after=ended_after)
         if any(steps != made for steps in said):
             told = ", ".join(f"rank {rank} {sum(steps)}" for rank, steps in enumerate(said))
-            raise RuntimeFault(
-                f"workers ran different numbers of steps: {told}; with local steps every worker "
-                "must make the same number"
-            )
+            raise RuntimeFault(f"workers ran different numbers of steps: {told}; {SAME_STEPS}")
         for replica in self._parts.replicas:
             applier_of(replica).synchronize()
 

@@ -25,6 +25,7 @@ from slipstream.runtime.summary import Traffic, WorkerFigures
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
+from slipstream.systems import call_of
 from slipstream.torch.averages import lent
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
@@ -278,17 +279,21 @@ class Training(Protocol):
         self.wait()
 
 
-def never_stepped(name: str, pairs: int = 1) -> RuntimeFault:
-    """The error at the end of a loop that has updated weights by hand, where this exchanges
-    nothing."""
+def never_stepped(strategy: Strategy, *, pairs: int = 1, over: bool) -> str:
+    """What to tell a loop that updates weights by hand, where this exchanges nothing.
+
+    Args:
+        over: whether the loop has ended.
+    """
+    called, trains = ("was called", "has trained") if over else ("is called repeatedly", "trains")
     with_one_pair = (
-        ", or use allreduce(), where .grad is the mean gradient when backward() returns, and the "
-        "loop may use it as it likes"
+        ", or use push_pull() or allreduce(), where .grad is the mean gradient when backward() "
+        "returns, and the loop may use it as it likes"
     )
-    return RuntimeFault(
-        f"backward() was called, but no optimizer.step(), and with {name} nothing is exchanged "
-        "before that: every worker has trained on its own; let the optimizer that job.distribute "
-        f"has returned make the steps{with_one_pair if pairs == 1 else ''}"
+    return (
+        f"backward() {called} without optimizer.step(), and with {call_of(strategy)} nothing is "
+        f"exchanged before that: every worker {trains} on its own; let the optimizer that "
+        f"job.distribute has returned make the steps{with_one_pair if pairs == 1 else ''}"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.consistency.leases import Batch
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.table import as_text
 from slipstream.routes import SharedMemory as SharedMemoryRoute
@@ -37,6 +37,7 @@ from slipstream.torch.learner_state import LearnerState
 from slipstream.torch.preparing import check_pairs, prepare_pairs
 from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
+from slipstream.torch.step_watch import StepWatch
 from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Cluster
 
@@ -98,6 +99,13 @@ class SharedMemorySession:
             loop.keeper.take(state)
         self._ages = learner.ages
         self._training = SharedMemoryTraining(pair, strategy.name, plan, learner, self._line)
+        watch = StepWatch(
+            inventory.trained.values() if self._env.rank == 0 else (),
+            [pair.optimizer],
+            stepped=lambda: learner.steps > 0,
+            told=never_stepped(strategy, over=False),
+        )
+        self._opened.callback(watch.close)
         return self._training
 
     def _join(self, pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Learner:
@@ -208,7 +216,7 @@ class SharedMemoryTraining(Training):
 
     def finish(self) -> None:
         if self.own_steps == 0 and self._learner.had_gradients:
-            raise never_stepped(self._name)
+            raise RuntimeFault(never_stepped(self.plan.strategy, over=True))
         self.wait()
 
     def accounts(self) -> dict[str, Any]:

@@ -88,6 +88,16 @@ def parse(text: str) -> Strategy:
         raise ConfigError(f"{text.strip()}: {error}") from error
 
 
+def call_of(strategy: Strategy) -> str:
+    """A strategy's name, with the argument that moves the update to servers, for messages.
+
+    >>> call_of(push_pull(update="server")), call_of(async_sgd())
+    ('push_pull(update="server")', 'async_sgd')
+    """
+    moved = strategy.name == "push_pull" and strategy.update.holder_applies
+    return 'push_pull(update="server")' if moved else strategy.name
+
+
 def is_json(text: str) -> bool:
     """Return True if a strategy's text is JSON, not a call."""
     return text.lstrip().startswith("{")

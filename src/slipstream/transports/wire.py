@@ -318,20 +318,23 @@ class Leave(Body, tag="leave", frozen=True):
     ``reported``: the sender prints the reason itself, so no other rank has to.
     ``round``: rounds begun, when done; a worker that begins more would wait for the sender in vain.
     ``about``: the member that failed, if it is not the sender itself.
+    ``where``: the line of the user's code that failed.
     """
 
     reason: Text | None = None
     reported: bool = False
     round: Count = 0
     about: Name | None = None
+    where: Text = ""
 
 
 class Fault(Body, tag="fault", frozen=True):
-    """Rank 0 to all: a member is lost (no reason) or failed (its reason)."""
+    """Rank 0 to all: a member is lost (no reason) or failed (its reason, and where)."""
 
     peer: Name
     reason: Text | None
     silent_s: float
+    where: Text = ""
 
 
 class Configure(Body, tag="configure", frozen=True):

@@ -19,6 +19,7 @@ from slipstream.errors import (
 )
 from slipstream.runtime.error_reporting import (
     REPORT_S,
+    failed_line,
     learner_reports,
     location,
     report_errors,
@@ -70,6 +71,24 @@ def test_an_error_is_one_line_and_its_place(capsys: pytest.CaptureFixture[str]) 
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PeerLost("rank 1", 6.0), "rank 1 is lost: nothing heard from it for 6.0 s "
+         "(killed, hung, or cut off from the network)"),
+        (PeerFailed("rank 1", "KeyError: 'x'"), "rank 1 failed: KeyError: 'x'"),
+        (PeerFailed("rank 1", "KeyError: 'x'", where="train.py, line 7: y = seen['x']"),
+         "rank 1 failed: KeyError: 'x'\n  on rank 1, at train.py, line 7: y = seen['x']"),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_rank_that_waited_is_not_the_place_of_a_peers_failure(
+    error: SlipstreamError, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        error_reporting(0, error)
+    assert capsys.readouterr().err == f"slipstream: {says}\n"
+
+
 def test_what_a_peer_said_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         error_reporting(0, PeerFailed("rank 1", "first\nsecond\x1b[2J\rslipstream: all is well"))
@@ -110,11 +129,11 @@ def test_the_place_is_the_users_own_line_where_a_framework_has_called() -> None:
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text does not matter
         made["train"](fail)
-    assert Path(__file__).name in location(caught.value.__traceback__)
+    assert Path(__file__).name in failed_line(caught.value.__traceback__)
 
 
 def test_without_a_trace_there_is_no_place() -> None:
-    assert location(None) == ""
+    assert location(ConfigError("no such thing"), None) == ""
 
 
 def test_a_line_of_the_script_comes_before_a_line_of_its_framework() -> None:
@@ -124,8 +143,10 @@ def test_a_line_of_the_script_comes_before_a_line_of_its_framework() -> None:
     with pytest.raises(TypeError) as raised:
         names["call"](lambda: names["call"](None))
     *_, last = traceback.walk_tb(raised.tb)
-    assert Path(__file__).name in location(raised.tb)
-    assert "framework/loop.py" in location(TracebackType(None, last[0], last[0].f_lasti, last[1]))
+    assert Path(__file__).name in failed_line(raised.tb)
+    assert "framework/loop.py" in failed_line(
+        TracebackType(None, last[0], last[0].f_lasti, last[1])
+    )
 
 
 def test_a_line_is_printed_though_torchs_hook_collects_it(

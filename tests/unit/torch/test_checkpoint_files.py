@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+import slipstream
 from slipstream.errors import CheckpointError
 from slipstream.runtime.files import checkpoint_format, whole_files
 from slipstream.runtime.files.checkpoint_format import FORMAT, Piece, unpack
@@ -176,6 +178,41 @@ def damaged(path: Path, kind: str) -> None:
 def test_a_damaged_file_is_named(kind: str, tmp_path: Path) -> None:
     damaged(tmp_path / "file", kind)
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'file'} is damaged or no checkpoint"):
+        Checkpoint.read(tmp_path / "file")
+
+
+class Executed:
+    """What runs if somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a checkpoint was unpickled",)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torch_is_named_as_such(tmp_path: Path, zipped: bool, protocol: int) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(
+        {"weight": torch.ones(2), "more": Executed()},
+        path,
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=zipped,
+    )
+    model = nn.Linear(2, 1)
+    with slipstream.init() as job:
+        job.distribute(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(CheckpointError) as refused:
+            job.load(path)
+    assert str(refused.value) == (
+        f"{path} is a file of torch.save, and job.load reads files of job.save: load it with "
+        "torch.load and model.load_state_dict, before job.distribute"
+    )
+
+
+def test_another_zip_is_no_file_of_torch(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "file", "w") as file:
+        file.writestr("weights", b"")
+    with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
         Checkpoint.read(tmp_path / "file")
 
 

@@ -28,6 +28,8 @@ from slipstream.runtime.files.whole_files import open_regular
 
 FORMAT = 1
 MOST_HEADER_NBYTES = 100_000_000  # safetensors' own limit
+TORCH_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # of torch.serialization
+TORCH_HEAD_NBYTES = 512  # a zip's first entry, whose name begins with that of the file
 MOST_NESTED = 200  # brackets within brackets, in JSON
 MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
 PREFIXES = ("model/", "optimizer/", "averaged/", "outer/", "precise/", "residual/", "local/")
@@ -117,6 +119,10 @@ class Foreign(ValueError):
     """A safetensors file that slipstream did not write."""
 
 
+class TorchFile(ValueError):
+    """A file of ``torch.save``."""
+
+
 def read(path: Path) -> Content:
     """Read and check a file.
 
@@ -137,6 +143,11 @@ def read(path: Path) -> Content:
         raise DamagedCheckpoint(
             f"{path} is a safetensors file but not a slipstream checkpoint"
         ) from None
+    except TorchFile:
+        raise CheckpointError(
+            f"{path} is a file of torch.save, and job.load reads files of job.save: load it with "
+            "torch.load and model.load_state_dict, before job.distribute"
+        ) from None
     except (ValueError, msgspec.MsgspecError, OverflowError) as error:
         raise DamagedCheckpoint(f"{path} is damaged or no checkpoint: {error}") from error
     if content.facts["format"] != FORMAT:
@@ -155,6 +166,9 @@ def read_content(file: BinaryIO) -> Content:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size - 8, MOST_HEADER_NBYTES):
+        file.seek(0)
+        if is_torch_head(file.read(TORCH_HEAD_NBYTES)):
+            raise TorchFile
         raise ValueError(f"it has {size} bytes, and gives its header {length}")
     entries, about = parse_header(file.read(length))
     if "slipstream" not in about or "crc" not in about:
@@ -164,6 +178,14 @@ def read_content(file: BinaryIO) -> Content:
     if about["crc"] != str(crc(about["slipstream"], pieces)):
         raise ValueError("its content does not match its checksum")
     return Content(pieces, parse_facts(about["slipstream"]), parse_pairs(about, pieces))
+
+
+def is_torch_head(head: bytes) -> bool:
+    """Whether a file of ``torch.save`` begins so. It may be a zip whose first entry is its pickle,
+    or, as until torch 1.6, a row of pickles of which the first is a number. None is unpickled."""
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    is_zip = head.startswith(b"PK\x03\x04") and name.endswith(b"/data.pkl")
+    return is_zip or (head.startswith(b"\x80") and TORCH_MAGIC in head[:32])
 
 
 def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:

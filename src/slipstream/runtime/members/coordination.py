@@ -157,7 +157,8 @@ class Coordination:
         elif fault.reason is None:
             self._waiter.fail(PeerLost(fault.peer, fault.silent_s))
         else:
-            self._waiter.fail(PeerFailed(fault.peer, fault.reason, reported=reported))
+            failed = PeerFailed(fault.peer, fault.reason, reported=reported, where=fault.where)
+            self._waiter.fail(failed)
 
     def _log_fault(self, fault: Fault) -> None:
         at, member = self._pump.name, fault.peer
@@ -178,7 +179,7 @@ class Coordination:
 
     def on_failed(self, message: Message[Leave], reason: str) -> None:
         """A member reports that it, or another one, has failed."""
-        fault = Fault(message.body.about or message.sender, reason, 0.0)
+        fault = Fault(message.body.about or message.sender, reason, 0.0, message.body.where)
         self.announce(fault, reported=message.body.reported, by=message.sender)
 
     def _on_fault(self, message: Message[Fault]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault
 from slipstream.runtime.members.coordination import HUB
 from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.runtime.members.heartbeat import Heartbeat
+from slipstream.runtime.members.heartbeat import SAME_STEPS, Heartbeat
 from slipstream.transports.wire import Final, Leave, Message, WorkerLeft
 
 
@@ -105,27 +105,27 @@ class ExitBarrier:
         )
         if ahead():
             raise RuntimeFault(
-                f"{', '.join(ahead())} still trains, but rank 0 has finished: every worker must "
-                "run the same number of steps"
+                f"{', '.join(ahead())} still trains, but rank 0 has finished: {SAME_STEPS}"
             )
 
     def _not_in(self, arrived: Any, others: list[str]) -> list[str]:
         lost = self._member.lost
         return [name for name in others if name not in arrived and name not in lost]
 
-    def abandon(self, reason: str, *, reported: bool = False) -> None:
+    def abandon(self, reason: str, *, reported: bool = False, where: str = "") -> None:
         """Report that this member ends with an error; only ``stop`` may follow.
 
         Args:
             reported: whether this process has shown the error itself.
+            where: the line of the user's code that failed.
         """
         if isinstance(self._member.fault, PeerLost | PeerFailed):
             return  # rank 0 already knows, or has announced it
         if self._member.is_hub:
             for name in {*self._roster.heard, *self._roster.finished}:
-                self._member.transport.send(name, Leave(reason, reported))
+                self._member.transport.send(name, Leave(reason, reported, where=where))
         elif not self.dismissed:
-            self._member.transport.send(HUB, Leave(reason))
+            self._member.transport.send(HUB, Leave(reason, where=where))
 
     def _on_leave(self, message: Message[Leave]) -> None:
         if message.body.reason is not None:

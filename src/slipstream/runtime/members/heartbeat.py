@@ -15,6 +15,10 @@ from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Beat, Leave, Message
 
 BEAT_S = TICK_S
+SAME_STEPS = (
+    "every worker must run the same number of steps; give all ranks the same number of batches, as "
+    "DistributedSampler(drop_last=True) or job.sampler does, or loop over job.steps(N)"
+)
 
 
 class Heartbeat:
@@ -66,10 +70,7 @@ class Heartbeat:
     def _report_finished_early(self) -> None:
         early = self._roster.finished_early()
         if early and self._member.fault is None:
-            why = (
-                "has finished, but rank 0 still trains: every worker must run the same number of "
-                "steps"
-            )
+            why = f"has finished, but rank 0 still trains: {SAME_STEPS}"
             # It reads this as rank 0's reason, so the reason names it; before what all are sent.
             told = Leave(f"{early[0]} {why}", reported=True)
             self._member.transport.send(early[0], told, priority=CONTROL)
@@ -112,5 +113,23 @@ class Heartbeat:
                         f"{self._member.name} is in {what}, but {name} {doing}: every rank must "
                         f"call {what} at the same place"
                     )
+
+        return check
+
+    def check_end(self, steps: int) -> Callable[[Sequence[str]], None]:
+        """The same for a rank that has finished after this number of steps.
+
+        It raises RuntimeFault if missing ranks have begun a later round, which waits for this rank.
+        """
+
+        def check(missing: Sequence[str]) -> None:
+            self._member.check()
+            ahead = self._roster.ahead(self._roster.round)
+            training = [name for name in missing if name in ahead]
+            if training:
+                raise RuntimeFault(
+                    f"{self._member.name} has finished after {steps} steps, and others still train "
+                    f"and wait for it ({', '.join(training)}): {SAME_STEPS}"
+                )
 
         return check

@@ -83,6 +83,7 @@ class SharedMemoryCoordinator:
     _directory: Path | None = None
     _plan: SegmentPlan | None = None
     _hello: messages.Hello | None = None
+    _first: Rank = -1  # who has sent it
     _records: dict[Rank, LearnerRecord] = field(default_factory=dict)
     _absent: list[Rank] = field(default_factory=list)
     _networked: dict[Rank, str] = field(default_factory=dict)  # non-learners, and why
@@ -190,15 +191,16 @@ class SharedMemoryCoordinator:
             self._send(rank, messages.Refused(SECOND_JOB))
             return
         if self._hello is None:
-            self._hello = hello
+            self._hello, self._first = hello, rank
             if not self._may_begin(hello):
                 return
             self._make_memory(hello)
             self._start_server()
         elif hello.config_fingerprint != self._hello.config_fingerprint:
-            trouble = difference(
-                rank, self._hello.config_fingerprint, hello.config_fingerprint, "who came first"
-            )
+            # The first one may be this rank, before it was started again.
+            other = f"rank {self._first}" if rank != self._first else "its first start"
+            known = self._hello.config_fingerprint
+            trouble = difference(rank, known, hello.config_fingerprint, other)
             self.log(trouble)
             self._send(rank, messages.Refused(trouble))
             return

@@ -137,13 +137,15 @@ def test_the_first_fault_is_the_one_that_counts(company: Company) -> None:
 @pytest.mark.parametrize("failing", ["rank 0", "rank 2", "server 0"])
 def test_a_member_that_fails_is_quoted_by_everybody(company: Company, failing: str) -> None:
     company.pass_time(1)
-    company[failing].abandon("ZeroDivisionError: division by zero")
+    line = "train.py, line 7: mean = total / 0"
+    company[failing].abandon("ZeroDivisionError: division by zero", where=line)
     company.talk(without=())
     for name in NAMES:
         if name != failing:
             fault = company[name].fault
             assert isinstance(fault, PeerFailed), name
             assert (fault.peer, fault.reason) == (failing, "ZeroDivisionError: division by zero")
+            assert str(fault).endswith(f"division by zero\n  on {failing}, at {line}"), name
     assert company[failing].fault is None
 
 
@@ -223,6 +225,22 @@ def test_a_worker_that_finished_early_is_named_to_all(company: Company) -> None:
             company[name].check()
     with pytest.raises(PeerFailed, match="rank 2 has finished, but rank 0 still trains"):
         company["rank 2"].check()
+
+
+def test_at_the_end_of_one_worker_those_that_wait_for_it_are_named(company: Company) -> None:
+    company[HUB].round = company["rank 1"].round = company["rank 2"].round = 2
+    check = company["rank 1"].heartbeat.check_end(steps=8)
+    company.pass_time(3 * BEAT_S)
+    check([HUB, "rank 2"])  # which make their last steps
+    company["rank 2"].round = 3
+    company.pass_time(3 * BEAT_S)
+    check([HUB])
+    with pytest.raises(RuntimeFault) as raised:
+        check([HUB, "rank 2"])
+    assert str(raised.value).startswith(
+        "rank 1 has finished after 8 steps, and others still train and wait for it (rank 2): every "
+        "worker must run the same number of steps; give all ranks the same number of batches"
+    )
 
 
 def test_a_wait_may_name_others(company: Company) -> None:

@@ -183,9 +183,7 @@ def test_another_model_is_refused() -> None:
     bench.shop.on_message(0, hello())
     bench.shop.on_message(1, hello("another model"))
     assert bench.kinds(1) == [Refused]
-    assert bench.said == [
-        "rank 1 differs from who came first: it has another model; who came first has a model"
-    ]
+    assert bench.said == ["rank 1 differs from rank 0: it has another model; rank 0 has a model"]
 
 
 def test_a_directory_of_another_job_is_refused_before_anything_starts() -> None:

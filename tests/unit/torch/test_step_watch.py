@@ -1,0 +1,123 @@
+"""Loops that never call ``optimizer.step()``, and loops that only call it late."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.torch.step_watch import UNUSED_PASSES, StepWatch
+
+Update = Callable[[nn.Module], None]
+
+
+def backward(*models: nn.Module) -> None:
+    x = torch.ones(3, 4)
+    for model in models:
+        x = model(x)
+    x.square().mean().backward()
+
+
+def watched(*models: nn.Module, stepped: Callable[[], bool] = lambda: False) -> StepWatch:
+    parameters = [p for model in models for p in model.parameters()]
+    return StepWatch(parameters, (), stepped, "no step was made")
+
+
+@torch.no_grad()
+def in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter -= 0.1 * parameter.grad
+        parameter.grad.zero_()
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("update", [in_place, through_data])
+def test_a_loop_that_updates_by_hand_is_told_once(update: Update) -> None:
+    model = nn.Linear(4, 4)
+    watched(model)
+    for _ in range(UNUSED_PASSES):
+        backward(model)
+        update(model)
+    with pytest.warns(UserWarning, match="no step was made") as given:
+        backward(model)
+    assert given[0].filename == __file__
+    for _ in range(3 * UNUSED_PASSES):
+        update(model)
+        backward(model)  # where a warning is an error
+
+
+def test_passes_that_accumulate_are_not_counted() -> None:
+    model = nn.Linear(4, 4)
+    watched(model)
+    for _ in range(20 * UNUSED_PASSES):
+        backward(model)
+
+
+def test_weights_that_are_loaded_before_the_first_step_count_once() -> None:
+    model = nn.Linear(4, 4)
+    watched(model)
+    for _ in range(UNUSED_PASSES - 1):
+        backward(model)
+        model.load_state_dict(nn.Linear(4, 4).state_dict())
+    for _ in range(5 * UNUSED_PASSES):
+        backward(model)
+
+
+def test_passes_within_a_step_are_not_counted() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3 * UNUSED_PASSES)
+    passes = 0
+
+    def closure() -> float:
+        nonlocal passes
+        passes += 1
+        optimizer.zero_grad()
+        backward(model)
+        return 1.0 / passes
+
+    watch = StepWatch(model.parameters(), [optimizer], lambda: False, "no step was made")
+    optimizer.step(closure)
+    assert passes > UNUSED_PASSES
+    watch.close()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_gradients_of_a_model_that_is_not_stepped_yet_are_none_of_its_business() -> None:
+    """A GAN: the generator's passes run through the critic, which drops these gradients."""
+    generator, critic, made = nn.Linear(4, 4), nn.Linear(4, 4), 0
+    watched(generator, critic, stepped=lambda: made > 0)
+    for _ in range(5 * UNUSED_PASSES):
+        backward(generator, critic)
+        generator.zero_grad()  # where an optimizer makes a step
+        made += 1
+        critic.zero_grad()
+
+
+def test_parameters_have_no_hook_after_the_first_step_and_after_the_end() -> None:
+    for end in ("step", "close"):
+        model = nn.Linear(4, 4)
+        watch = watched(model, stepped=lambda: True)
+        backward(model) if end == "step" else watch.close()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_frozen_parameter_is_passed_over() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    watched(model)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(UNUSED_PASSES + 1):
+            backward(model)
+            model.zero_grad()
+    assert len(given) == 1
