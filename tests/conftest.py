@@ -21,6 +21,10 @@ settings.load_profile("steady")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Many images set it. Without ``slipstream.init``, rank 0 then writes parts of lines, and lines of
+# other ranks come in between. One test sets it itself.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 
 # The longest files come first and short ones last, so that pytest-xdist's workers end together.
 LONGEST_FIRST = (

@@ -10,6 +10,7 @@ from slipstream.job import Job
 from slipstream.runtime.environment import Environment, Nonfinite, nonfinite_in, secret_of
 from slipstream.runtime.error_reporting import rank_reports, report_errors
 from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.launch.whole_lines import write_whole_lines
 from slipstream.runtime.members.joining import Limits, join
 from slipstream.runtime.members.store import require_same_world
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
@@ -74,6 +75,8 @@ def init(
     report_errors(rank, lambda error: rules[-1](error))
     raise_descriptor_limit()
     env = with_arguments(variables, servers, secret, encrypt, interface, nonfinite)
+    if env.launcher is not None:
+        write_whole_lines()
     if env.world_size > 1:
         env.require_secret()
     rules.append(lambda error: rank_reports(error, rank))

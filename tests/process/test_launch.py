@@ -34,6 +34,12 @@ def test_success_is_zero_and_silent(stage: Stage) -> None:
     assert stage.run("pass", workers=3) == (0, "", "")
 
 
+def test_sets_of_strings_have_one_order_on_all_ranks(stage: Stage) -> None:
+    code, out, _ = stage.run("print(hash('a'), flush=True)", workers=3)
+    assert code == 0
+    assert len({line.split()[-1] for line in out.splitlines()}) == 1, out
+
+
 def test_failing_rank_is_named_and_the_rest_stopped(stage: Stage) -> None:
     failing = "if NAME == 'rank2':\n wait_for('rank0.pid'); wait_for('rank1.pid'); sys.exit(3)\n"
     code, _, err = stage.run(failing + SLEEPER, workers=3)
@@ -196,6 +202,28 @@ def test_lines_of_several_ranks_stay_whole(stage: Stage) -> None:
     for rank in range(1, 4):
         mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine == [f"[rank {rank}] {i} {'x' * 50}" for i in range(2000)]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_rank_zeros_lines_stay_whole_among_those_of_others(stage: Stage, unbuffered: str) -> None:
+    """Rank 0 writes to the same pipe as the launcher: blocks of lines, or each part of a line."""
+    talks = """
+import slipstream
+with slipstream.init():
+    mark(NAME)
+    wait_for("rank0"); wait_for("rank1")
+    for i in range(3000): print("line", i, "ends")
+    for i in range(3000): print("error", i, "ends", file=sys.stderr)
+"""
+    code, out, err = stage.run(talks, env={"PYTHONUNBUFFERED": unbuffered})
+    assert code == 0, err
+    for text, word in ((out, "line"), (err, "error")):
+        lines = [line for line in text.splitlines() if "ends" in line]
+        expected = [f"{word} {i} ends" for i in range(3000)]
+        assert [line for line in lines if not line.startswith("[")] == expected
+        assert [line for line in lines if line.startswith("[")] == [
+            f"[rank 1] {line}" for line in expected
+        ]
 
 
 def test_reader_that_goes_away_does_not_stop_the_job(stage: Stage) -> None:

@@ -186,6 +186,8 @@ def _job_environment(
     """The environment variables of all workers of a job."""
     variables = {
         "WORLD_SIZE": workers,
+        # Sets of strings have the same order on all ranks: scripts number classes and words by it.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         "MASTER_ADDR": settings.address,
         "MASTER_PORT": port,
         "SLIPSTREAM_JOB": job,
