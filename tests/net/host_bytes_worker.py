@@ -25,12 +25,15 @@ with slipstream.init() as job:
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = job.distribute(model, optimizer, "push_pull")
-    job.share(None)  # a barrier: what was sent before is not counted
+    # Barriers on both sides of each look: nothing that steps send is under way then.
+    job.share(None)
     before = moved()
+    job.share(None)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
+    job.share(None)
     counted = moved() - before
     job.share(None)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

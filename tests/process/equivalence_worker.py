@@ -28,7 +28,7 @@ def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor
     case = CASES[asked["case"]]
     digests: list[str] = []
     with slipstream.init(
-        servers=asked["servers"], start_limit_s=30, wait_limit_s=20, silence_limit_s=10
+        servers=asked["servers"], start_limit_s=60, wait_limit_s=60, silence_limit_s=10
     ) as job:
         model = case.distributed_model()
         if job.rank > 0:

@@ -21,7 +21,7 @@ def main(folder: str, resume: str = "") -> None:
         (second, torch.optim.SGD(second.parameters(), lr=0.01)),
     ]
     told = {}
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
         (first, of_first), (second, of_second) = job.distribute(pairs, slipstream.diloco(every=3))
         path = Path(folder, "saved.safetensors")
         if resume:

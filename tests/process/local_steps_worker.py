@@ -175,7 +175,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
     optimizer = inner(model, wanted.get("inner", "SGD"))
     moves = Moves(model, optimizer)  # before distribute, so that its hook runs before a merge
     nonfinite = wanted.get("nonfinite", "pass")
-    with slipstream.init(start_limit_s=30, wait_limit_s=20, nonfinite=nonfinite) as job:
+    with slipstream.init(start_limit_s=60, wait_limit_s=60, nonfinite=nonfinite) as job:
         model, optimizer = job.distribute(model, optimizer, parse(strategy))
         if (path := wanted.get("load")) is not None:
             job.load(path)

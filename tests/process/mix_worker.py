@@ -53,16 +53,27 @@ def owed(job: slipstream.Job) -> dict[str, Any]:
     return {name: found[name].tolist() for name in order if name in found}
 
 
+def wait_for(marks: list[Path]) -> None:
+    deadline = time.monotonic() + 60
+    while missing := [mark.name for mark in marks if not mark.exists()]:
+        assert time.monotonic() < deadline, f"the other ranks have not written {missing}"
+        time.sleep(0.005)
+
+
 def fall_behind(folder: Path, rank: int, step: int, late: int = 2) -> None:
-    """Hold one rank back until the others have closed its first round without it."""
-    if step == 0 and rank == late:
-        deadline = time.monotonic() + 60
-        while not all((folder / f"ahead-{other}").exists() for other in range(late)):
-            assert time.monotonic() < deadline, "the others do not go on without this rank"
-            time.sleep(0.005)
-    elif step == 2 and rank != late:
+    """Hold one rank back until the others have closed its first round without it, and then the
+    others until servers have dropped what it sent for that round: they might end before."""
+    if rank == late:
+        if step == 0:
+            wait_for([folder / f"ahead-{other}" for other in range(late)])
+        else:
+            # It has the weights of a later round: servers have answered its late gradient.
+            (folder / "dropped").touch()
+    elif step == 2:
         # It has the weights of round 1, so round 0 is closed.
         (folder / f"ahead-{rank}").touch()
+    elif step == 3:
+        wait_for([folder / "dropped"])
 
 
 def main(name: str, folder: str, dtype_name: str) -> None:

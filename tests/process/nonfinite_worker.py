@@ -91,7 +91,7 @@ def train(asked: Told, told: Told) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with slipstream.init(
-            nonfinite=asked.get("nonfinite"), start_limit_s=30, wait_limit_s=20, silence_limit_s=10
+            nonfinite=asked.get("nonfinite"), start_limit_s=60, wait_limit_s=60, silence_limit_s=10
         ) as job:
             model, optimizer = job.distribute(model, optimizer, asked["strategy"])
             take = Scaled(optimizer) if "scaled" in asked else plain(optimizer)

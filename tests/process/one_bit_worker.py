@@ -29,7 +29,7 @@ def main() -> None:
     model: nn.Module = network()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     digests, losses, skipped = [], [], []
-    with slipstream.init(start_limit_s=30, wait_limit_s=20, silence_limit_s=10) as job:
+    with slipstream.init(start_limit_s=60, wait_limit_s=60, silence_limit_s=10) as job:
         if job.rank > 0:
             with torch.no_grad():
                 for tensor in model.parameters():

@@ -12,6 +12,7 @@ import psutil
 
 SETTLE_S = 5.0
 MARK = "SLIPSTREAM_TEST_MARK"
+LISTENING = "0A"  # in the kernel's tables of sockets
 
 
 class Remains:
@@ -20,17 +21,21 @@ class Remains:
     def __init__(self) -> None:
         self.mark = {MARK: secrets.token_hex(8)}
         self._shared_before = shared_memory()
-        self._ports: set[int] = set()
+        self._sockets: dict[str, int] = {}  # and their ports
 
     def processes(self) -> list[psutil.Process]:
         needle = f"{MARK}={self.mark[MARK]}".encode()
         return [process for process in psutil.process_iter() if needle in environment(process)]
 
-    def note_ports(self, *pids: int) -> set[int]:
-        """Ports the job listens on now; ``left`` looks whether they are still open."""
+    def note_ports(self, *pids: int) -> None:
+        """Sockets the job listens on now; ``left`` looks whether they are still open.
+
+        Not their ports alone: the kernel gives those of an ended job to others, such as jobs of
+        tests that run at the same time.
+        """
+        listening = listening_sockets()
         for pid in (*pids, *(process.pid for process in self.processes())):
-            self._ports |= listening_ports(pid)
-        return self._ports
+            self._sockets |= {s: listening[s] for s in sockets_of(pid) & listening.keys()}
 
     def left(self) -> list[str]:
         """What is still there after a moment for the kernel to clear up."""
@@ -43,7 +48,7 @@ class Remains:
         return [
             *(f"process {process.pid}: {command(process)}" for process in self.processes()),
             *(f"/dev/shm/{name}" for name in sorted(shared_memory() - self._shared_before)),
-            *(f"port {port}" for port in sorted(self._ports & open_ports())),
+            *(f"port {port}" for s, port in self._sockets.items() if s in listening_sockets()),
         ]
 
     def clear(self) -> None:
@@ -82,6 +87,22 @@ def listening_ports(pid: int) -> set[int]:
     return {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN}
 
 
-def open_ports() -> set[int]:
-    links = psutil.net_connections(kind="tcp")
-    return {link.laddr.port for link in links if link.status == psutil.CONN_LISTEN}
+def sockets_of(pid: int) -> set[str]:
+    """Their inodes, which no two sockets share."""
+    links: set[str] = set()
+    with contextlib.suppress(OSError):  # it has just ended
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it has just been closed
+                links.add(os.readlink(file))
+    return {li.removeprefix("socket:[")[:-1] for li in links if li.startswith("socket:[")}
+
+
+def listening_sockets() -> dict[str, int]:
+    """Ports of all TCP sockets that listen, by inode."""
+    found = {}
+    for table in filter(Path.exists, (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))):
+        for line in table.read_text().splitlines()[1:]:
+            _, local, _, state, *more = line.split()
+            if state == LISTENING:
+                found[more[5]] = int(local.rpartition(":")[2], 16)
+    return found

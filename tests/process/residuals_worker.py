@@ -42,7 +42,7 @@ def main(checkpoint: str, doing: str) -> None:
     )
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     told: dict[str, object] = {}
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
         model, optimizer = job.distribute(model, optimizer)
         if doing == "resume":
             job.load(checkpoint)

@@ -30,7 +30,7 @@ if "hold rank 1" in sys.argv[2:] and os.environ["RANK"] == "1":
     hold("written")
 if os.environ["RANK"] == "0":
     Path("port").write_text(os.environ["MASTER_PORT"])
-with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
+with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
     Path(f"joined.{job.rank}").touch()
     if HOLD_EARLY:
         hold()

@@ -35,7 +35,7 @@ def parent(fork_server: ForkServer) -> psutil.Process:
 
 
 def workers_left(parent: psutil.Process) -> list[int]:
-    _, left = psutil.wait_procs(parent.children(), timeout=10)
+    _, left = psutil.wait_procs(parent.children(), timeout=LIMIT_S)
     return [child.pid for child in left]
 
 

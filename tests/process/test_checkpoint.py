@@ -185,6 +185,7 @@ HOSTILE = {
     "parameters in a group": "would replace the parameters of this job",
     "momentum flat": "'momentum_buffer' of '0.bias' is (1,)",
     "state of what is not there": "it has optimizer state of 'more'",
+    "of torch.save": "is a file of torch.save, and job.load reads files of job.save",
     "facts deep": "nested deeper than",
     "generator of numpy out of place": "random generators",
     "a pipe": "it is a pipe, not a regular file",

@@ -220,6 +220,9 @@ def test_own_error_is_shown_where_it_happened_and_told_to_the_others(
     assert "Traceback" in run.stderr(2)
     assert run.own_lines()[0] == "slipstream: rank 2 failed: ValueError: no luck today"
     assert "Traceback" not in run.stderr(0) + run.stderr(1)
+    last = run.stderr(0).splitlines()[-1]
+    assert last.startswith("  on rank 2, at "), "the line that failed, not the one that waited"
+    assert last.endswith('raise ValueError("no luck today")')
 
 
 def test_interrupted_everywhere(fork_server: ForkServer) -> None:

@@ -134,7 +134,9 @@ def test_one_ends_the_job_on_all_ranks(
     rank, tensor, step = culprit["fields"]
     assert (rank, step) == (1, 2)
     assert tensor.startswith(f"{layer}.")
-    assert hearer["fault"] == f"rank 1 failed: {culprit['fault']}"
+    told, where = hearer["fault"].splitlines()
+    assert told == f"rank 1 failed: {culprit['fault']}"
+    assert where.startswith("  on rank 1, at ")
     assert f"{WHERE} {tensor!r} is not finite at step 2" in culprit["fault"]
     assert "nonfinite='refuse'" in culprit["fault"]
 

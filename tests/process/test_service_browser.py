@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from node_tools import CHROMIUM, FOLDER, MODULES, needs_node
-from service_process import ServiceProcess, environment
+from service_process import PACED, ServiceProcess, environment
 
 TRIPS = Path(__file__).parents[2] / "examples" / "trips.csv"
 
@@ -38,10 +40,23 @@ def browse(scenario: str, service: ServiceProcess, folder: Path, *more: str) -> 
     return out
 
 
+def browse_held(
+    scenario: str, service: ServiceProcess, folder: Path, until: Callable[[], bool]
+) -> dict:
+    """The same; its job does not end before the page is so far, however slow the browser is."""
+    service.hold(30)
+    with ThreadPoolExecutor(1) as pool:
+        browsing = pool.submit(browse, scenario, service, folder)
+        service.wait_for(lambda: browsing.done() or until())
+        service.go()
+        return browsing.result()
+
+
 def test_from_a_file_to_its_end(tmp_path: Path) -> None:
     """Upload, curve, log, answer, report, download, delete; a refused CSV before."""
-    with ServiceProcess(tmp_path / "data", "--epochs", "300", real=True) as service:
-        out = browse("life", service, tmp_path)
+    paced = {"PYTHONPATH": str(PACED)}
+    with ServiceProcess(tmp_path / "data", "--epochs", "300", real=True, env=paced) as service:
+        out = browse_held("life", service, tmp_path, (tmp_path / "curve.png").exists)
     assert out["errors"] == []
     said, disabled = out["refused"]
     assert "bad.csv: Malformed data. The 'class' value at line 3" in said
@@ -58,8 +73,13 @@ def test_from_a_file_to_its_end(tmp_path: Path) -> None:
 
 
 def test_cancel_and_train_again(tmp_path: Path) -> None:
-    with ServiceProcess(tmp_path / "data", "--epochs", "40") as service:
-        out = browse("cancel", service, tmp_path)
+    with ServiceProcess(tmp_path / "data") as service:
+
+        def is_cancelled() -> bool:
+            known = service.get("/v1/classifiers").json()["classifiers"]
+            return any(service.state(one["classifier_id"])["state"] == "cancelled" for one in known)
+
+        out = browse_held("cancel", service, tmp_path, is_cancelled)
     assert out["errors"] == []
     assert out["gone"]
 

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 from launches import SLIPSTREAM, Launch, until
+from service_process import PACED
 from service_sentences import TOPICS, sentences
 
 from slipstream.service.answers import Model
@@ -39,12 +40,13 @@ def prepare(folder: Path, forms: int, job: JobSetting) -> None:
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
 
 
-def start(folder: Path, name: str) -> Launch:
+def start(folder: Path, name: str, *, paced_by: Path | None = None) -> Launch:
+    """A job; while the file ``paced_by`` is there, it trains slowly."""
     strategy = f'gadei(checkpoints="{folder / "checkpoints"}", every_s=0.2)'
     command = [SLIPSTREAM, "run", "--workers", "2", "--strategy", strategy]
-    launch = Launch(
-        [*command, "-m", "slipstream.service.learn", str(folder)], folder.with_name(name)
-    )
+    program = ["-m", "slipstream.service.learn"] if paced_by is None else [str(PACED / "learn.py")]
+    env = {"SERVICE_HOLD": str(paced_by)}
+    launch = Launch([*command, *program, str(folder)], folder.with_name(name), env)
     STARTED.append(launch)
     return launch
 
@@ -59,10 +61,9 @@ def progress(folder: Path) -> list[dict[str, float]]:
 
 def test_a_job_whose_processes_are_all_killed_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "version"
-    prepare(
-        folder, 6, JobSetting(epochs=400)
-    )  # many seconds, so that the kill comes before the end
-    first = start(folder, "first")
+    prepare(folder, 6, JobSetting(epochs=400))
+    (pace := tmp_path / "pace").touch()  # so that the kill comes before the end
+    first = start(folder, "first", paced_by=pace)
     until(
         lambda: bool(progress(folder)) and any((folder / "checkpoints").glob("*.safetensors")),
         "progress and a checkpoint",

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from service_process import ServiceProcess
+from service_process import PACED, ServiceProcess
 from service_sentences import TOPICS, sentences
 
 pytestmark = [
@@ -30,8 +30,8 @@ UPDATE_SERVER = "slipstream.runtime.shared_memory.update_server"
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     data = tmp_path_factory.mktemp("service") / "data"
-    options = ("--learners", "2", "--epochs", "2000")  # it must outlast three kills
-    with ServiceProcess(data, *options, real=True) as service:
+    options = ("--learners", "2", "--epochs", "400")
+    with ServiceProcess(data, *options, real=True, env={"PYTHONPATH": str(PACED)}) as service:
         yield service
 
 
@@ -59,6 +59,7 @@ def part_of_the_job(service: ServiceProcess, whom: str) -> psutil.Process:
 
 
 def test_kills_of_learners_and_of_the_update_server(service: ServiceProcess) -> None:
+    service.hold(0)  # it trains slowly until all three are killed
     classifier = service.created(ROWS)
     service.wait_for(lambda: service.state(classifier)["updates"] > 0)
     for whom, said in (
@@ -70,6 +71,7 @@ def test_kills_of_learners_and_of_the_update_server(service: ServiceProcess) -> 
         assert service.get("/livez").status_code == 200
         url = f"/api/classifiers/{classifier}/log"
         service.wait_for(lambda url=url, said=said: said in service.get(url).text)
+    service.go()
     service.wait_status(classifier, "Available")
     assert service.state(classifier)["attempt"] == 1
     for name, words in [*TOPICS.items()][:2]:

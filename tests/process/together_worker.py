@@ -11,7 +11,7 @@ what, culprit = sys.argv[1], int(sys.argv[2])
 
 if what.startswith("again"):  # one job after the other, in the same processes
     for strategy in ("", "ako", "push_pull", "allreduce"):
-        with slipstream.init(start_limit_s=20, wait_limit_s=20) as job:
+        with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
             model = torch.nn.Linear(4, 2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             if strategy:

@@ -93,7 +93,7 @@ def test_sleepers_are_woken(rings: Rings) -> None:
     time.sleep(0.1)
     rings.reserve(0, 0.0)
     rings.publish(0)
-    server.join(10.0)
+    server.join(60.0)
     assert found == [(0, 0)]
     rings.reserve(0, 0.0)
     rings.publish(0)
@@ -101,13 +101,13 @@ def test_sleepers_are_woken(rings: Rings) -> None:
     learner.start()
     time.sleep(0.1)
     rings.release(0)
-    learner.join(10.0)
+    learner.join(60.0)
     assert found[1:] == [0]
     resting = threading.Thread(target=lambda: rings.rest(100.0))
     resting.start()
     time.sleep(0.1)
     rings.close()
-    resting.join(10.0)
+    resting.join(60.0)
     assert not resting.is_alive()
 
 
@@ -118,7 +118,7 @@ def test_who_waits_takes_no_time_of_the_processor(rings: Rings) -> None:
     begun, used = time.monotonic(), time.thread_time()
     assert rings.reserve(0, 0.5) is None
     assert time.monotonic() - begun >= 0.5
-    assert time.thread_time() - used < 0.01
+    assert time.thread_time() - used < 0.05  # a virtual machine may count what its host took
 
 
 def test_versions_and_beats(rings: Rings) -> None:
@@ -198,7 +198,7 @@ def test_a_copy_is_of_one_moment() -> None:
         writer.start()
     copies = []
     for _ in range(200):
-        assert rings.begin_reading(0, 10.0)
+        assert rings.begin_reading(0, 60.0)
         copies.append(values.copy())
         rings.end_reading(0)
     stop.set()

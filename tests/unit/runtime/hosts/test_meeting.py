@@ -32,11 +32,11 @@ class Board:
         self.came.set()
 
     def read(self, key: str, rank: int, kind: Any) -> Any:
-        assert self.came.wait(20)
+        assert self.came.wait(60)
         return self.posted[key]
 
 
-def membership(rank: int, board: Any, start_s: float = 20.0) -> Any:
+def membership(rank: int, board: Any, start_s: float = 60.0) -> Any:
     return SimpleNamespace(
         env=SimpleNamespace(rank=rank, world_size=4),
         limits=SimpleNamespace(start_s=start_s),
@@ -70,7 +70,7 @@ def test_a_stranger_gets_nothing_and_the_others_still_do() -> None:
         target=lambda: found.update(leader=meet(SPECS, (0, 1), membership(0, board), "memory"))
     )
     leader.start()
-    assert board.came.wait(20)
+    assert board.came.wait(60)
     name, token = board.posted["memory/0"]
     for proof in (PROOF.pack(b"x" * 32, 1), PROOF.pack(token, 3), b"short"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
@@ -96,11 +96,11 @@ def test_a_worker_that_does_not_come_is_named() -> None:
 
 
 def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board()
+    board, name = Board(), f"slipstream-test-user-{os.getpid()}"  # all of this machine see it
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("\0slipstream-test-user")
+        listener.bind(f"\0{name}")
         listener.listen()
-        board.post("memory", ("slipstream-test-user", b"t" * 32))
+        board.post("memory", (name, b"t" * 32))
         monkeypatch.setattr(meeting, "peer_user", lambda link: os.geteuid() + 1)
         with pytest.raises(LaunchError, match=r"another user.*hosts='flat'"):
             fetch(4096, 0, membership(1, board), "memory")

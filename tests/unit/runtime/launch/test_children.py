@@ -20,10 +20,18 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Children:
 
 
 def test_workers_that_do_not_end_are_killed(children: Children) -> None:
-    with child("input()") as waits, child("") as ends:
-        children.watch([waits, ends])
+    with child("input()") as waits, child("") as ended:
+        children.watch([waits, ended])
+        ended.wait()  # a busy machine may need longer than the grace to start it
         children.end(grace_s=0.2)
-        assert (waits.poll(), ends.poll()) == (-9, 0)
+        assert (waits.poll(), ended.poll()) == (-9, 0)
+
+
+def test_workers_that_end_in_time_are_not_killed(children: Children) -> None:
+    with child("") as ends:
+        children.watch([ends])
+        children.end(grace_s=60.0)
+        assert ends.poll() == 0
 
 
 def test_a_worker_that_has_ended_is_named(children: Children) -> None:
