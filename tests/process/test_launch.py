@@ -25,6 +25,7 @@ from stage import (
     until,
 )
 
+from slipstream.runtime.launch.process_group import OUTPUT_S
 from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 pytestmark = pytest.mark.process
@@ -240,6 +241,23 @@ if NAME == "rank1":
     (stage.folder / "closed").touch()
     assert stage.launcher.wait(LIMIT_S) == 0
     assert (stage.folder / "written").exists()
+
+
+# The worker can end, but not all of its lines fit into the pipe of the launcher's reader.
+TALKS = "if NAME == 'rank1':\n for i in range(2000): print('x' * 49)"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_lines_wait_for_a_slow_reader_until_ctrl_c(stage: Stage, reads: bool) -> None:
+    stage.start(TALKS)
+    assert stage.launcher is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        stage.launcher.wait(OUTPUT_S + 3.0)
+    if reads:
+        assert stage.finish() == (0, f"[rank 1] {'x' * 49}\n" * 2000, "")
+    else:
+        stage.send(signal.SIGINT)
+        stage.launcher.wait(LIMIT_S)
 
 
 def test_stdin_is_rank_zeros(stage: Stage) -> None:

@@ -27,7 +27,7 @@ from slipstream.runtime.launch.processes import (
     ServerProcess,
     start_process,
 )
-from slipstream.runtime.launch.relay import start_relay
+from slipstream.runtime.launch.relay import Relay, start_relay
 from slipstream.runtime.launch.supervision import (
     JOB,
     CameBack,
@@ -40,7 +40,7 @@ from slipstream.runtime.launch.supervision import (
 
 # Variables with numbers of descriptors, which are valid only in the process that got them.
 DESCRIPTORS = frozenset({"SLIPSTREAM_STORE_FD", "SLIPSTREAM_CONTROL_FD"})
-# For the last lines of ended processes; a stray process may hold their pipes open.
+# For the next of the last lines of ended processes; a stray process may hold their pipes open.
 OUTPUT_S = 1.0
 
 
@@ -79,7 +79,7 @@ class ProcessGroup:
         self._presence: dict[str, PresenceReader] = {}  # of workers
         self._servers: list[ServerProcess] = []
         self._helpers: set[str] = set()
-        self._output: list[threading.Thread] = []
+        self._output: list[Relay] = []
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> ProcessGroup:
@@ -314,8 +314,16 @@ class ProcessGroup:
 
     def _finish_output(self) -> None:
         deadline = time.monotonic() + OUTPUT_S
-        for thread in self._output:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for relay in self._output:
+            relay.finish(OUTPUT_S, lambda: self._signalled() and time.monotonic() > deadline)
+
+    def _signalled(self) -> bool:
+        """Whether a signal has requested the end; for when the job is over."""
+        while not self.events.empty():
+            event = self.events.get()
+            if isinstance(event, Signalled):
+                self._watch.take(event)
+        return self._watch.signalled
 
     def _dismiss_guardian(self) -> None:
         with self._guardian_socket, contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from typing import IO
 from slipstream.errors import LaunchError, WaitLimit
 from slipstream.runtime.launch.death_signal import death_signal
 from slipstream.runtime.launch.guardian import ChildGroup
-from slipstream.runtime.launch.relay import relay, start_relay
+from slipstream.runtime.launch.relay import Relay, start_relay
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.descriptors import ERRORS, out_of_descriptors
 
@@ -132,7 +132,7 @@ class ServerProcess:
 
     def _read(self, stdout: IO[bytes]) -> None:
         self._first_line.put(stdout.readline())
-        relay(stdout, f"[{self.name}] ", 2)
+        Relay(stdout, f"[{self.name}] ", 2).run()
 
     def announced(self, timeout_s: float) -> bool:
         """Wait for the address; True once it is known."""

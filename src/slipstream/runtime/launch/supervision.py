@@ -157,7 +157,12 @@ class Supervision:
     @property
     def ending(self) -> bool:
         """Whether the job ends: something has failed, or a signal has arrived."""
-        return self._asked is not None or bool(self._failures)
+        return self.signalled or bool(self._failures)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal has requested the end."""
+        return self._asked is not None
 
     @property
     def to_signal(self) -> set[str]:
