@@ -9,7 +9,8 @@ import resource
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from slipstream.errors import OutOfDescriptors
@@ -17,9 +18,13 @@ from slipstream.errors import OutOfDescriptors
 WANTED = 65536
 SHARE = 2  # connections are closed when 1/SHARE of the limit is in use
 IDLE_MS = 1000  # a member sends sooner after it has connected
+STUCK_S = 5.0  # how long a member's connection may wait for a descriptor
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
 TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # tcp_info up to the times of the last data in and out
-LAST_DATA_RECEIVED = 19  # its index among these; in milliseconds
+WAITING_CONNECTIONS = (
+    12  # an index among these, of a socket that listens (else: segments in flight)
+)
+LAST_DATA_RECEIVED = 19  # another, in milliseconds
 
 
 def raise_descriptor_limit() -> None:
@@ -57,33 +62,86 @@ class ConnectionGuard:
     ZeroMQ and torch's store accept any number of connections; ZeroMQ closes those that do not
     authenticate after some seconds, the store never closes one. When descriptors run short, this
     closes idle connections: to the store, which ranks need only for the rendezvous, and to
-    ``link_port``, unless a member has sent messages over them (``used``: the descriptors of those).
+    ``link_port``, unless a member has sent messages over them.
+
+    If members and this process itself have used up all descriptors, ZeroMQ tries for ever to accept
+    or to open the next connection, and reports nothing. Then this raises an error.
+
+    Args:
+        link_port: where ZeroMQ listens.
+        used: the descriptors of connections over which members have sent messages.
+        unconnected: peers to which ZeroMQ has no connection yet.
+        clock: in seconds.
     """
 
-    def __init__(self, link_port: int, used: Collection[int]) -> None:
+    def __init__(
+        self,
+        link_port: int,
+        used: Collection[int],
+        unconnected: Callable[[], Collection[str]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._link_port, self._used = link_port, used
+        self._unconnected, self._clock = unconnected, clock
         self.store_port: int | None = None
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         # Connections are copied to this descriptor to examine them. It is replaced, never closed,
         # because the threads that accept connections would take a descriptor that is free for a
         # moment.
         self._copy = os.dup(self._null)
+        self._stuck_since: float | None = None
         self._closed = False
 
     def tick(self) -> int:
-        """Call it regularly, always from one thread; returns how many connections it has closed."""
+        """Call it regularly, always from one thread; returns how many connections it has closed.
+
+        Raises:
+            OutOfDescriptors: a connection has waited too long for a descriptor, and there is none
+                to close.
+        """
         if self._closed:
             return 0
-        limit = descriptor_limit()
+        limit, none_left = descriptor_limit(), False
+        opened: Collection[int] = range(limit)
         try:
-            opened: Collection[int] = open_descriptors()
-        except OSError:
-            opened = range(limit)  # no descriptor is left for reading the list
+            opened = open_descriptors()
+        except OSError as error:
+            none_left = error.errno in ERRORS  # also for reading the list
         if len(opened) <= limit // SHARE:
+            self._stuck_since = None
             return 0
-        ended = sum(self._end(fd) for fd in opened if fd not in (self._null, self._copy))
+        ended = strangers = waiting = 0
+        for fd in opened:
+            if fd in (self._null, self._copy):
+                continue
+            with borrowed(fd, self._copy) as connection:
+                if connection is None:
+                    continue
+                waiting += waiting_at(self._link_port, connection)
+                if self._is_strangers(fd, connection):
+                    strangers += 1
+                    ended += end_if_idle(connection)
         os.dup2(self._null, self._copy, inheritable=False)
+        self._check(none_left and not strangers, waiting)
         return ended
+
+    def _is_strangers(self, fd: int, connection: socket.socket) -> bool:
+        port = came_in_at(connection)
+        known = port == self._link_port and fd in self._used
+        return not known and port is not None and port in (self._link_port, self.store_port)
+
+    def _check(self, all_needed: bool, waiting: int) -> None:
+        """Raise an error if connections have waited for long, and all descriptors are needed."""
+        unconnected = list(self._unconnected()) if all_needed else []
+        if not unconnected and not (all_needed and waiting):
+            self._stuck_since = None
+            return
+        now = self._clock()
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if now - self._stuck_since > STUCK_S:
+            peer = f"to {unconnected[0]}" if unconnected else "from another member"
+            raise out_of_descriptors(f"a connection {peer}")
 
     def close(self) -> None:
         """Close its own descriptors."""
@@ -92,18 +150,14 @@ class ConnectionGuard:
             os.close(self._copy)
             os.close(self._null)
 
-    def _end(self, fd: int) -> bool:
-        with borrowed(fd, self._copy) as connection:
-            if connection is None:
-                return False
-            port = came_in_at(connection)
-            known = port == self._link_port and fd in self._used
-            ours = port is not None and port in (self._link_port, self.store_port)
-            if known or not ours or not is_idle(connection):
-                return False
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            return True
+
+def end_if_idle(connection: socket.socket) -> bool:
+    """End a connection over which nothing has come for a while; its owner then closes it."""
+    if not is_idle(connection):
+        return False
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    return True
 
 
 @contextmanager
@@ -147,8 +201,25 @@ def came_in_at(connection: socket.socket) -> int | None:
 
 def is_idle(connection: socket.socket) -> bool:
     """Whether nothing was received for a while."""
+    idle_ms = tcp_info(connection, LAST_DATA_RECEIVED)
+    return idle_ms is None or idle_ms >= IDLE_MS
+
+
+def waiting_at(port: int, listener: socket.socket) -> int:
+    """How many connections wait to be accepted, if this socket listens at ``port``; else 0."""
+    try:
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if not listens or listener.getsockname()[1] != port:
+            return 0
+    except (OSError, AttributeError, IndexError, TypeError):
+        return 0
+    return tcp_info(listener, WAITING_CONNECTIONS) or 0
+
+
+def tcp_info(connection: socket.socket, index: int) -> int | None:
+    """One value of what the kernel knows of a connection; None if it does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_TIMES.size)
-        return bool(TCP_INFO_TIMES.unpack(info)[LAST_DATA_RECEIVED] >= IDLE_MS)
+        return int(TCP_INFO_TIMES.unpack(info)[index])
     except (OSError, AttributeError, struct.error):
-        return True
+        return None

@@ -172,7 +172,7 @@ class ZmqTransport:
         self._inbound = self._listen(host, largest_frame_bytes)
         self.address: str = bytes(self._inbound.get(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self._used: set[int] = set()  # descriptors of connections that brought a message
-        self.guard = ConnectionGuard(place_of(self.address)[1], self._used)
+        self.guard = ConnectionGuard(place_of(self.address)[1], self._used, self._unconnected)
         self._poller = zmq.Poller()
         for readable in (self._zap, self._inbound, self._woken):
             self._poller.register(readable, zmq.POLLIN)
@@ -272,6 +272,13 @@ class ZmqTransport:
             self._retried[peer] = 0  # the system still accepts connections of a stopped process
         else:
             self._retried[peer] += 1
+
+    def _unconnected(self) -> list[str]:
+        return [
+            peer
+            for peer, for_control in self._outbound
+            if peer not in (self._alive if for_control else self._connections)
+        ]
 
     def link_alive(self, peer: str) -> bool:
         return peer in self._alive
