@@ -148,14 +148,15 @@ def all_descriptors_taken() -> Iterator[None]:
 @pytest.mark.parametrize("waits", ["to be accepted", "to be opened", "none"])
 @pytest.mark.parametrize("stranger", [False, True])
 def test_a_connection_that_cannot_be_made_ends_the_job_if_none_can_be_closed(
-    listener: socket.socket, waits: str, stranger: bool
+    listener: socket.socket, waits: str, stranger: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(descriptors, "IDLE_MS", 60_000)  # a stranger's connection is new
     now = [0.0]
     accepted = socket.create_connection(listener.getsockname())
     inside, _ = listener.accept()
-    pending = (
-        socket.create_connection(listener.getsockname()) if waits == "to be accepted" else None
-    )
+    pending = socket.socket()
+    if waits == "to be accepted":
+        pending.connect(listener.getsockname())
     guard = ConnectionGuard(
         port_of(listener),
         () if stranger else {inside.fileno()},
@@ -166,7 +167,7 @@ def test_a_connection_that_cannot_be_made_ends_the_job_if_none_can_be_closed(
     with all_descriptors_taken():
         try:
             for now[0] in (0.0, 0.9 * descriptors.STUCK_S, 1.1 * descriptors.STUCK_S):
-                assert guard.tick() == 0  # the stranger's connection is new
+                assert guard.tick() == 0
         except OutOfDescriptors as error:
             told = str(error)
     named = {"to be accepted": "from another member", "to be opened": "to rank 2"}.get(waits, "")
