@@ -71,7 +71,6 @@ class Job(JobMetrics):
             self._figures,
             self._default_group,
             self._finish,
-            lambda: self._training.own_steps,
         )
         presence.join() if self.world_size > 1 else presence.begin()
 

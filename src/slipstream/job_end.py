@@ -6,10 +6,10 @@ import atexit
 import logging
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from typing import Any
 
 from slipstream.job_figures import JobFigures, warn_of
 from slipstream.runtime.environment import Environment
@@ -18,37 +18,11 @@ from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.presence import Presence
 from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Session, Training
+from slipstream.uncaught_exit import UncaughtExit
 
 logger = logging.getLogger("slipstream.job")
 _open: list[JobEnd] = []  # jobs of this process, which ends them if their scripts do not
-
-
-class ExitCalls:
-    """Notes calls of ``sys.exit``: exit handlers are not told why the process ends.
-
-    Args:
-        steps: how many steps this worker has made.
-    """
-
-    def __init__(self, steps: Callable[[], int]) -> None:
-        self._steps, self._last = steps, (SystemExit(), -1)
-        self._exit = sys.exit
-        sys.exit = self
-
-    def __call__(self, code: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            self._last = SystemExit(code), self._steps()
-        self._exit(code)
-
-    def failure(self) -> SystemExit | None:
-        """The last call, if its code is not 0 and no step was made after it: nobody caught it."""
-        error, steps = self._last
-        return error if error.code and steps == self._steps() else None
-
-    def close(self) -> None:
-        """Note no more."""
-        if sys.exit is self:
-            sys.exit = self._exit
+_exit = UncaughtExit()  # watched while a job is open
 
 
 class JobEnd:
@@ -57,7 +31,6 @@ class JobEnd:
     Args:
         group: torch's default group, if the job has made one.
         finish: ends the training after a loop without error: last weights, summary, outputs.
-        steps: how many steps this worker has made.
     """
 
     def __init__(
@@ -68,13 +41,13 @@ class JobEnd:
         figures: JobFigures,
         group: DefaultGroup,
         finish: Callable[[], None],
-        steps: Callable[[], int],
     ) -> None:
         self._env, self._session, self._presence = env, session, presence
         self._figures, self._group, self._finish = figures, group, finish
         self._process, self._over = os.getpid(), False
-        self._exits = ExitCalls(steps)
         atexit.register(self.at_exit)
+        if not _open:
+            _exit.watch()
         _open.append(self)
 
     def end(self, error: BaseException | None) -> None:
@@ -83,8 +56,9 @@ class JobEnd:
             return
         self._over = True
         atexit.unregister(self.at_exit)
-        self._exits.close()
         _open.remove(self)
+        if not _open:
+            _exit.close()
         try:
             if error is None:
                 self._finish()
@@ -94,11 +68,12 @@ class JobEnd:
             raise
         finally:
             said = None if error is None else describe_error(error)
-            if error is not None:
-                self._session.abort(error)  # before outputs, which may take long to close
-            self._figures.close(said)
-            self._group.close()
-            self._session.close()
+            with ExitStack() as last:  # in reverse order, each whether others fail or not
+                last.callback(self._session.close)
+                last.callback(self._group.close)
+                last.callback(self._figures.close, said)
+                if error is not None:
+                    self._session.abort(error)  # before outputs, which may take long to close
             log_event(logger, "left", level=logging.INFO, rank=self._env.rank, error=said)
 
     @property
@@ -112,7 +87,7 @@ class JobEnd:
             return
         try:
             # An error that nobody caught.
-            self.end(getattr(sys, "last_value", None) or self._exits.failure())
+            self.end(getattr(sys, "last_value", None) or _exit.failure)
         except BaseException as error:
             end_process(error)
 

@@ -24,7 +24,8 @@ SYSTEMS = {  # and how messages name them
 
 def assert_told(told: str, name: str) -> None:
     early = (
-        f"UserWarning: backward() is called repeatedly without optimizer.step(), and with {name}"
+        "UserWarning: backward() is called, and weights change, without optimizer.step(), and with "
+        f"{name}"
     )
     late = f"slipstream: backward() was called without optimizer.step(), and with {name} nothing"
     assert told.count(early) == 1, told

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +77,8 @@ def test_without_a_with_block_an_exit_reaches_the_others(
     assert left.codes[1] == 3, left.told()
     assert left.codes[0] not in (0, 3)
     assert left.own_lines()[0] == "slipstream: rank 1 failed: SystemExit: 3"
+    place = r"\n  on rank 1, at .*job_end_worker.py, line \d+: sys.exit\(3\)\n"
+    assert re.search(place, left.stderr(0)), left.told()
     assert caught.codes == {0: 0, 1: 0}, caught.told()
 
 
@@ -87,6 +92,28 @@ def test_without_a_with_block_errors_reach_the_others(fork_server: ForkServer) -
         assert run.remains.left() == []
     assert "ValueError: of the script" in failed.own_lines()[0]
     assert "same number of steps" in early.own_lines()[0]
+
+
+FAILS = """
+import slipstream
+with slipstream.init() as job:
+    job.share(None)
+    if job.rank == 1:
+        raise ValueError(f"no such file: {__file__}")
+    job.share(None)
+"""
+
+
+def test_an_error_arrives_from_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    script = tmp_path / os.fsdecode(b"d\xff") / "train.py"
+    script.parent.mkdir()
+    script.write_text(FAILS)
+    command = [SLIPSTREAM, "run", "--workers=2", script]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    told = done.stderr.decode(errors="backslashreplace")
+    assert done.returncode == 1, told
+    assert "slipstream: rank 1 failed: ValueError: no such file: " in told
+    assert "UnicodeEncodeError" not in told
 
 
 def test_without_a_with_block_under_the_launcher(launch: Callable[..., Launch]) -> None:

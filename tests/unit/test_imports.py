@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "sessions": DECISIONS | {"systems", "transports", "runtime", "torch"},
     "job_figures": {"errors", "plan", "runtime", "sessions"},
     "job_metrics": {"errors", "runtime", "sessions", "job_figures"},
-    "job_end": {"job_figures", "runtime", "sessions"},
+    "uncaught_exit": set(),
+    "job_end": {"job_figures", "runtime", "sessions", "uncaught_exit"},
     "job": DECISIONS
     | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics", "job_end"},
     "initialization": {"errors", "job", "runtime", "sessions", "torch", "transports"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 import slipstream
 from slipstream.errors import PeerFailed
-from slipstream.job_end import ExitCalls, JobEnd, end_open_jobs
+from slipstream.job_end import JobEnd, end_open_jobs
 
 
 def ending(told: list[str], finish: Any) -> JobEnd:
@@ -23,7 +21,7 @@ def ending(told: list[str], finish: Any) -> JobEnd:
     presence: Any = SimpleNamespace(leave=note("leave"))
     figures: Any = SimpleNamespace(close=note("outputs"))
     group = SimpleNamespace(close=note("group"))
-    return JobEnd(env, session, presence, figures, group, finish, lambda: 0)  # type: ignore[arg-type]
+    return JobEnd(env, session, presence, figures, group, finish)  # type: ignore[arg-type]
 
 
 def test_others_learn_of_an_error_before_outputs_are_closed() -> None:
@@ -99,20 +97,14 @@ def test_the_reason_of_an_error_is_awaited_once(monkeypatch: pytest.MonkeyPatch)
     assert asked == [error]
 
 
-def test_exits_that_nobody_caught_are_noted() -> None:
-    steps, before = [0], sys.exit
-    exits = ExitCalls(lambda: steps[0])
-    try:
-        for code, failed in ((3, True), (0, False), (None, False), ("bad data", True)):
-            with pytest.raises(SystemExit) as left:
-                sys.exit(code)
-            assert left.value.code == code
-            assert (exits.failure() is not None) == failed
-        steps[0] = 1  # training goes on: it was caught
-        assert exits.failure() is None
-        with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit):
-            pool.submit(sys.exit, 3).result()  # of a thread alone
-        assert exits.failure() is None
-    finally:
-        exits.close()
-    assert sys.exit is before
+def test_what_cannot_be_sent_does_not_keep_a_job_open() -> None:
+    told: list[str] = []
+    end = ending(told, lambda: None)
+
+    def abort(error: BaseException) -> None:
+        raise OSError("the link is gone")
+
+    end._session.abort = abort  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="gone"):
+        end.end(ValueError("broken"))
+    assert told == ["outputs", "group", "session"]

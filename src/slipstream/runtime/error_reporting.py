@@ -28,6 +28,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
 LAUNCHER = "SLIPSTREAM_LAUNCHER"  # set by ``slipstream run`` in its workers
 INTERRUPTED = "interrupted"
 REPORT_S = 2.0  # for the rank that prints a common error
+MOST_SENT = 2000  # characters of an error that is not slipstream's, and of its line
 INSTALLED = "/site-packages/"
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -97,10 +98,11 @@ def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
 def location(error: BaseException, trace: TracebackType | None) -> str:
     """The second line of an error message: where the error was raised.
 
-    Empty for a failure of a peer: this rank's line has only waited for it.
+    Empty for the failure of a peer, which has its own place: this rank's line has only waited.
     """
-    line = "" if isinstance(error, PeerLost | PeerFailed) else failed_line(trace)
-    return f"\n  at {line}" if line else ""
+    line = "" if isinstance(error, PeerFailed) else failed_line(trace)
+    how = "this rank waited at" if isinstance(error, PeerLost) else "at"
+    return f"\n  {how} {line}" if line else ""
 
 
 def failed_line(trace: TracebackType | None) -> str:
@@ -113,13 +115,20 @@ def failed_line(trace: TracebackType | None) -> str:
         and not frame.filename.startswith("<")
     ]
     own = [frame for frame in outside if INSTALLED not in frame.filename] or outside
-    return f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"[:2000] if own else ""
+    if not own:
+        return ""
+    return sendable(f"{own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"[:MOST_SENT])
 
 
 def describe_error(error: BaseException) -> str:
     """One line that the other ranks will show."""
     if isinstance(error, SlipstreamError):
-        return str(error)
+        return sendable(str(error))
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return f"{type(error).__name__}: {error}".strip()[:2000]
+    return sendable(f"{type(error).__name__}: {error}".strip()[:MOST_SENT])
+
+
+def sendable(text: str) -> str:
+    """The text with escapes for bytes of file names that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()

@@ -285,7 +285,8 @@ def never_stepped(strategy: Strategy, *, pairs: int = 1, over: bool) -> str:
     Args:
         over: whether the loop has ended.
     """
-    called, trains = ("was called", "has trained") if over else ("is called repeatedly", "trains")
+    called = "was called" if over else "is called, and weights change,"
+    trains = "has trained" if over else "trains"
     with_one_pair = (
         ", or use push_pull() or allreduce(), where .grad is the mean gradient when backward() "
         "returns, and the loop may use it as it likes"

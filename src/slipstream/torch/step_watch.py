@@ -1,29 +1,57 @@
-"""Notices a loop that makes backward passes, and never calls ``optimizer.step()``."""
+"""Notices a loop that changes weights between backward passes, and never calls ``step()``."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-UNUSED_PASSES = 5  # warm-up passes and the skipped steps of a GradScaler are fewer, as a rule
+CHANGES = 5  # of weights; a script may load some before its first step
+SAMPLE = 8  # values of a parameter
+LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+class Seen(NamedTuple):
+    """A parameter at the end of a backward pass."""
+
+    gradient: Tensor | None
+    state: tuple[int, int]
+    sample: list[float]
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> Seen:
+        """The state of now."""
+        state = parameter._version, parameter.data_ptr()
+        return cls(parameter.grad, state, parameter.detach().ravel()[:SAMPLE].tolist())
+
+    def is_changed(self, before: Seen) -> bool:
+        """Whether this process has changed the weights since.
+
+        Weights that arrive from other workers change the values alone, as does a loop that updates
+        through ``.data``. But such a loop begins each pass with a new gradient.
+        """
+        if self.state != before.state:
+            return True
+        return self.gradient is not before.gradient and self.sample != before.sample
 
 
 class StepWatch:
-    """Counts gradients that no step can use any more, until the first step of any pair.
+    """Counts changes of weights between backward passes, until the first step of any pair.
 
-    Passes that accumulate add to one gradient, on weights that stay as they are. A loop that
-    updates weights by hand changes weights between passes, or begins each with a new gradient. So
-    does LBFGS, which makes many passes by its closure, but within a step.
+    Passes that accumulate leave the weights as they are, and so do a GradScaler's skipped steps.
+    LBFGS changes weights between the passes of its closure, but within a step.
 
     Args:
         parameters: Of all pairs. One of them is watched: the first that gets a gradient.
         optimizers: Of all pairs.
         stepped: Whether a step was made, or gradients were exchanged without one.
-        told: The warning, given once, in the backward pass after ``UNUSED_PASSES`` others.
+        told: The warning, given once, in the backward pass after ``CHANGES`` changes.
     """
 
     def __init__(
@@ -35,9 +63,8 @@ class StepWatch:
     ) -> None:
         self._stepped, self._told, self._stepping = stepped, told, False
         self._watched: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._version = -1  # of the weights; what arrives from other workers does not change it
-        self._unused = 0
+        self._seen: Seen | None = None
+        self._changes = 0
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
             for parameter in parameters
@@ -55,19 +82,28 @@ class StepWatch:
             self.close()
             return
         if self._watched is None:
-            self._watched, self._gradient = parameter, parameter.grad
-            self._version = parameter._version
+            self._watched = parameter
         if parameter is not self._watched:
             return
-        same = parameter.grad is self._gradient and parameter._version == self._version
-        self._unused += not same
-        self._gradient, self._version = parameter.grad, parameter._version
-        if self._unused == UNUSED_PASSES:
+        before, self._seen = self._seen, Seen.of(parameter)
+        self._changes += before is not None and self._seen.is_changed(before)
+        if self._changes == CHANGES:
             self.close()
-            warnings.warn(self._told, stacklevel=5)  # the line with backward()
+            warnings.warn(self._told, stacklevel=_level_of_the_script())
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._watched = self._gradient = None
+        self._watched = self._seen = None
         while self._handles:
             self._handles.pop().remove()
+
+
+def _level_of_the_script() -> int:
+    """The ``stacklevel`` of the caller's warning at which the line with ``backward()`` is named.
+
+    On a GPU the hook runs on a thread of torch, without that line.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level

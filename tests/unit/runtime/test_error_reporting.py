@@ -1,13 +1,16 @@
 import io
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import pytest
 
 from slipstream.errors import (
+    CheckpointError,
     ConfigError,
     LaunchError,
     NonFiniteGradient,
@@ -19,6 +22,7 @@ from slipstream.errors import (
 )
 from slipstream.runtime.error_reporting import (
     REPORT_S,
+    describe_error,
     failed_line,
     learner_reports,
     location,
@@ -74,8 +78,6 @@ def test_an_error_is_one_line_and_its_place(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (PeerLost("rank 1", 6.0), "rank 1 is lost: nothing heard from it for 6.0 s "
-         "(killed, hung, or cut off from the network)"),
         (PeerFailed("rank 1", "KeyError: 'x'"), "rank 1 failed: KeyError: 'x'"),
         (PeerFailed("rank 1", "KeyError: 'x'", where="train.py, line 7: y = seen['x']"),
          "rank 1 failed: KeyError: 'x'\n  on rank 1, at train.py, line 7: y = seen['x']"),
@@ -87,6 +89,26 @@ def test_the_line_of_a_rank_that_waited_is_not_the_place_of_a_peers_failure(
     with pytest.raises(SystemExit):
         error_reporting(0, error)
     assert capsys.readouterr().err == f"slipstream: {says}\n"
+
+
+def test_where_this_rank_waited_for_a_lost_peer_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        error_reporting(0, PeerLost("rank 1", 6.0))
+    said = capsys.readouterr().err
+    assert said.startswith("slipstream: rank 1 is lost: nothing heard from it for 6.0 s (killed, ")
+    assert f"\n  this rank waited at {__file__}, line " in said
+
+
+def test_names_of_files_that_are_no_utf_8_can_be_sent() -> None:
+    name = os.fsdecode(b"/data/d\xff/train.py")
+    assert describe_error(FileNotFoundError(name)) == "FileNotFoundError: /data/d\\udcff/train.py"
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(compile("1 / 0", name, "exec"))
+    assert "/data/d\\udcff/train.py, line 1" in failed_line(raised.tb)
+    for text in (describe_error(CheckpointError(name)), failed_line(raised.tb)):
+        assert msgspec.msgpack.encode(text)
 
 
 def test_what_a_peer_said_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def _job_environment(
     variables = {
         "WORLD_SIZE": workers,
         # Sets of strings have the same order on all ranks: scripts number classes and words by it.
-        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0",
         "MASTER_ADDR": settings.address,
         "MASTER_PORT": port,
         "SLIPSTREAM_JOB": job,

@@ -40,7 +40,7 @@ from slipstream.runtime.launch.supervision import (
 
 # Variables with numbers of descriptors, which are valid only in the process that got them.
 DESCRIPTORS = frozenset({"SLIPSTREAM_STORE_FD", "SLIPSTREAM_CONTROL_FD"})
-# For the next of the last lines of ended processes; a stray process may hold their pipes open.
+# For the last lines of ended processes, without the time for which a reader does not take them.
 OUTPUT_S = 1.0
 
 
@@ -313,9 +313,9 @@ class ProcessGroup:
             server.close(max(0.0, deadline - time.monotonic()))
 
     def _finish_output(self) -> None:
-        deadline = time.monotonic() + OUTPUT_S
+        idle_s, deadline = OUTPUT_S, time.monotonic() + OUTPUT_S
         for relay in self._output:
-            relay.finish(OUTPUT_S, lambda: self._signalled() and time.monotonic() > deadline)
+            idle_s = relay.finish(idle_s, lambda: self._signalled() and time.monotonic() > deadline)
 
     def _signalled(self) -> bool:
         """Whether a signal has requested the end; for when the job is over."""

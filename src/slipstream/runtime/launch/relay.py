@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import IO
 
 LOOK_S = 0.05  # how often `finish` looks whether to give up
+READER_S = 600.0  # for a reader that takes nothing: see `finish`
 
 
 class Relay(threading.Thread):
@@ -20,29 +21,31 @@ class Relay(threading.Thread):
     def __init__(self, stream: IO[bytes], prefix: str, fd: int) -> None:
         super().__init__(name=f"relay {prefix.strip()}", daemon=True)
         self._stream, self._prefix, self._fd = stream, prefix.encode(), fd
-        self._writing = False
-        self._last_s = time.monotonic()  # when the last line was written
+        self._writing_since: float | None = None
 
     def run(self) -> None:
         """Copy until the stream ends."""
         with self._stream:
             for line in self._stream:
                 end = b"" if line.endswith(b"\n") else b"\n"
-                self._writing = True
+                self._writing_since = time.monotonic()
                 _write(self._fd, self._prefix + line + end)
-                self._last_s, self._writing = time.monotonic(), False
+                self._writing_since = None
 
-    def finish(self, idle_s: float, gives_up: Callable[[], bool]) -> None:
-        """Wait for the last lines of a child that has ended.
+    def finish(self, idle_s: float, gives_up: Callable[[], bool]) -> float:
+        """Wait for the last lines of a child that has ended; returns what is left of ``idle_s``.
 
-        A slow reader is waited for. The wait ends without the end of the stream if no line comes
-        for ``idle_s`` (a stray process may hold the pipe open), or if ``gives_up()``.
+        A reader that takes lines slowly is waited for, and one that takes none for ``READER_S``.
+        All other time counts as idle: a stray process may hold the pipe open, and write for ever.
         """
-        begun_s = time.monotonic()
         while self.is_alive() and not gives_up():
-            if not self._writing and time.monotonic() - max(begun_s, self._last_s) > idle_s:
-                return
+            begun, writing_since = time.monotonic(), self._writing_since
+            if idle_s <= 0 if writing_since is None else begun - writing_since > READER_S:
+                break
             self.join(LOOK_S)
+            if writing_since is None:
+                idle_s -= time.monotonic() - begun
+        return idle_s
 
 
 def start_relay(stream: IO[bytes], prefix: str, fd: int) -> Relay:
