@@ -160,6 +160,12 @@ def idle(folder: str) -> None:
     threading.Event().wait()
 
 
+def await_end_with(node: str) -> None:
+    """Until this process is killed with its node."""
+    threading.Event().wait(LIMIT_S)
+    raise AssertionError(f"node {node} was not killed within {LIMIT_S:.0f} s")
+
+
 class Training:
     """Trains until its process is killed from outside.
 
@@ -191,8 +197,9 @@ class ComingBack:
 
     def die(self) -> None:
         if self.with_node:
-            Path(self.folder, ray.get_runtime_context().get_node_id()).touch()
-            threading.Event().wait()
+            node = ray.get_runtime_context().get_node_id()
+            Path(self.folder, node).touch()
+            await_end_with(node)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def __call__(self) -> dict[str, Any]:
@@ -237,7 +244,7 @@ def resuming(config: dict[str, Any]) -> None:
                 ray.train.get_all_reported_checkpoints()  # waits until Ray has the one above
                 killed.touch()
                 if "node" in config:
-                    threading.Event().wait()
+                    await_end_with(here)
                 os.kill(os.getpid(), signal.SIGKILL)
             one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
             if step == SAVED:

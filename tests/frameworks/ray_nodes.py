@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +63,24 @@ class Nodes:
     def losing(self, doomed: Callable[[], Any]) -> Iterator[None]:
         """Within, a node is killed once ``doomed`` returns it; until then it returns None."""
         over = threading.Event()
+        lost: list[str] = []
 
         def kill() -> None:
             until(lambda: over.is_set() or doomed() is not None)
             if not over.is_set():
-                lost = doomed()
-                self.others.remove(lost)
-                self.cluster.remove_node(lost, allow_graceful=False)
+                node = doomed()
+                lost.append(node.node_id)
+                self.others.remove(node)
+                self.cluster.remove_node(node, allow_graceful=False)
 
-        killer = threading.Thread(target=kill)
+        killer = threading.Thread(target=kill, daemon=True)
         killer.start()
         try:
             yield
         finally:
             over.set()
-            killer.join()
+            killer.join(LIMIT_S)
+            assert not killer.is_alive(), f"node {lost} is not removed after {LIMIT_S:.0f} s"
 
     @contextmanager
     def nothing_left(self) -> Iterator[None]:
@@ -94,9 +97,10 @@ class Nodes:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             if "slipstream.runtime.servers.server" in (process.info["cmdline"] or []):
-                environment = Path(f"/proc/{process.pid}/environ")
-                if environment.exists() and marks & set(environment.read_bytes().split(b"\0")):
-                    found.append(process.pid)
+                with suppress(OSError):  # it has just ended
+                    environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                    if marks & set(environment.split(b"\0")):
+                        found.append(process.pid)
         return found
 
 

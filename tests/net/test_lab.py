@@ -279,6 +279,7 @@ def test_the_environment_is_added_to() -> None:
 def test_the_end_takes_lab_and_processes_away() -> None:
     with Lab(hosts=2) as lab:
         sleeper = lab.hosts[1].popen(["sleep", "1000"])
+        wait_until(lambda: sleeper.pid in lab.hosts[1].pids(), "the process to be in its namespace")
     assert sleeper.returncode == -signal.SIGTERM
     assert lab.name not in existing()
 

@@ -95,6 +95,20 @@ def test_status_shows_every_host(lab: Network) -> None:
     assert lab.hosts[3].address in everything
 
 
+def test_status_shows_the_others_while_a_lab_is_removed(lab: Network) -> None:
+    with Lab(2, None) as going:
+        subprocess.run(["ip", "netns", "delete", going.hosts[0].name], check=True)
+        until(lambda: len(find(going.name).hosts) == 1)  # the port goes with its host
+        everything = told(slipstream("status"))
+        named = slipstream("status", "--lab", going.name)
+    reason = f"lab {going.name} has no port {going.name}-p0 any more"
+    assert reason in everything
+    assert lab.hosts[3].address in everything
+    assert named.returncode == 2
+    assert reason in named.stderr
+    assert f"`slipstream lab down {going.name}`" in named.stderr
+
+
 def test_exec_runs_there_and_hands_on_output_and_code(lab: Network) -> None:
     program = ("sh", "-c", "ip -brief address show; exit 7")
     for words in (("--", *program), program):
@@ -135,6 +149,7 @@ def test_a_cable_is_pulled_and_plugged_in(lab: Network) -> None:
 def test_a_host_freezes_and_thaws(lab: Network) -> None:
     sleeper = lab.hosts[0].popen(["sleep", "1000"])
     try:
+        until(lambda: sleeper.pid in lab.hosts[0].pids())
         assert rows(told(slipstream("status", "--lab", lab.name)))[0][6] == "1"
         told(slipstream("freeze", "--lab", lab.name, "0"))
         becomes(sleeper.pid, "T")
@@ -191,6 +206,7 @@ def test_traffic_for_a_time_and_until_ctrl_c(lab: Network) -> None:
 def test_down_ends_what_runs_and_removes_the_lab(lab: Network) -> None:
     """The last of this file: the lab is gone after it."""
     sleeper = lab.hosts[2].popen(["sleep", "1000"])
+    until(lambda: sleeper.pid in lab.hosts[2].pids())
     assert told(slipstream("down", lab.name)) == f"removed {lab.name}\n"
     assert sleeper.wait(LIMIT_S) == -signal.SIGTERM
     assert lab.name not in existing()

@@ -67,7 +67,7 @@ def batch(step: int, rank: int, world: int, noisy: bool) -> tuple[torch.Tensor, 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
     kind = asked["optimizer"]
     told: dict[str, Any] = {"digests": {}, "errors": []}
-    with slipstream.init(servers=asked["servers"], start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(servers=asked["servers"], start_limit_s=30, wait_limit_s=60) as job:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(100 + job.rank)
         model: nn.Module = MODELS[asked["model"]]()

@@ -20,7 +20,10 @@ START_LIMIT_S = 5 if DEED in ("nobody comes", "hangs") else 60
 
 
 def mark(name: str) -> None:
-    Path(f"{name}.{os.environ['RANK']}").write_text(str(os.getpid()))
+    file = Path(f"{name}.{os.environ['RANK']}")
+    part = Path(f".{file}.part")
+    part.write_text(str(os.getpid()))
+    part.rename(file)
 
 
 def all_marked(name: str, job: slipstream.Job) -> None:

@@ -117,7 +117,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
     weights = {"momentum": 0.5} if asked.get("momentum", True) else {}
     kind = getattr(torch.optim, asked.get("optimizer", "SGD"))
     optimizer = kind(net.parameters(), lr=asked.get("lr", 0.1), **weights)
-    with slipstream.init(start_limit_s=60, wait_limit_s=60, silence_limit_s=4) as job:
+    with slipstream.init(start_limit_s=60, wait_limit_s=60, silence_limit_s=10) as job:
         model, optimizer = job.distribute(net, optimizer, strategy_of(asked))
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
         if asked.get("load"):

@@ -22,7 +22,7 @@ def main(checkpoint: str, doing: str, told_to: str) -> None:
         nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)
     )
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(start_limit_s=30, wait_limit_s=60) as job:
         model, optimizer = job.distribute(model, optimizer)
         if doing == "read":
             job.load(checkpoint)

@@ -83,7 +83,7 @@ def main(name: str, folder: str, dtype_name: str) -> None:
     begun = weights(model)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     given = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(start_limit_s=30, wait_limit_s=60) as job:
         model, optimizer = job.distribute(model, optimizer, MIXES[name])
         for step in job.steps(STEPS):
             inputs, targets = batch(job.rank, step, dtype)

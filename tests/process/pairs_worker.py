@@ -29,8 +29,7 @@ def distributed(job: Any, pairs: list[Pair], asked: dict[str, Any]) -> list[Pair
 def train(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     case = CASES[asked["case"]]
     told: dict[str, Any] = {}
-    silence_s = 4 if "die" in asked else 10
-    limits = {"start_limit_s": 90, "wait_limit_s": 60, "silence_limit_s": silence_s}
+    limits = {"start_limit_s": 90, "wait_limit_s": 60, "silence_limit_s": 10}
     with slipstream.init(servers=asked.get("servers"), **limits) as job:
         given = case.pairs(seed=job.rank)  # rank 0's weights are what counts
         for group in given[1][1].param_groups if not asked.get("momentum", True) else ():

@@ -26,7 +26,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None
 
 def main(folder: str) -> None:
     start_servers_by_fork()
-    with slipstream.init(start_limit_s=30, wait_limit_s=20) as job:
+    with slipstream.init(start_limit_s=30, wait_limit_s=60) as job:
         models = [nn.Linear(8, 8), nn.Linear(8, 4)]
         optimizers: list[torch.optim.Optimizer] = [
             torch.optim.SGD(model.parameters(), lr=0.01) for model in models

@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
+from slipstream.runtime.slurm import PORTS, STEPS_APART
+
 LIMIT_S = 120.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 NODES = ("node01", "node02")
+JOBS = 8  # more than a test starts
 
 CONFIGURATION = """
 ClusterName=test
@@ -60,6 +63,30 @@ def why_not() -> str:
     return "" if os.geteuid() == 0 else "slurmd needs root"
 
 
+def first_job_and_ports(daemons: int) -> tuple[int, set[int]]:
+    """The number of the first job, and ports of daemons, which are no ports of the first jobs.
+
+    The ports of jobs come from their numbers; another cluster on this machine has others.
+    """
+    while True:
+        first = 1 + secrets.randbelow(1_000_000)
+        of_jobs = {PORTS[STEPS_APART * job % len(PORTS)] for job in range(first, first + JOBS)}
+        if all(map(is_free, of_jobs)):
+            break
+    ports: set[int] = set()
+    while len(ports) < daemons:
+        ports |= {free_port()} - of_jobs
+    return first, ports
+
+
+def is_free(port: int) -> bool:
+    try:
+        with socket.create_server(("", port)):
+            return True
+    except OSError:
+        return False
+
+
 class SlurmCluster:
     """Runs from ``start`` to ``close``; its processes end with this object."""
 
@@ -79,11 +106,10 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         (folder / "state").mkdir()
-        # Ports come from the numbers of jobs; another cluster on this machine has others.
-        first = 1 + secrets.randbelow(1_000_000)
-        text = CONFIGURATION.format(host=host, port=free_port(), folder=folder, first=first)
-        for name in NODES:
-            text += NODE.format(name=name, port=free_port())
+        first, (port, *of_nodes) = first_job_and_ports(1 + len(NODES))
+        text = CONFIGURATION.format(host=host, port=port, folder=folder, first=first)
+        for name, port in zip(NODES, of_nodes, strict=True):
+            text += NODE.format(name=name, port=port)
             (folder / f"spool-{name}").mkdir()
         (folder / "slurm.conf").write_text(text)
         files = {"key": "key", "log": "log", "pid": "pid", "seed": "seed"}

@@ -29,7 +29,7 @@ from backup_parts import (
 )
 from backup_worker import LEASED, SAMPLES, counter
 from fork_server import ForkServer, Run
-from launches import until
+from launches import LIMIT_S, until
 
 from slipstream.torch.checkpoint import Checkpoint
 
@@ -66,7 +66,7 @@ LOADER = Part(
     pause_s=(0.003, 0.003, 0.003, 0.04), within=10, loaders=1,
 )  # fmt: skip
 SHARED = Part(
-    "shared", "backup_workers(first=2)", "shared_at_the_end", total=30, wait_s=10.0,
+    "shared", "backup_workers(first=2)", "shared_at_the_end", total=30,
 )  # fmt: skip
 OF_FOUR = (FIRST, SLOW, AUTO, OWN, LEASES, LOADER, SHARED)
 
@@ -338,12 +338,13 @@ def test_training_and_averages_go_on_bit_for_bit(of_two: dict[str, list[Told]]) 
 
 # ---- workers that stand still for a while
 
-# Longer than 12 times LOST_S, after which a worker is given up for lost; and, however long the
-# ticks take on a busy machine, shorter than 12 times SILENCE_S. Others that waited for one that is
-# not lost would stand still for longer than STILL_S.
+# A worker is given up for lost after 12 times its job's silence limit. A stop is longer than 12
+# times LOST_S. It is shorter than 12 times SILENCE_S, however busy the machine is: five jobs begin
+# and tick one after the other, and every wait for one of them has a limit. Others that waited for
+# a worker that is not lost would stand still for longer than STILL_S.
 STOP_S, TICKS = 12.0, 9
-SILENCE_S, LOST_S = 10.0, 0.8
 STILL_S = 60.0
+SILENCE_S, LOST_S = 5 * (LIMIT_S + TICKS * (STILL_S + 1.0)) / 12, 0.8
 
 
 def going_on(name: str, **different: Any) -> Part:

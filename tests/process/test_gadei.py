@@ -272,7 +272,7 @@ def find_process(launch: Launch, whom: str) -> psutil.Process | None:
             command, environment = process.cmdline(), process.environ()
             if whom == "server" and "slipstream.runtime.shared_memory.update_server" in command:
                 return process
-            if str(WORKER) in command and whom == f"rank {environment['RANK']}":
+            if str(WORKER) in command and whom == f"rank {environment.get('RANK')}":
                 return process
     return None
 

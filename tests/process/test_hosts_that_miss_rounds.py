@@ -105,7 +105,7 @@ def test_a_host_that_loses_a_worker_is_lost_and_the_others_go_on(
 ) -> None:
     """Rank 1 speaks for the second host, and rank 4 of that host dies. The server is rank 0's: one
     that rank 1 had started would end with it."""
-    asked = {"late": [], "steps": STEPS, "silence_s": 5, "dies": [4, 0], "servers": 1}
+    asked = {"late": [], "steps": STEPS, "silence_s": 10, "dies": [4, 0], "servers": 1}
     options = json.dumps(asked)
     run = fork_server.start(WORKER, FIRST, str(tmp_path), options, ranks=environments(EVEN))
     codes = run.wait()

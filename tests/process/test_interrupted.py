@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,19 @@ pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("interrupted_worker.py")
 CASES = [("within", "push_pull"), ("around", "allreduce"), ("around", "gadei"), ("none", "ako")]
+OTHER = "[rank 1] "
+# What Python prints if the signal comes while a destructor runs.
+IGNORED = re.compile(
+    r"^Exception ignored .*\nTraceback .*\n(?: .*\n)*KeyboardInterrupt.*\n", re.MULTILINE
+)
+
+
+def heeded(stderr: str) -> str:
+    """Of each rank, without interrupts that Python ignored; lines of two ranks may be mixed."""
+    lines = stderr.splitlines(keepends=True)
+    of_other = "".join(line.removeprefix(OTHER) for line in lines if line.startswith(OTHER))
+    rest = "".join(line for line in lines if not line.startswith(OTHER))
+    return IGNORED.sub("", rest) + IGNORED.sub("", of_other)
 
 
 def test_every_rank_handles_ctrl_c_itself(launch: Callable[..., Launch]) -> None:
@@ -28,7 +42,7 @@ def test_every_rank_handles_ctrl_c_itself(launch: Callable[..., Launch]) -> None
         # Ranks are interrupted in different steps: one that goes on after this cannot finish well.
         said = job.own_lines if handler != "within" else job.own_lines[-1:]
         assert said == ["slipstream: stopped by Ctrl-C"], f"{strategy}: {job.stderr}"
-        assert "Traceback" not in job.stderr, f"{strategy}: {job.stderr}"
+        assert "Traceback" not in heeded(job.stderr), f"{strategy}: {job.stderr}"
         saved = sorted(job.folder.glob("saved.*.pt"))
         assert len(saved) == (0 if handler == "none" else 2), f"{strategy}: {job.stdout}"
         assert all(torch.load(file)["weight"].isfinite().all() for file in saved)

@@ -35,7 +35,13 @@ def test_success_is_zero_and_silent(stage: Stage) -> None:
     assert stage.run("pass", workers=3) == (0, "", "")
 
 
-def test_sets_of_strings_have_one_order_on_all_ranks(stage: Stage) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_sets_of_strings_have_one_order_on_all_ranks(
+    stage: Stage, empty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if empty:  # which means "random" to Python
+        monkeypatch.setenv("PYTHONHASHSEED", "")
     code, out, _ = stage.run("print(hash('a'), flush=True)", workers=3)
     assert code == 0
     assert len({line.split()[-1] for line in out.splitlines()}) == 1, out
@@ -175,7 +181,8 @@ def test_killed_launcher_leaves_nothing(stage: Stage) -> None:
 
 @pytest.mark.parametrize("end", ["pass", "sys.exit(1)", "os.kill(os.getpid(), 9)"])
 def test_grandchildren_go_with_their_worker(stage: Stage, end: str) -> None:
-    stage.run(GRANDCHILD + end)
+    both = "wait_for('child-of-rank0.pid'); wait_for('child-of-rank1.pid')\n"
+    stage.run(GRANDCHILD + both + end)
     assert len(list(stage.folder.glob("child-of-*.pid"))) == 2
     assert stage.left_running == []
 
@@ -244,20 +251,22 @@ if NAME == "rank1":
 
 
 # The worker can end, but not all of its lines fit into the pipe of the launcher's reader.
-TALKS = "if NAME == 'rank1':\n for i in range(2000): print('x' * 49)"
+TALKS = "if NAME == 'rank1':\n for i in range(2000): print('x' * 49)\n" + READY
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_lines_wait_for_a_slow_reader_until_ctrl_c(stage: Stage, reads: bool) -> None:
     stage.start(TALKS)
     assert stage.launcher is not None
+    stage.pid("rank0"), stage.pid("rank1")
+    until(lambda: not stage.left_running, "ranks to end")
     with pytest.raises(subprocess.TimeoutExpired):
-        stage.launcher.wait(OUTPUT_S + 3.0)
+        stage.launcher.wait(OUTPUT_S + 2.0)
     if reads:
         assert stage.finish() == (0, f"[rank 1] {'x' * 49}\n" * 2000, "")
     else:
         stage.send(signal.SIGINT)
-        stage.launcher.wait(LIMIT_S)
+        assert stage.launcher.wait(LIMIT_S) == 0  # that of every rank
 
 
 def test_stdin_is_rank_zeros(stage: Stage) -> None:

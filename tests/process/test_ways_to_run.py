@@ -182,7 +182,7 @@ def test_two_workers_bytes(finished: dict[str, Launch]) -> None:
 
 def test_prometheus(scraped: str) -> None:
     for name in ("loss", "accuracy", "samples", "sent_bytes", "received_bytes", "wait_s"):
-        assert re.search(rf"^slipstream_{name} [0-9.e+]+$", scraped, re.MULTILINE), scraped
+        assert re.search(rf"^slipstream_{name} [0-9.e+-]+$", scraped, re.MULTILINE), scraped
 
 
 def test_run_log(finished: dict[str, Launch]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import threading
 import time
@@ -115,10 +116,15 @@ def test_who_waits_takes_no_time_of_the_processor(rings: Rings) -> None:
     for _ in range(2):
         rings.reserve(0, 0.0)
         rings.publish(0)
-    begun, used = time.monotonic(), time.thread_time()
-    assert rings.reserve(0, 0.5) is None
-    assert time.monotonic() - begun >= 0.5
-    assert time.thread_time() - used < 0.05  # a virtual machine may count what its host took
+    least_s = math.inf
+    for _ in range(5):  # a virtual machine may count what its host took
+        begun, used = time.monotonic(), time.thread_time()
+        assert rings.reserve(0, 0.5) is None
+        assert time.monotonic() - begun >= 0.5
+        least_s = min(least_s, time.thread_time() - used)
+        if least_s < 0.05:
+            break
+    assert least_s < 0.05
 
 
 def test_versions_and_beats(rings: Rings) -> None:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Self
 
@@ -144,19 +144,18 @@ class Network:
 
     def bytes(self) -> tuple[Traffic, ...]:
         """What every host has sent and received so far, from the kernel's counters."""
-        ports = self._ports()
-        return tuple(_traffic(ports[site.port]) for site in self._plan.sites)
+        return tuple(_traffic(port) for port in self._ports(site.port for site in self._plan.sites))
 
     def core_bytes(self) -> tuple[Traffic, ...]:
         """What every rack has sent to the core and received from it."""
         if self.racks == 1:
             return ()
-        ports = self._ports()
-        return tuple(_traffic(ports[self._plan.uplink(rack)[1]]) for rack in range(self.racks))
+        uplinks = (self._plan.uplink(rack)[1] for rack in range(self.racks))
+        return tuple(_traffic(port) for port in self._ports(uplinks))
 
     def links_up(self) -> tuple[bool, ...]:
-        ports = self._ports()
-        return tuple("UP" in ports[site.port]["flags"] for site in self._plan.sites)
+        ports = self._ports(site.port for site in self._plan.sites)
+        return tuple("UP" in port["flags"] for port in ports)
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Change one host's link, both ways, while it is in use."""
@@ -216,9 +215,17 @@ class Network:
         finally:
             _end(receiver)
 
-    def _ports(self) -> dict[str, Any]:
+    def _ports(self, names: Iterable[str]) -> list[dict[str, Any]]:
         listed = json.loads(_run(planning.counters(self._plan)))
-        return {link["ifname"]: link for link in listed}
+        found: dict[str, dict[str, Any]] = {link["ifname"]: link for link in listed}
+        wanted = list(names)
+        # A lab goes host by host, and its switch may be the last to go.
+        if absent := [name for name in wanted if name not in found]:
+            raise LaunchError(
+                f"lab {self.name} has no port {', '.join(absent)} any more: it is being removed, "
+                f"or half of it was; `slipstream lab down {self.name}` removes the rest"
+            )
+        return [found[name] for name in wanted]
 
     def _queues(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = json.loads(_run(planning.queues(self._plan)))

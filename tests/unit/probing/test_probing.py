@@ -410,7 +410,10 @@ def test_what_goes_before_a_stream_empties_the_bucket_while_that_fills(rate_byte
 
 
 def test_a_measurement_keeps_to_what_it_may_send(listener: Listener) -> None:
-    found = measure(LOOPBACK, listener.port, SECRET, most_bytes_s=4e6, at_most_nbytes=10_000_000)
+    # Any fleet takes a megabyte at the least, and this resolution eight fleets, whatever they find.
+    rates = {"least_bytes_s": 3e6, "most_bytes_s": 4e6, "resolution": 0.001}
+    limits = {"at_most_nbytes": 10_000_000, "limit_s": 600.0, "answer_limit_s": 60.0}
+    found = measure(LOOPBACK, listener.port, SECRET, **rates, **limits)
     assert found.sent_nbytes <= 10_000_000
     assert listener.counts.received_nbytes <= found.sent_nbytes
     assert listener.counts.sent_nbytes <= listener.counts.received_nbytes
