@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Set
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.datastructures import MutableHeaders
@@ -96,7 +97,7 @@ class Gate:
             _check_host(call)
         elif call.headers.get("authorization", "").lower().startswith("basic"):
             # Browsers send Basic by themselves, also for requests of other pages.
-            _check_origin(call, {host_name(call.base.partition("://")[2])})
+            _check_origin(call, {url_host(call.base)})
         if is_open:
             return
         if tenant is None:
@@ -108,20 +109,17 @@ class Gate:
 
     def _tenant(self, call: Call) -> tuple[keys.Tenant | None, bool]:
         """Who calls, and whether keys are asked for."""
-        service, credential = call.service, call.headers.get("authorization", "")
-        if credential:
-            shown = keys.hash_from_header(credential, service.secret, time.time())
-            call.key_hash = shown or keys.NO_HASH
+        service, key_hash = call.service, call.key_hash()
         # Before the tenant: if the first key is added in between, the request is refused.
         keys_needed = service.needs_key()
-        tenant, now = service.tenant(call.key_hash), now_ms()
+        tenant, now = service.tenant(key_hash), now_ms()
         # Where there are no keys, what is shown is none: it would be kept, and without a bound.
         is_key = tenant is not None and tenant.id != keys.LOCAL
-        if is_key and self._used.get(call.key_hash, 0) < now - keys.USED_MS:
-            self._used[call.key_hash] = now
+        if is_key and self._used.get(key_hash, 0) < now - keys.USED_MS:
+            self._used[key_hash] = now
             with contextlib.suppress(DatabaseUnavailable):
                 used = "UPDATE api_keys SET used = :now WHERE hash = :hash"
-                service.database.run(used, now=now, hash=call.key_hash)
+                service.database.run(used, now=now, hash=key_hash)
         return tenant, keys_needed
 
 
@@ -150,12 +148,28 @@ def _allowed_hosts(call: Call) -> set[str]:
 
 
 def _check_origin(call: Call, hosts: Set[str]) -> None:
-    """Refuse a request of a page from a host that is none of these, nor allowed by an option."""
-    origin = call.headers.get("origin")
-    # Not by urlsplit, which fails on what is no address.
-    found = "" if origin is None else host_name(origin.partition("://")[2])
-    if origin is not None and found not in hosts | _allowed_hosts(call):
-        raise ApiError("Forbidden", f"Requests from this origin ({origin[:80]!r}) are refused.")
+    """Refuse a request of a page from a host that is none of these, nor allowed by an option.
+
+    Schemes are not compared: a proxy that ends TLS may not tell which one the browser used.
+    """
+    if (origin := call.headers.get("origin")) is None:
+        return
+    host = url_host(origin)
+    if not host or host not in hosts | _allowed_hosts(call):
+        reason = f"Requests from this origin ({origin[:80]!r}) are refused; see --allow-host."
+        raise ApiError("Forbidden", reason)
+
+
+def url_host(url: str) -> str:
+    """The host in a URL; nothing if there is none.
+
+    >>> url_host("https://NLC.example:8080/path"), url_host("http://[::1]"), url_host("null")
+    ('nlc.example', '::1', '')
+    """
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:  # such as "http://["
+        return ""
 
 
 def host_name(authority: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +33,30 @@ class Joined(NamedTuple):
     @classmethod
     def of(cls, rows: Iterable[Encoded], classes: Sequence[list[int]]) -> Joined:
         """Join rows; ``classes`` has those of each."""
-        words, features, values = zip(*rows, strict=True)
+        # These grow in place: of all rows there is never a second copy.
+        words, features, values = array("q"), array("q"), array("f")
+        word_ends, feature_ends = [], []
+        for row in rows:
+            words.frombytes(row.words.tobytes())
+            features.frombytes(row.features.tobytes())
+            values.frombytes(row.values.tobytes())
+            word_ends.append(len(words))
+            feature_ends.append(len(features))
         return cls(
-            np.concatenate(words),
-            np.cumsum([len(own) for own in words]),
-            np.concatenate(features),
-            np.concatenate(values),
-            np.cumsum([len(own) for own in features]),
+            _shared(words, np.int64),
+            np.array(word_ends),
+            _shared(features, np.int64),
+            _shared(values, np.float32),
+            np.array(feature_ends),
             np.array([label for own in classes for label in own]),
             np.cumsum([len(own) for own in classes]),
         )
+
+
+def _shared(values: array[Any], kind: type[Any]) -> npt.NDArray[Any]:
+    """The values as an array in the same memory."""
+    # An empty array.array has an address that is not aligned, which native code refuses.
+    return np.frombuffer(values, kind) if values else np.zeros(0, kind)
 
 
 class Examples:
@@ -91,12 +106,12 @@ class Examples:
         Words and features that no other row has are unknown in them. They have weights all the
         same, because held-out rows are trained on later.
         """
-        others = np.ones(len(self._words), bool)
-        others[held] = False
+        among = np.zeros(len(self._words), bool)
+        among[held] = True
         encode = restricted(
             self._encoder,
-            self._all.words[np.repeat(others, self._words)],
-            self._all.features[np.repeat(others, self._features)],
+            in_other_rows(self._all.words, np.repeat(among, self._words)),
+            in_other_rows(self._all.features, np.repeat(among, self._features)),
         )
         texts = [self._rows.texts[number] for number in held]
         classes = [self._rows.classes[number] for number in held]
@@ -107,6 +122,17 @@ class Examples:
     def _padded(self, encoded: Encoded) -> Encoded:
         missing = max(self._setting.windows) - len(encoded.words)
         return encoded._replace(words=np.pad(encoded.words, (0, max(missing, 0))))
+
+
+def in_other_rows(numbers: Ids, held: npt.NDArray[np.bool_]) -> Ids:
+    """The numbers that also occur where ``held`` is false; sorted, each once.
+
+    >>> in_other_rows(np.array([5, 2, 5, 3]), np.array([True, False, False, True])).tolist()
+    [2, 5]
+    """
+    counts = np.bincount(numbers)
+    counts -= np.bincount(numbers[held], minlength=len(counts))
+    return np.flatnonzero(counts)
 
 
 def restricted(encoder: Encoder, words: Ids, features: Ids) -> Callable[[str], Encoded]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,9 +64,17 @@ class Call(Request):
 
     service: Service
     tenant: keys.Tenant
-    key_hash: str = ""  # of the key that it shows; nothing if it shows none
     base: str  # scheme, host and prefix as the client wrote them
     route: str = "none"  # the template of its path
+
+    def key_hash(self) -> str:
+        """The hash of the key that it shows; nothing if it shows none.
+
+        It changes when a token expires: to that of no key.
+        """
+        if not (shown := self.headers.get("authorization", "")):
+            return ""
+        return keys.hash_from_header(shown, self.service.secret, time.time()) or keys.NO_HASH
 
     @property
     def id(self) -> str:

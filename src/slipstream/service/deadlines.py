@@ -7,10 +7,15 @@ An error is often answered before its body has come. If the connection were clos
 that still sends would get a reset instead of the answer. So it stays open for 3 s more, in which at
 most 1 MiB is read.
 
-A client that does not read its answers would keep its place, too, even if the connection is to be
-closed after them. If a client takes nothing of an answer for 20 s, the connection is closed; if
-places are rare, after 2 s. What the kernel has sent ahead does not count as taken: it holds
-megabytes, so a slow client takes much of it before the kernel asks for more.
+A client that reads no answer, or a byte now and then, would keep its place, too, even if the
+connection is to be closed afterwards. While bytes of an answer wait, a client has to take 4 KiB/s.
+It may lag 20 s behind that; then it is disconnected. What it takes faster is no credit, or it could
+stop for hours after a fast start. What the client's kernel has confirmed counts as taken. What our
+kernel holds does not: that may be megabytes.
+
+If there are more connections than permitted, the one that has waited longest without a request is
+closed. If all have one, it is the one with the largest lag, if that is 5 s. Otherwise the new
+connection gets 503.
 """
 
 from __future__ import annotations
@@ -41,8 +46,11 @@ BODY_NBYTES_S: Final = 16 * 1024
 CHECK_S: Final = 1.0
 REST_S: Final = 3.0  # for the rest of a body whose answer is complete
 REST_NBYTES: Final = 1024 * 1024
-UNREAD_S: Final = 20.0  # that a client takes nothing of an answer
-UNREAD_FULL_S: Final = 2.0  # the same, if there are too many connections
+ANSWER_NBYTES_S: Final = 4 * 1024
+LAG_S: Final = 20.0  # that a client may be behind this rate
+# The same, if there are too many connections. A client's kernel may announce room in steps of
+# 64 KiB: at 16 KiB/s, nothing is taken for 4 s.
+LAG_FULL_S: Final = 5.0
 
 
 def is_too_slow(received_nbytes: int, elapsed_s: float) -> bool:
@@ -93,7 +101,7 @@ class DeadlineProtocol(H11Protocol):
     _since: float | None = None
     _header_since = 0.0  # when the last header began
     _received = 0  # of the body; after the answer, of its rest
-    _taken, _taken_at = 0, 0.0  # of answers, and when it last grew or nothing waited
+    _taken, _lag_s = 0, 0.0  # of answers: bytes, and how far the client is behind
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,7 +109,7 @@ class DeadlineProtocol(H11Protocol):
         # uvicorn closes at once after an answer with "Connection: close".
         self._socket, self._watched = transport, _Watched(transport, self._close)
         self.transport = cast("asyncio.Transport", self._watched)
-        self._since = self._header_since = self._taken_at = self.loop.time()
+        self._since = self._header_since = self.loop.time()
         self._timer = self.loop.call_later(CHECK_S, self._check)
         if len(self.connections) > self.limit:
             self._make_room()
@@ -163,7 +171,8 @@ class DeadlineProtocol(H11Protocol):
 
     def _check(self) -> None:
         self._timer = self.loop.call_later(CHECK_S, self._check)
-        if self._unread_s() >= UNREAD_S:
+        self._measure_lag()
+        if self._lag_s >= LAG_S:
             self._socket.abort()
             return
         # A transport that closes does so when its last answer has left.
@@ -182,28 +191,29 @@ class DeadlineProtocol(H11Protocol):
             reason = "The request did not come in time; send it again."
             self._refuse(ApiError("Request timeout", reason))
 
-    def _unread_s(self) -> float:
-        """For how long the client has taken nothing of an answer that waits."""
-        (unsent, taken), now = self._watched.unsent_and_taken(), self.loop.time()
-        if not unsent or taken > self._taken:
-            self._taken, self._taken_at = taken, now
-        return now - self._taken_at
+    def _measure_lag(self) -> None:
+        """Once for every check: by the clock, a pause of this process would be the client's lag."""
+        unsent, taken = self._watched.unsent_and_taken()
+        lag_s = self._lag_s + CHECK_S - (taken - self._taken) / ANSWER_NBYTES_S
+        self._taken, self._lag_s = taken, max(lag_s, 0.0) if unsent else 0.0
+
+    def _is_idle(self) -> bool:
+        """Whether no request has come and every answer has left."""
+        unsent, _ = self._watched.unsent_and_taken()
+        return self.conn.their_state is h11.IDLE and not unsent and not self._socket.is_closing()
 
     def _make_room(self) -> None:
-        """Close a connection whose answer is not read, or the one that has waited longest without
-        a request; else this one."""
+        """Close an idle connection, or the one with the largest lag, or this one with 503."""
         others = [
             one for one in self.connections if isinstance(one, DeadlineProtocol) and one is not self
         ]
-        silent = [
-            one
-            for one in others
-            if one.conn.their_state is h11.IDLE and not one.transport.is_closing()
-        ]
-        if unread := [one for one in others if one._unread_s() > UNREAD_FULL_S]:
-            unread[0]._socket.abort()
-        elif silent:
-            min(silent, key=lambda one: one._header_since).transport.close()
+        slowest = max(others, key=lambda one: one._lag_s, default=self)
+        if idle := [one for one in others if one._is_idle()]:
+            min(idle, key=lambda one: one._header_since).transport.close()
+        elif slowest._lag_s >= LAG_FULL_S:
+            slowest._socket.abort()
+            # The event loop does it later; of several new connections, each needs another place.
+            self.connections.discard(slowest)
         else:
             reason = "Too many connections; try again in a moment."
             self._refuse(ApiError("Service unavailable", reason))

@@ -1,4 +1,4 @@
-"""Our own API, ``/api``: what of a classifier can be saved. Data, model, report and log."""
+"""Our own API, ``/api``: downloads of a classifier's data, model, report and training log."""
 
 from __future__ import annotations
 

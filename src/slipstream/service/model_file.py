@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 from safetensors.numpy import save
 
 from slipstream.runtime.files.whole_files import open_regular, write_whole
@@ -81,12 +82,16 @@ def _parse(data: bytes) -> tuple[ModelHead, dict[str, Array]]:
     header = msgspec.json.decode(data[8:start], type=dict[str, dict[str, Any]])
     metadata = header.pop("__metadata__")
     text = metadata[TEXT]
-    found = msgspec.json.decode(text, type=dict[str, Any]).get("format")
-    if found != FORMAT:
+    found = msgspec.json.decode(text, type=dict[str, Any])
+    if found.get("format") != FORMAT:
         raise Damaged(
-            f"the model file has format {found}; this version of slipstream reads {FORMAT}"
+            f"the model file has format {found.get('format')}; "
+            f"this version of slipstream reads {FORMAT}"
         )
     head = msgspec.json.decode(text, type=ModelHead)
+    if "feature_words" not in found["setting"]:  # of before the parts had different numbers
+        setting = replace(head.setting, feature_words=head.setting.text_words)
+        head = replace(head, setting=setting)
     body = np.frombuffer(memoryview(data)[start:], np.uint8)
     tensors = {}
     for name, entry in header.items():

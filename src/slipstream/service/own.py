@@ -21,7 +21,8 @@ from slipstream.service.upload import received
 
 EVENTS_S: Final = 1.0
 COMMENT_S: Final = 15.0
-STREAMS: Final = 64  # of events, for a tenant: each keeps a connection
+STREAMS: Final = 64  # of events, for a tenant, if there are connections for more tenants
+TENANTS: Final = 8  # that can have all their streams; each stream keeps a connection
 
 
 class JobState(msgspec.Struct, frozen=True):
@@ -91,20 +92,31 @@ def events(call: Call) -> Response:
     return EventStream(_follow(call, job, after), 200, headers, "text/event-stream", call=call)
 
 
-class EventStream(StreamingResponse):
-    """Events; 429 if their tenant follows too many.
+def most_streams(connections: int) -> int:
+    """How many streams of events a tenant may have open, of so many connections.
 
-    It counts where it begins, in the event loop: of many that are opened at once, none has begun
-    when their requests are looked at.
+    >>> most_streams(512), most_streams(8)
+    (64, 1)
+    """
+    return max(min(STREAMS, connections // TENANTS), 1)
+
+
+class EventStream(StreamingResponse):
+    """An answer of server-sent events; 429 if its tenant has too many of them open.
+
+    The open streams of a tenant are counted when the answer begins, not when the request is
+    handled. Requests are handled in threads: of several at once, each would see a free place.
+    Answers begin in the event loop, one after the other.
     """
 
     def __init__(self, *given: Any, call: Call) -> None:
         super().__init__(*given)
         self._streams, self._tenant = call.service.streams, call.tenant.id
+        self._most = most_streams(call.service.options.connections)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._streams[self._tenant] >= STREAMS:
-            reason = f"{STREAMS} streams of events are open already; close some."
+        if self._streams[self._tenant] >= self._most:
+            reason = f"{self._most} of your streams of events are open already; close some."
             raise ApiError("Too many requests", reason, retry_s=30)
         self._streams[self._tenant] += 1
         try:
@@ -128,13 +140,18 @@ def event(name: str, data: object, number: int | None = None) -> bytes:
 
 
 async def _follow(call: Call, job: str, after: int) -> AsyncGenerator[bytes]:
-    """The events after an epoch, until the job or the service ends; comments while none happens.
+    """The events of a job, as bytes, until the job ends.
 
-    Whose key is revoked meanwhile gets no further one, nor ``end``: on the next request, 401.
+    Epochs up to ``after`` are left out. A comment is sent if there was no progress for
+    ``COMMENT_S``, so that proxies keep the connection open.
+
+    The stream also ends when the service stops, the caller's key is revoked or the caller's token
+    expires. In these cases there is no event ``end``, so a client connects again; without a valid
+    key it then gets 401.
     """
 
     def is_admitted() -> bool:
-        return call.service.tenant(call.key_hash) is not None
+        return call.service.tenant(call.key_hash()) is not None
 
     def news() -> tuple[list[Row], JobState | None]:
         try:

@@ -8,6 +8,7 @@ grow with the data; ``read`` is for the training job.
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -40,8 +41,12 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> int:
-        """Of a row: its text, and each class once."""
+        """How many columns a row may have: one for its text, and one for each permitted class."""
         return 1 + self.max_classes
+
+
+# What ``check`` has accepted has no further limit; a training job does not know the operator's.
+NO_LIMITS = Limits(max_classes=sys.maxsize, text_chars=sys.maxsize, class_chars=sys.maxsize)
 
 
 class Rows(msgspec.Struct):
@@ -85,7 +90,7 @@ def read(stream: Iterable[bytes]) -> Rows:
     texts: list[str] = []
     names: list[list[str]] = []
     for line, fields in records(stream):
-        text, own = clean(line, fields, Limits())
+        text, own = clean(line, fields, NO_LIMITS)
         lines.append(line)
         texts.append(text)
         names.append(own)

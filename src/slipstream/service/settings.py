@@ -47,7 +47,8 @@ class TextSetting(msgspec.Struct, frozen=True):
     """Sizes of the net and how it is trained; the model file has a copy."""
 
     text_words: Size = 256  # the first of a text, for the deep part
-    feature_words: Size = 1024  # the first of a text, for the wide part, which costs less
+    # The first of a text, for the wide part, which costs less; in files without it, as text_words.
+    feature_words: Size = 1024
     most_words: int = 100_000  # the most frequent of all
     dimensions: Size = 128
     embedding_range: float = 0.25  # of initial values, either side of 0 (Kim, 2014)

@@ -22,7 +22,12 @@ Temperature = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 
 
 class Temperatures(msgspec.Struct, frozen=True):
-    """Of the deep part, of the wide part and of their mean.
+    """What scores are divided by before each softmax; the higher, the less sure the answer.
+
+    Attributes:
+        deep: T_d, for the scores of the deep part.
+        wide: T_w, for the scores of the wide part.
+        mean: T_m, for the logarithms of the mean of both parts' probabilities.
 
     >>> scores = np.zeros(2), np.array([np.log(3), 0.0])
     >>> Temperatures(deep=1.0, wide=1.0).answer(*scores).round(3).tolist()

@@ -103,14 +103,15 @@ class Running:
 
     def has_ended(self) -> bool:
         """Whether the process is gone. Kills what is left of it, or if its time is over."""
-        if self._gone:  # its number may be another process's by now
-            return True
-        self._gone = self.process.poll() is not None
-        if self._gone or time.monotonic() >= self._kill_at:
+        ended = self.process.poll() is not None
+        if ended or time.monotonic() >= self._kill_at:
             self._signal(signal.SIGKILL)
-        return self._gone
+        self._gone = ended
+        return ended
 
     def _signal(self, number: int) -> None:
+        if self._gone:  # its number may be another process's by now
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

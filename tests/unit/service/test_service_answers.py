@@ -104,7 +104,8 @@ def with_text(path: Path, **changes: Any) -> None:
     text = json.loads(header["__metadata__"]["slipstream.text"])
     setting = changes.pop("setting", {})
     text = {name: value for name, value in (text | changes).items() if value is not REMOVED}
-    text["setting"] |= setting
+    setting = text["setting"] | setting
+    text["setting"] = {name: value for name, value in setting.items() if value is not REMOVED}
     changed = json.dumps(text)
     header["__metadata__"] |= {TEXT: changed, SHA256: _digest(changed, tensors)}
     encoded = json.dumps(header).encode()
@@ -148,6 +149,17 @@ def test_a_file_without_a_third_temperature_answers_with_the_mean(path: Path) ->
     mean = Model.load(path).probabilities("rain")
     with_text(path, mean_temperature=REMOVED)
     np.testing.assert_array_equal(Model.load(path).probabilities("rain"), mean)
+
+
+def test_a_file_without_feature_words_uses_as_many_words_in_both_parts(path: Path) -> None:
+    """Earlier files have one number of words, which both parts were trained with."""
+    text = "snow " + "hot " * 20 + "rain"
+    with_text(path, setting={"text_words": 4, "feature_words": 4})
+    as_trained = Model.load(path).probabilities(text)
+    with_text(path, setting={"feature_words": 1024})
+    assert (Model.load(path).probabilities(text) != as_trained).any()
+    with_text(path, setting={"feature_words": REMOVED})
+    np.testing.assert_array_equal(Model.load(path).probabilities(text), as_trained)
 
 
 def test_a_header_that_asks_for_all_memory(path: Path) -> None:

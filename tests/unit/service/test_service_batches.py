@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -114,7 +118,6 @@ def run(**changes: Any) -> int:
     return text_batch(**{**arguments, **changes})
 
 
-SHORT = np.empty(2, np.int64)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a row that is not there": ({"numbers": np.array([0, 2])}, "row 2 is not one of"),
     "a negative row": ({"numbers": np.array([-1, 0])}, "row -1 is not one of"),
@@ -159,7 +162,83 @@ def test_every_part_has_the_right_size(part: int) -> None:
         run(batch=parts)
 
 
-def test_nothing_is_written_over_the_rows() -> None:
-    parts = [np.empty(3, np.int64), np.empty(2, np.int64), JOINED.features, *([SHORT] * 4)]
-    with pytest.raises(ValueError, match="overlaps"):
-        run(batch=parts)
+# ---- what is written overlaps nothing else
+
+ROWS, BATCH = [f"rows[{part}]" for part in range(7)], [f"batch[{part}]" for part in range(7)]
+READ = [*ROWS, "numbers[0]", "dropped[0]"]
+OVERLAPS = [
+    *itertools.combinations(BATCH, 2),
+    *itertools.product(BATCH, READ),
+    *(("noise[0]", other) for other in [*READ, *BATCH]),
+]
+
+
+def fresh_arrays() -> dict[str, np.ndarray]:
+    """Every array of a batch of both rows, each in memory of its own."""
+    sizes = [(3, "i8"), (2, "i8"), (3, "i8"), (3, "f4"), (2, "i8"), (4, "f4"), (12, "f4")]
+    return {
+        **{name: part.copy() for name, part in zip(ROWS, JOINED, strict=True)},
+        **{name: np.empty(*size) for name, size in zip(BATCH, sizes, strict=True)},
+        "numbers[0]": np.array([0, 1]),
+        "dropped[0]": np.zeros(5, np.float32),
+        "noise[0]": noise(),
+    }
+
+
+def run_on(arrays: dict[str, np.ndarray]) -> int:
+    return run(
+        rows=[arrays[name] for name in ROWS],
+        batch=[arrays[name] for name in BATCH],
+        numbers=arrays["numbers[0]"],
+        dropped=arrays["dropped[0]"],
+        noise=arrays["noise[0]"],
+    )
+
+
+def test_arrays_that_do_not_overlap_are_taken() -> None:
+    assert run_on(fresh_arrays()) == 3
+
+
+@pytest.mark.parametrize(("written", "other"), OVERLAPS)
+def test_nothing_is_written_over_another_array(written: str, other: str) -> None:
+    arrays = fresh_arrays()
+    first, second = arrays[written], arrays[other]
+    memory = np.zeros(max(first.nbytes, second.nbytes), np.uint8)
+    for name, array in ((written, first), (other, second)):
+        arrays[name] = memory[: array.nbytes].view(array.dtype)
+        arrays[name][:] = array
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{written} overlaps {other}')}$"):
+        run_on(arrays)
+
+
+# ---- memory
+
+
+def test_rows_are_joined_without_a_second_copy() -> None:
+    def rows() -> Iterator[Encoded]:
+        for _ in range(100):
+            many = np.ones(10_000, np.int64)
+            yield Encoded(many, many, many.astype(np.float32))
+
+    tracemalloc.start()
+    try:
+        joined = Joined.of(rows(), [[0]] * 100)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    kept = sum(part.nbytes for part in joined)
+    assert kept > 100 * 10_000 * 20
+    assert peak < 1.2 * kept
+
+
+def test_held_out_rows_are_restricted_without_a_copy_of_the_others() -> None:
+    texts = [" ".join(f"w{(7 * row + word) % 900}" for word in range(100)) for row in range(500)]
+    rows = Rows(texts, [[0], [1]] * 250, ["x", "y"], [])
+    examples = Examples(rows, Encoder.of(texts, 2, SETTING))
+    tracemalloc.start()
+    try:
+        examples.held_batches([3], 4)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.5 * examples._all.features.nbytes

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from service_requests import LIMIT_S, answer_to, ask, prepared
+from service_requests import ask, prepared
 from test_service_classifiers import create
 
-from slipstream.service import downloads, keys, metrics, own, queue
+from slipstream.service import downloads, keys, metrics
 from slipstream.service.context import Service
 from slipstream.service.database import Database, Row
 from slipstream.service.routes import OPERATIONS, description
@@ -89,6 +87,54 @@ def test_a_token_for_a_wrong_key(tmp_path: Path, no_auth: bool) -> None:
         assert [token(key), token("sk_any")] == [200, 400]
 
 
+def test_a_browser_does_not_send_its_password_for_other_pages(tmp_path: Path) -> None:
+    with prepared(tmp_path) as service:
+        key = keys.add_key(service.database, "team")
+        basic = f"Basic {b64encode(f'apikey:{key}'.encode()).decode()}"
+        listed = "GET /v1/classifiers"
+        for origin, credential, code in [
+            ("http://evil", basic, 403),
+            ("http://localhost:8080", basic, 200),
+            ("http://evil", f"Bearer {key}", 200),
+        ]:
+            assert ask(service, listed, authorization=credential, origin=origin).code == code
+
+
+@pytest.mark.parametrize("prefix", ["", "/instances/abc", "/natural-language-classifier/api"])
+@pytest.mark.parametrize(
+    ("options", "headers", "origin", "foreign"),
+    [
+        ({}, {"host": "localhost"}, "http://localhost", "http://other"),
+        ({}, {"host": "localhost:8080"}, "http://localhost:8080", "http://localhost.other"),
+        ({}, {"host": "[::1]"}, "http://[::1]", "http://[::2]"),
+        # The proxy ends TLS, and says nothing of it.
+        ({}, {"host": "nlc.example"}, "https://nlc.example", "https://example"),
+        ({"public_url": "https://a.example/nlc"}, {}, "https://a.example", "http://localhost"),
+        ({"public_url": "https://A.example:444/n/"}, {}, "https://a.example:444", "https://a"),
+        ({"behind_proxy": True}, {"x_forwarded_host": "a.example"}, "https://a.example", "null"),
+        ({"allow_host": ("b.example",)}, {}, "https://b.example", "https://c.b.example"),
+        ({}, {}, "http://localhost", "http://["),
+    ],
+)
+def test_the_host_of_a_page_that_sends_a_password(
+    tmp_path: Path,
+    prefix: str,
+    options: dict[str, Any],
+    headers: dict[str, str],
+    origin: str,
+    foreign: str,
+) -> None:
+    with prepared(tmp_path, **options) as service:
+        key = keys.add_key(service.database, "team")
+        basic = f"Basic {b64encode(f'apikey:{key}'.encode()).decode()}"
+        more = {"authorization": basic, **headers}
+        listed = f"GET {prefix}/v1/classifiers"
+        assert ask(service, listed, **more, origin=origin).code == 200
+        assert ask(service, listed, **more, origin=foreign).code == 403
+        assert ask(service, listed, **more).code == 200
+        assert ask(service, listed, **{**more, "host": "", "origin": "null"}).code == 403
+
+
 # ---- bodies
 
 
@@ -100,34 +146,7 @@ def test_json_in_another_encoding(service: Service, charset: str) -> None:
     assert ask(service, f"POST {path}", b"{}", content_type=kind + "UTF8").code == 400
 
 
-# ---- jobs
-
-
-def test_headers_of_events_come_at_once(service: Service) -> None:
-    path = f"/api/classifiers/{create(service)}/events"  # its job waits, for ever
-    answer = ask(service, f"HEAD {path}")
-    assert (answer.code, answer.body) == (200, b"")
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert ask(service, "HEAD /api/classifiers/x/events").code == 404
-
-
-def test_events_after_an_epoch(service: Service) -> None:
-    classifier = create(service)
-    held = queue.claim(service.database, "me", 1)
-    assert held is not None
-    epochs = [queue.Progress(10, 20, number, 4, 1.0, at=1, loss=0.5) for number in range(4)]
-    queue.record(service.database, held, epochs)
-    queue.finish(service.database, held, "done", None, 3)
-
-    def told(**headers: str) -> list[bytes]:
-        events = ask(service, f"GET /api/classifiers/{classifier}/events", **headers).body
-        assert events.endswith(b"\n\n")
-        assert b"event: end\n" in events
-        return re.findall(rb"^id: (\d+)$", events, re.MULTILINE)
-
-    assert told() == [b"0", b"1", b"2", b"3"]
-    assert told(last_event_id="1") == [b"2", b"3"]
-    assert told(last_event_id="3") == []
+# ---- logs
 
 
 def test_the_end_of_a_log_and_all_of_it(service: Service) -> None:
@@ -239,19 +258,6 @@ def test_pages_of_the_description(service: Service) -> None:
         assert f"<code>{path}</code>".encode() in docs.body
 
 
-def test_a_browser_does_not_send_its_password_for_other_pages(tmp_path: Path) -> None:
-    with prepared(tmp_path) as service:
-        key = keys.add_key(service.database, "team")
-        basic = f"Basic {b64encode(f'apikey:{key}'.encode()).decode()}"
-        listed = "GET /v1/classifiers"
-        for origin, credential, code in [
-            ("http://evil", basic, 403),
-            ("http://localhost:8080", basic, 200),
-            ("http://evil", f"Bearer {key}", 200),
-        ]:
-            assert ask(service, listed, authorization=credential, origin=origin).code == code
-
-
 def test_only_the_use_of_a_key_is_noted(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no keys, each request may show another: nothing is kept of them."""
     statements: list[str] = []
@@ -276,64 +282,3 @@ def test_data_for_an_unknown_classifier_is_not_read(service: Service) -> None:
     path = "PUT /api/classifiers/abcdefx0123456789-nlc-9/data"
     answer = ask(service, path, b"no multipart", content_type="text/plain")
     assert (answer.code, answer.json["error"]) == (404, "Not found")
-
-
-def test_streams_of_events_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    classifier = create(service)
-    path = f"GET /api/classifiers/{classifier}/events"
-    monkeypatch.setattr(own, "STREAMS", 1)
-    service.streams[keys.LOCAL] = 1
-    refused = ask(service, path)
-    assert (refused.code, refused.json["error"]) == (429, "Too many requests")
-    service.streams[keys.LOCAL] = 0
-    service.stopping.set()  # so that the stream ends
-    assert ask(service, path).code == 200
-    assert service.streams[keys.LOCAL] == 0
-
-
-def test_streams_that_are_opened_at_once_are_bounded(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    classifier = create(service)  # its job waits, for ever
-    path = f"GET /api/classifiers/{classifier}/events"
-    monkeypatch.setattr(own, "STREAMS", 2)
-
-    async def run() -> list[int]:
-        asked = [asyncio.create_task(answer_to(service, path)) for _ in range(6)]
-        async with asyncio.timeout(LIMIT_S):
-            while sum(one.done() for one in asked) < 4:
-                await asyncio.sleep(0.01)
-        service.stopping.set()
-        return sorted([(await one).code for one in asked])
-
-    assert asyncio.run(run()) == [200, 200, 429, 429, 429, 429]
-    assert service.streams.total() == 0
-
-
-@pytest.mark.parametrize("kind", ["Bearer", "token", "none"])
-def test_a_stream_ends_when_its_caller_is_no_longer_let_in(
-    kind: str, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    classifier, database = create(service), service.database  # its job waits, for ever
-    headers = {}
-    if kind != "none":
-        key = keys.add_key(database, "team")
-        keys.take_local(database, "team")
-        shown = keys.make_token(keys.key_hash(key), service.secret, time.time())
-        headers["authorization"] = f"Bearer {key if kind == 'Bearer' else shown}"
-    as_bytes, sent = own.event, []
-
-    def sent_once(name: str, *rest: Any) -> bytes:
-        sent.append(name)
-        if kind == "none":
-            keys.add_key(database, "team")  # from the first key on, everybody needs one
-        else:
-            keys.revoke_key(database, key)
-        return as_bytes(name, *rest)
-
-    monkeypatch.setattr(own, "event", sent_once)
-    monkeypatch.setattr(own, "EVENTS_S", 0.01)
-    answer = ask(service, f"GET /api/classifiers/{classifier}/events", **headers)
-    assert (answer.code, sent) == (200, ["progress"])
-    assert ask(service, f"GET /api/classifiers/{classifier}/events", **headers).code == 401
-    assert service.streams.total() == 0

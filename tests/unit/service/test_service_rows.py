@@ -251,3 +251,11 @@ def test_the_column_of_a_class_that_is_repeated() -> None:
     long = b"x" * 257
     with pytest.raises(Refused, match="The class at line 1 and column 3 has 257"):
         check([b"one,a," + long + b",b," + long], Limits())
+
+
+def test_a_row_that_the_operator_permits_is_read() -> None:
+    """The job does not know the limits of the operator."""
+    wide = "text," + ",".join(f"c{number}" for number in range(3_500)) + "\n"
+    limits = Limits(max_classes=5_000, text_chars=2_000, class_chars=300)
+    data = FIVE + wide.encode() + b"t" * 2_000 + b"," + b"c" * 300 + b"\n"
+    assert len(rows(data, limits).classes[5]) == 3_500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -78,12 +79,19 @@ def test_the_end_of_a_log_can_be_stored(tmp_path: Path) -> None:
     assert Running.log_tail(running) == "it broke: \ufffd\ufffd\n"  # type: ignore[arg-type]
 
 
-def test_a_process_that_has_ended_is_signalled_once() -> None:
+def test_a_process_that_has_ended_is_signalled_once(
+    directory: DataDirectory, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the database is away the end is looked at again; the number may be another's then."""
-    signals: list[int] = []
-    running = SimpleNamespace(
-        process=SimpleNamespace(poll=lambda: 0), _gone=False, _signal=signals.append
-    )
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(trainer, "RUN", (sys.executable, "-c", ""))
+    held = queue.claim(database, "me", 1)
+    assert held is not None
+    running = Running(held, directory.version(ID, 1), ServeOptions(data=str(directory.path)))
+    running.process.wait(LIMIT_S)
+    monkeypatch.setattr(os, "killpg", lambda *given: signals.append(given))
     for _ in range(3):
-        assert Running.has_ended(running)  # type: ignore[arg-type]
-    assert signals == [signal.SIGKILL]
+        assert running.has_ended()
+        running.end("stopped", 0.0)
+    assert signals == [(running.process.pid, signal.SIGKILL)]
+    assert running.ending == "stopped"
