@@ -16,6 +16,7 @@ SlipstreamError
     ├── PeerFailed              a member reported that it failed
     ├── LeftBehind              the other members continued without this worker
     ├── WaitLimit               a wait reached its limit; names the missing members
+    ├── JobEnded                a loop goes on training after the end of its job
     ├── OutOfDescriptors        this process may open no more files or connections
     ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
     └── FrameRefused            a message that does not match what was announced
@@ -150,6 +151,16 @@ class WaitLimit(RuntimeFault):
         names = ", ".join(missing) if missing else "unknown"
         hint = f"; last message refused here, from {refusal}" if refusal else ""
         super().__init__(f"waited {limit_s:.0f} s for {what}; missing: {names}{hint}")
+
+
+class JobEnded(RuntimeFault):
+    """A loop goes on training after the end of its job."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the job has ended, so nothing that this loop computes now reaches another worker: "
+            "keep the whole loop within the `with` block of slipstream.init"
+        )
 
 
 class OutOfDescriptors(RuntimeFault):

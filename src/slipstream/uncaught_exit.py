@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NoReturn
 
 
@@ -44,7 +45,10 @@ class UncaughtExit:
         def exit_noted(code: Any = None, /) -> NoReturn:
             if threading.current_thread() is not threading.main_thread():
                 before(code)  # it ends the thread alone
-            raise _Exit(code, self._note)
+            caller = sys._getframe(1)
+            # The interpreter does not keep the traceback of an exit that nobody catches.
+            place = TracebackType(None, caller, caller.f_lasti, caller.f_lineno)
+            raise _Exit(code, self._note).with_traceback(place)
 
         self._own = sys.exit = exit_noted
 

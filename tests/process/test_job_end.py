@@ -126,3 +126,42 @@ def test_without_a_with_block_under_the_launcher(launch: Callable[..., Launch]) 
     assert jobs[1].wait() != 0
     assert "job.gather waits for every rank" in jobs[1].stderr
     assert "job.share(value)" in jobs[1].stderr
+
+
+LATE = """
+import sys
+import torch, slipstream
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+with slipstream.init() as job:
+    model, optimizer = job.distribute(model, optimizer, sys.argv[1])
+    train(3)
+train(3)
+"""
+ENDED = "the job has ended, so nothing that this loop computes now reaches another worker: keep "
+UPDATED_ELSEWHERE = ("push_pull(update='server')", "backup_workers(first=1)", "async_sgd", "gadei")
+
+
+def test_a_loop_that_goes_on_after_the_end_is_told(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    """By a warning where workers update; elsewhere by an error, and not by a wait."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    command = (SLIPSTREAM, "run", "--workers=2", str(script))
+    here = [launch(*command, system) for system in ("push_pull", "diloco(every=2)")]
+    for job in here:
+        assert job.wait() == 0, job.stderr
+        assert job.stderr.count(f"UserWarning: {ENDED}") == 1, job.stderr
+        assert "late.py:11: UserWarning" in job.stderr
+    for job in [launch(*command, system) for system in UPDATED_ELSEWHERE]:
+        assert job.wait() == 1, job.stderr
+        assert f"slipstream: {ENDED}" in job.stderr
+        assert "were stopped" not in job.stderr

@@ -80,7 +80,10 @@ def test_nobody_else_may_read(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
     command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
-    subprocess.run(command, env=environment(), capture_output=True, check=True, umask=0o022)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, check=True, umask=0o022, text=True
+    )
+    assert f"{data} was made for this key, and no service uses it yet: start one" in done.stderr
 
     def modes() -> set[tuple[bool, str]]:
         found = [data, *data.rglob("*")]

@@ -149,3 +149,10 @@ def test_missing_scikit_learn_names_the_extra(slipstream, monkeypatch: pytest.Mo
     code, _, err = slipstream("train", "digits")
     assert code == 2
     assert "slipstream[train]" in err
+
+
+def test_the_package_is_the_command_line() -> None:
+    command = [sys.executable, "-m", "slipstream", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("slipstream ")

@@ -45,13 +45,14 @@ MAY_IMPORT = {
     "job_figures": {"errors", "plan", "runtime", "sessions"},
     "job_metrics": {"errors", "runtime", "sessions", "job_figures"},
     "uncaught_exit": set(),
-    "job_end": {"job_figures", "runtime", "sessions", "uncaught_exit"},
+    "job_end": {"job_figures", "runtime", "sessions", "torch", "uncaught_exit"},
     "job": DECISIONS
     | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics", "job_end"},
     "initialization": {"errors", "job", "runtime", "sessions", "torch", "transports"},
     "cli": GROUND
     | {"input_files", "systems", "strategy", "routes", "planning", "runtime", "torch", "lab"}
     | {"bench", "probing", "service", ""},  # the last is the public face, as users see it
+    "__main__": {"cli"},
     # A user of the public face, as scripts are; the API knows how processes are started.
     "service": GROUND | {"runtime", "initialization", ""},
     # Users of the public face, each for one framework; launchers know how processes are started.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,22 +71,43 @@ def test_only_an_exit_that_nobody_catches_is_noted(tmp_path: Path, as_module: bo
     assert dict(zip(CASES, told, strict=True)) == CASES
 
 
+PLACE = """
+import pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+from slipstream.uncaught_exit import UncaughtExit
+
+before, exit_ = sys.exit, UncaughtExit()
+exit_.watch()
+assert sys.exit is not before
+assert sys.exit.__name__ == "exit"
+assert pickle.loads(pickle.dumps(sys.exit)) is sys.exit
+with ThreadPoolExecutor(1) as pool:
+    assert pool.submit(sys.exit, 3).exception().code == 3
+try:
+    sys.exit(4)
+except SystemExit as error:
+    assert error.code == 4
+exit_.close()
+assert sys.exit is before
+assert exit_.failure is None
+"""
+
+
 def test_threads_end_alone_and_the_function_stays_what_it_was() -> None:
-    before, exit_ = sys.exit, UncaughtExit()
-    exit_.watch()
-    try:
-        assert sys.exit is not before
-        assert sys.exit.__name__ == "exit"
-        assert pickle.loads(pickle.dumps(sys.exit)) is sys.exit
-        with ThreadPoolExecutor(1) as pool, pytest.raises(SystemExit):
-            pool.submit(sys.exit, 3).result()
-        with pytest.raises(SystemExit) as left:
-            sys.exit(4)
-        assert left.value.code == 4
-    finally:
-        exit_.close()
-    assert sys.exit is before
-    assert exit_.failure is None
+    """In a process of its own: other libraries replace the function, too."""
+    subprocess.run([sys.executable, "-c", PLACE], check=True, timeout=60)
+
+
+def test_the_line_of_an_exit_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "case.py"
+    last = "traceback.extract_tb(exit_.failure.__traceback__)[-1].line"
+    shown = f"atexit.register(lambda: print({last}))"
+    script.write_text(f"{PROGRAM}\nimport traceback\n{shown}\nleave()")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 3
+    assert "sys.exit(code)" in done.stdout, done.stderr
 
 
 def test_what_others_put_in_its_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:

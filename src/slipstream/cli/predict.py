@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.errors import ConfigError
 from slipstream.printable import printable_lines
 
 
@@ -25,8 +26,12 @@ def predict(
     """Classify texts with a model that the service has trained."""
     # Imported here, because numpy is slow to import and --help does not need it.
     from slipstream.service.answers import Model
+    from slipstream.service.errors import Damaged
 
-    classifier = Model.load(model)
+    try:
+        classifier = Model.load(model)
+    except Damaged as error:
+        raise ConfigError(f"{model}: {error}") from error
     for text in _given(texts):
         classes = classifier.classify([text], top)[0]
         if json:

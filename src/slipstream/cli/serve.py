@@ -91,8 +91,12 @@ def _open(data: str, address: str) -> Database:
 
 def _require(data: str) -> None:
     """Refuse a directory that no service has made: it would be created, and be found in order."""
-    if not (Path(data) / "classifiers").is_dir():
+    if not _is_of_service(data):
         raise ConfigError(f"{data} is no data directory of a service; give the right one (--data)")
+
+
+def _is_of_service(data: str) -> bool:
+    return (Path(data) / "classifiers").is_dir()
 
 
 @keys.command("add")
@@ -105,6 +109,7 @@ def add(
     database: DatabaseAddress = "",
 ) -> None:
     """Make a key and print it, this once. The first key's tenant gets what was made without one."""
+    is_new = not _is_of_service(data)
     with _open(data, database) as opened, opened.transaction() as transaction:
         is_first = not any_key(transaction)
         key = add_key(transaction, name, quota)
@@ -112,8 +117,14 @@ def add(
     typer.echo(key)
     if is_first:
         typer.echo(
-            f"From now on every request needs a key. {name} owns the classifiers that were made "
-            f"without one: {taken}.",
+            f"From now on every request to the service of {data} needs a key. {name} owns the "
+            f"classifiers that were made without one: {taken}.",
+            err=True,
+        )
+    if is_new:
+        typer.echo(
+            f"{data} was made for this key, and no service uses it yet: start one with --data "
+            f"{data}, or give the directory of the one that runs (--data).",
             err=True,
         )
 
@@ -123,13 +134,16 @@ def list_(data: Data = DEFAULTS.data, database: DatabaseAddress = "") -> None:
     """List all keys."""
     _require(data)
     with _open(data, database) as opened, opened.reading() as reading:
-        for row in list_keys(reading):
+        rows = list_keys(reading)
+        for row in rows:
             state = "revoked" if row["revoked"] else "valid"
             used = _day(row["used"]) if row["used"] else "never"
             typer.echo(
                 f"{row['prefix']}…  {row['name']}  quota {row['quota']}  {state}  "
                 f"made {_day(row['created'])}  used {used}"
             )
+    if not rows:
+        typer.echo(f"{data} has no keys: its service takes requests without one", err=True)
 
 
 @keys.command("revoke")

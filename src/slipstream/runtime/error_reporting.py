@@ -50,7 +50,9 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             before(kind, error, trace)
             return
         prints = rank_reports(error, rank) if reports is None else reports(error)
-        if not prints and TORCHRUN in os.environ and reporting_rank(error, rank) >= 0:
+        under_torchrun = TORCHRUN in os.environ
+        waits = not prints and under_torchrun and reporting_rank(error, rank) >= 0
+        if waits:
             # torchrun ends all ranks when one exits. Give the rank that reports time to print and
             # to end this one; if it is slower, no other rank would report the error.
             time.sleep(REPORT_S)
@@ -61,6 +63,8 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             held = isinstance(sys.stderr, io.StringIO)
             print(message, file=sys.__stderr__ if held else sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
+            if under_torchrun and not waits:
+                time.sleep(REPORT_S)  # torchrun names the rank that exits first as the cause
             raise SystemExit(EXIT_PEER_FAILED)
 
     sys.excepthook = hook
@@ -126,7 +130,8 @@ def describe_error(error: BaseException) -> str:
         return sendable(str(error))
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return sendable(f"{type(error).__name__}: {error}".strip()[:MOST_SENT])
+    kind = SystemExit if isinstance(error, SystemExit) else type(error)
+    return sendable(f"{kind.__name__}: {error}".strip()[:MOST_SENT])
 
 
 def sendable(text: str) -> str:

@@ -21,7 +21,7 @@ from slipstream.service import queue, rows
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
 from slipstream.service.database import Database, DatabaseUnavailable, Row, now_ms
-from slipstream.service.errors import MISSING_METADATA, ApiError, not_found
+from slipstream.service.errors import ApiError, not_found
 from slipstream.service.upload import BOM, Upload
 
 ID: Final = re.compile(r"[0-9a-f]{6}x[0-9a-f]{10}-nlc-[1-9][0-9]{0,8}")
@@ -59,7 +59,8 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
     try:
         fields = msgspec.json.decode(raw.removeprefix(BOM), type=dict[str, object])
     except (ValueError, RecursionError):
-        raise ApiError("Missing metadata", MISSING_METADATA) from None
+        reason = """The part training_metadata is no JSON object such as {"name": "mail"}."""
+        raise ApiError("Missing metadata", reason) from None
     name, language = fields.get("name"), fields.get("language", "en")
     language = "null" if language is None else language  # as the client wrote it
     if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):

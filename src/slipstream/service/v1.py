@@ -207,7 +207,8 @@ async def classify_collection(call: Call) -> ClassificationCollection:
 def check_text(value: object, place: str) -> str:
     """A text to classify; ApiError if it is missing, empty or too long."""
     if not isinstance(value, str) or not value.strip():
-        raise ApiError("Missing text", f"The field {place} is not a text that has words.")
+        reason = f"The field {place} is missing, is no text, or has no words."
+        raise ApiError("Missing text", reason)
     check_length("Phrase too long", f"field {place}", value.strip(), TEXT_CHARACTERS)
     return value
 

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from slipstream.consistency.leases import Batch
-from slipstream.errors import ConfigError, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.errors import ConfigError, JobEnded, LaunchError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.choosing import ByTime
 from slipstream.planning.table import as_tables, as_text
@@ -174,6 +174,7 @@ class NetworkedSession:
             replica.close()
         if self._shared is not None:
             self._shared.close()
+        self.membership.member.fail(JobEnded())  # a loop that goes on has nothing to wait for
 
 
 class NetworkedTraining(Training):

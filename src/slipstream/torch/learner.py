@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream._native import Rings
-from slipstream.errors import WaitLimit
+from slipstream.errors import JobEnded, WaitLimit
 from slipstream.planning.segment import SegmentPlan
 from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
@@ -63,7 +63,7 @@ class Learner:
         self.updates: SlotUpdates | CarriedUpdates | None = None
         self.own: SharedOptimizer | None = None
         self._first: FirstGradient | None = None
-        self._opened = False
+        self._opened = self._closed = False
 
     @property
     def steps(self) -> int:
@@ -135,6 +135,8 @@ class Learner:
     # ---- slots
 
     def _reserve(self) -> int:
+        if self._closed:
+            raise JobEnded
         self._opened = True
         begun = time.monotonic()
         while (slot := self.rings.reserve(self.rank, TICK_S)) is None:
@@ -204,6 +206,7 @@ class Learner:
         self.updates.begin_anew()
 
     def close(self) -> None:
+        self._closed = True
         if self.updates is not None:
             self.updates.close()
         self.weights.unbind()

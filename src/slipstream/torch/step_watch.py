@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from slipstream.torch.script_lines import level_of_the_script
+
 CHANGES = 5  # of weights; a script may load some before its first step
 SAMPLE = 8  # values of a parameter
-LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Seen(NamedTuple):
@@ -89,21 +87,10 @@ class StepWatch:
         self._changes += before is not None and self._seen.is_changed(before)
         if self._changes == CHANGES:
             self.close()
-            warnings.warn(self._told, stacklevel=_level_of_the_script())
+            warnings.warn(self._told, stacklevel=level_of_the_script())
 
     def close(self) -> None:
         """Remove all hooks."""
         self._watched = self._seen = None
         while self._handles:
             self._handles.pop().remove()
-
-
-def _level_of_the_script() -> int:
-    """The ``stacklevel`` of the caller's warning at which the line with ``backward()`` is named.
-
-    On a GPU the hook runs on a thread of torch, without that line.
-    """
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -25,7 +25,7 @@ import zmq
 import zmq.utils.garbage
 from zmq.utils.monitor import recv_monitor_message
 
-from slipstream.errors import FrameRefused, LaunchError, OutOfDescriptors
+from slipstream.errors import FrameRefused, JobEnded, LaunchError, OutOfDescriptors
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.descriptors import ERRORS, ConnectionGuard, out_of_descriptors
 from slipstream.transports.protocol import CONTROL
@@ -315,7 +315,10 @@ class ZmqTransport:
         # One byte is enough for all messages posted before the reader has taken it.
         if not self._waking:
             self._waking = True
-            self._wake.send(b"\0")
+            try:
+                self._wake.send(b"\0")
+            except OSError as error:  # closed
+                raise JobEnded from error
 
     def receive(self, timeout_s: float) -> Message[Any] | None:
         """The next message that can be read, or None when the time is up."""

@@ -101,6 +101,13 @@ def test_where_this_rank_waited_for_a_lost_peer_is_said(
     assert f"\n  this rank waited at {__file__}, line " in said
 
 
+def test_every_exit_has_pythons_name() -> None:
+    class Exit(SystemExit):
+        pass
+
+    assert describe_error(Exit(3)) == "SystemExit: 3"
+
+
 def test_names_of_files_that_are_no_utf_8_can_be_sent() -> None:
     name = os.fsdecode(b"/data/d\xff/train.py")
     assert describe_error(FileNotFoundError(name)) == "FileNotFoundError: /data/d\\udcff/train.py"
@@ -208,6 +215,19 @@ def test_under_torchrun_rank_0_reports_and_others_do_if_it_has_not_ended_them(
     error_reporting(rank, ConfigError("alike on all ranks"))
     assert slept == waits
     assert capsys.readouterr().err.startswith("slipstream: alike on all ranks\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_the_rank_that_failed_ends_first(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun names the first one as the cause."""
+    slept: list[float] = []
+    monkeypatch.setattr("slipstream.runtime.error_reporting.time.sleep", slept.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SystemExit):
+        error_reporting(rank, PeerFailed("rank 2", "ValueError: theirs"))
+    assert slept == [REPORT_S]
 
 
 def test_under_torchrun_what_was_reported_already_is_not_reported_again(

@@ -258,6 +258,9 @@ class Supervision:
         if cause.remoteness and self._stuck:
             names = ", ".join(self._stuck)
             return Verdict(cause.exit_code, f"{names} hung and had to be stopped; the rest gave up")
+        if cause.remoteness == 2 and len(self._failures) > 1:
+            names = ", ".join(sorted(failure.member for failure in self._failures))
+            return Verdict(cause.exit_code, f"{names} ended with the error above")
         return Verdict(cause.exit_code, f"{cause}{self._fate_of_others(cause)}")
 
     def _fate_of_others(self, cause: Ended) -> str:

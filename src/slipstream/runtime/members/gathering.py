@@ -35,6 +35,7 @@ Values = Mapping[Rank, bytes]
 T = TypeVar("T")
 # By the first part of a key: the collective call that it belongs to.
 CALLS = {
+    "model": "job.distribute",
     "share": "job.share",
     "gather": "job.gather",
     "mean": "job.mean",

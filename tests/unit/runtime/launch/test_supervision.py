@@ -115,6 +115,14 @@ def test_the_one_that_failed_is_named_even_if_it_goes_last(watch: Supervision) -
     )
 
 
+def test_nobody_is_blamed_if_each_has_ended_because_of_the_others(watch: Supervision) -> None:
+    for rank in (1, 0):
+        watch.take(Ended(f"rank {rank}", EXIT_PEER_FAILED))
+    watch.take(Ended("rank 2", 0))
+    verdict = Verdict(EXIT_PEER_FAILED, "rank 0, rank 1 ended with the error above")
+    assert watch.verdict() == verdict
+
+
 def test_a_launcher_that_gives_up_is_the_cause(watch: Supervision) -> None:
     watch.take(Ended(JOB, 1))
     assert watch.escalate() is signal.SIGTERM
