@@ -159,7 +159,7 @@ class JobEnded(RuntimeFault):
     def __init__(self) -> None:
         super().__init__(
             "the job has ended, so nothing that this loop computes now reaches another worker: "
-            "keep the whole loop within the `with` block of slipstream.init"
+            "keep the whole loop before the end of the job (of its `with` block, if it has one)"
         )
 
 

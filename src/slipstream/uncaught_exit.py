@@ -14,16 +14,20 @@ class _Exit(SystemExit):
     """Calls ``note`` when the interpreter drops it, if no code has caught it.
 
     The interpreter drops an uncaught exit when all code has ended. One that was caught is dropped
-    while the code that caught it runs.
+    while the code that caught it runs. One that is still held by an object (a task of asyncio, say)
+    is not noted.
     """
 
-    def __init__(self, code: Any, note: Callable[[SystemExit], None]) -> None:
-        super().__init__(code)
+    def __init__(self, args: tuple[Any, ...], note: Callable[[SystemExit], None]) -> None:
+        super().__init__(*args)
         self._note = note
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SystemExit, self.args
 
     def __del__(self) -> None:
         if sys._getframe().f_back is None:
-            self._note(SystemExit(self.code).with_traceback(self.__traceback__))
+            self._note(SystemExit(*self.args).with_traceback(self.__traceback__))
 
 
 class UncaughtExit:
@@ -48,7 +52,7 @@ class UncaughtExit:
             caller = sys._getframe(1)
             # The interpreter does not keep the traceback of an exit that nobody catches.
             place = TracebackType(None, caller, caller.f_lasti, caller.f_lineno)
-            raise _Exit(code, self._note).with_traceback(place)
+            raise _Exit(arguments_of(code), self._note).with_traceback(place)
 
         self._own = sys.exit = exit_noted
 
@@ -59,3 +63,16 @@ class UncaughtExit:
         """Put ``sys.exit`` back, unless other code has replaced it since."""
         if sys.exit is self._own:
             sys.exit = self._before
+
+
+def arguments_of(code: Any) -> tuple[Any, ...]:
+    """The arguments of the SystemExit that the built-in ``sys.exit(code)`` raises.
+
+    >>> arguments_of(3), arguments_of(None), arguments_of((1, 2)), arguments_of(SystemExit(4))
+    ((3,), (), (1, 2), (4,))
+    """
+    if isinstance(code, SystemExit):
+        return code.args
+    if isinstance(code, tuple):
+        return code
+    return () if code is None else (code,)

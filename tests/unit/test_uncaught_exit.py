@@ -47,6 +47,9 @@ CASES = {
     "leave(0)": "None",
     "leave(None)": "None",
     "sys.exit()": "None",
+    "sys.exit(SystemExit(0))": "None",
+    "sys.exit(SystemExit(4))": "SystemExit(4)",
+    "sys.exit((5,))": "SystemExit(5)",
     "with passing(): leave()": "SystemExit(3)",
     "raised_again()": "SystemExit(3)",
     "with contextlib.suppress(SystemExit): leave(5)\nleave()": "SystemExit(3)",
@@ -87,6 +90,8 @@ try:
     sys.exit(4)
 except SystemExit as error:
     assert error.code == 4
+    assert type(again := pickle.loads(pickle.dumps(error))) is SystemExit
+    assert again.code == 4
 exit_.close()
 assert sys.exit is before
 assert exit_.failure is None

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,6 +84,8 @@ class StepWatch:
             self._watched = parameter
         if parameter is not self._watched:
             return
+        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be read while a CUDA graph is recorded
         before, self._seen = self._seen, Seen.of(parameter)
         self._changes += before is not None and self._seen.is_changed(before)
         if self._changes == CHANGES:

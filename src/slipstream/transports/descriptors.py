@@ -21,9 +21,7 @@ IDLE_MS = 1000  # a member sends sooner after it has connected
 STUCK_S = 5.0  # how long a member's connection may wait for a descriptor
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
 TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # tcp_info up to the times of the last data in and out
-WAITING_CONNECTIONS = (
-    12  # an index among these, of a socket that listens (else: segments in flight)
-)
+WAITING_CONNECTIONS = 12  # its index among these; of a socket that listens
 LAST_DATA_RECEIVED = 19  # another, in milliseconds
 
 
@@ -140,7 +138,7 @@ class ConnectionGuard:
         if self._stuck_since is None:
             self._stuck_since = now
         if now - self._stuck_since > STUCK_S:
-            peer = f"to {unconnected[0]}" if unconnected else "from another member"
+            peer = f"to {unconnected[0]}" if unconnected else "that waits at its port"
             raise out_of_descriptors(f"a connection {peer}")
 
     def close(self) -> None:

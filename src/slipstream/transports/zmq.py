@@ -318,6 +318,7 @@ class ZmqTransport:
             try:
                 self._wake.send(b"\0")
             except OSError as error:  # closed
+                self._waking = False
                 raise JobEnded from error
 
     def receive(self, timeout_s: float) -> Message[Any] | None:

@@ -170,7 +170,7 @@ def test_a_connection_that_cannot_be_made_ends_the_job_if_none_can_be_closed(
                 assert guard.tick() == 0
         except OutOfDescriptors as error:
             told = str(error)
-    named = {"to be accepted": "from another member", "to be opened": "to rank 2"}.get(waits, "")
+    named = {"to be accepted": "that waits at its port", "to be opened": "to rank 2"}.get(waits, "")
     expected = f"a connection {named} needs" if named and not stranger else ""
     assert told.partition(" a file descriptor")[0] == expected
     assert not told or now[0] > descriptors.STUCK_S
@@ -237,7 +237,7 @@ def test_a_hundred_peers_take_a_thousand_descriptors() -> None:
 def test_running_out_is_an_error_of_ours() -> None:
     told = with_limit(40, 256)
     # Of this process, or of ZeroMQ's thread: whoever needs the last descriptor.
-    assert re.match("OutOfDescriptors: a connection (to peer [0-9]+|from another member) ", told)
+    assert re.match("OutOfDescriptors: a connection (to peer [0-9]+|that waits at its port) ", told)
     assert "all 256" in told
     assert "ulimit -n" in told
 

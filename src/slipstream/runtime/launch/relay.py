@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import IO
 
 LOOK_S = 0.05  # how often `finish` looks whether to give up
 READER_S = 600.0  # for a reader that takes nothing: see `finish`
+LAST_NBYTES = 128 * 1024  # more than a pipe and the buffer hold
 
 
 class Relay(threading.Thread):
@@ -22,22 +24,28 @@ class Relay(threading.Thread):
         super().__init__(name=f"relay {prefix.strip()}", daemon=True)
         self._stream, self._prefix, self._fd = stream, prefix.encode(), fd
         self._writing_since: float | None = None
+        self._copied_nbytes, self._most_nbytes = 0, math.inf
 
     def run(self) -> None:
-        """Copy until the stream ends."""
+        """Copy until the stream ends, or what an ended child may have left is copied."""
         with self._stream:
             for line in self._stream:
                 end = b"" if line.endswith(b"\n") else b"\n"
                 self._writing_since = time.monotonic()
                 _write(self._fd, self._prefix + line + end)
                 self._writing_since = None
+                self._copied_nbytes += len(line)
+                if self._copied_nbytes > self._most_nbytes:
+                    return
 
     def finish(self, idle_s: float, gives_up: Callable[[], bool]) -> float:
         """Wait for the last lines of a child that has ended; returns what is left of ``idle_s``.
 
         A reader that takes lines slowly is waited for, and one that takes none for ``READER_S``.
-        All other time counts as idle: a stray process may hold the pipe open, and write for ever.
+        All other time counts as idle: a stray process may hold the pipe open. It may also write for
+        ever, so no more is copied than the child can have left.
         """
+        self._most_nbytes = self._copied_nbytes + LAST_NBYTES
         while self.is_alive() and not gives_up():
             begun, writing_since = time.monotonic(), self._writing_since
             if idle_s <= 0 if writing_since is None else begun - writing_since > READER_S:

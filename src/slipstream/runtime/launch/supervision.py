@@ -12,6 +12,7 @@ from typing import Literal
 # the launcher names the one that failed, even if that one takes longer to end.
 EXIT_PEER_FAILED = 69
 Place = Literal["outside", "inside", "left"]  # of the job: a worker joins it, and leaves it
+MOST_NAMED = 4  # ranks in one line
 JOB = "the job"  # the name of the failed member if the launcher itself ends the job
 
 
@@ -259,7 +260,8 @@ class Supervision:
             names = ", ".join(self._stuck)
             return Verdict(cause.exit_code, f"{names} hung and had to be stopped; the rest gave up")
         if cause.remoteness == 2 and len(self._failures) > 1:
-            names = ", ".join(sorted(failure.member for failure in self._failures))
+            ended = sorted((failure.member for failure in self._failures), key=by_number)
+            names = ", ".join(ended) if len(ended) <= MOST_NAMED else f"{len(ended)} ranks"
             return Verdict(cause.exit_code, f"{names} ended with the error above")
         return Verdict(cause.exit_code, f"{cause}{self._fate_of_others(cause)}")
 
@@ -268,6 +270,11 @@ class Supervision:
         if self._sent:
             return f"; {rest} were stopped"
         return f"; {rest} ended with it" if len(self._failures) > 1 else ""
+
+
+def by_number(member: str) -> tuple[int, str]:
+    """Sorts ``rank 10`` after ``rank 9``."""
+    return len(member), member
 
 
 def signal_name(signum: int) -> str:

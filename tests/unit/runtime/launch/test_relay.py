@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ class Child:
 
     def __init__(self) -> None:
         from_child, self.child = os.pipe()
-        self.reader, to_reader = os.pipe()
-        self.relay = start_relay(os.fdopen(from_child, "rb"), "[rank 1] ", to_reader)
+        self.reader, self.to_reader = os.pipe()
+        self.relay = start_relay(os.fdopen(from_child, "rb"), "[rank 1] ", self.to_reader)
 
     def fill(self) -> None:
         """Write more than the reader's pipe holds, and end."""
@@ -43,8 +44,9 @@ def never() -> bool:
 def child() -> Iterator[Child]:
     made = Child()
     yield made
-    with os.fdopen(made.reader, "rb"):
-        pass  # whatever still writes gets an error
+    os.close(made.reader)  # whatever still writes gets an error
+    made.relay.join(LONG_S)
+    os.close(made.to_reader)
 
 
 def test_a_slow_reader_is_waited_for_without_using_up_the_time(child: Child) -> None:
@@ -85,6 +87,30 @@ def test_a_stray_process_that_writes_for_ever_is_not_waited_for(child: Child) ->
     over.set()
     stray.join()
     assert child.relay.is_alive()
+    os.close(child.child)
+
+
+def test_a_stray_process_is_not_waited_for_with_a_slow_reader(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "LAST_NBYTES", 20_000)
+    over = threading.Event()
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError):
+            while not over.is_set():
+                os.write(child.child, LINE)
+
+    def read() -> None:
+        while not over.wait(0.001):
+            os.read(child.reader, 200)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (write, read)]
+    for thread in threads:
+        thread.start()
+    child.relay.finish(LONG_S, never)
+    assert not child.relay.is_alive()
+    over.set()
     os.close(child.child)
 
 

@@ -1,5 +1,6 @@
 import math
 import signal
+from collections.abc import Sequence
 
 import pytest
 
@@ -121,6 +122,18 @@ def test_nobody_is_blamed_if_each_has_ended_because_of_the_others(watch: Supervi
     watch.take(Ended("rank 2", 0))
     verdict = Verdict(EXIT_PEER_FAILED, "rank 0, rank 1 ended with the error above")
     assert watch.verdict() == verdict
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"), [((10, 9, 2), "rank 2, rank 9, rank 10"), (range(64), "64 ranks")]
+)
+def test_many_ranks_are_counted(ranks: Sequence[int], named: str) -> None:
+    job = Supervision(Limits(), clock=lambda: 0.0)
+    for rank in ranks:
+        job.started(f"rank {rank}")
+    for rank in ranks:
+        job.take(Ended(f"rank {rank}", EXIT_PEER_FAILED))
+    assert job.verdict().line == f"{named} ended with the error above"
 
 
 def test_a_launcher_that_gives_up_is_the_cause(watch: Supervision) -> None:
