@@ -95,6 +95,24 @@ def test_nobody_else_may_read(tmp_path: Path) -> None:
         assert modes() == {(True, "0o700"), (False, "0o600")}
 
 
+def test_messages_name_the_directory_without_keys_and_the_file_that_is_no_model(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data" / "classifiers").mkdir(parents=True)
+    (tmp_path / "model").write_text("no model")
+    said = {
+        ("keys", "list", "--data", "data"): "data has no keys: its service takes requests without",
+        ("predict", "model", "text"): "slipstream: model: the model file is damaged, or is no",
+        ("predict", "absent", "text"): "slipstream: absent: the model file cannot be read: No such",
+    }
+    for arguments, expected in said.items():
+        command = [sys.executable, "-m", "slipstream", *arguments]
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, cwd=tmp_path
+        )
+        assert expected in done.stderr
+
+
 def test_a_mistyped_directory_is_not_made(tmp_path: Path) -> None:
     for arguments in (["serve", "--check"], ["keys", "list"], ["keys", "revoke", "sk_123456"]):
         command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", "mistyped"]
