@@ -99,7 +99,7 @@ def test_messages_name_the_directory_without_keys_and_the_file_that_is_no_model(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "data" / "classifiers").mkdir(parents=True)
-    (tmp_path / "model").write_text("no model")
+    (tmp_path / "model").write_text("junk")
     said = {
         ("keys", "list", "--data", "data"): "data has no keys: its service takes requests without",
         ("predict", "model", "text"): "slipstream: model: the model file is damaged, or is no",
