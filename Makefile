@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test frameworks setup-frameworks verify bench clean
+.PHONY: help setup train serve test long frameworks setup-frameworks verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -49,6 +49,9 @@ test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m mypy
 	@# Two at a time, a file each, in the order of tests/conftest.py.
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+long: setup  ## what takes too long for every commit: grids, many kills, every system
+	@$(BIN)/python -m pytest -m long -n 2
 
 # An environment of their own, because they are large; .venv's packages are seen from it.
 FRAMEWORKS := .venv-frameworks
