@@ -155,6 +155,48 @@ class AccumulatedAnimals(Animals):
         loop.advance()
 
 
+class AssignedAnimals(Animals):
+    """A loop that puts gradients into ``.grad`` itself: always, together with ``backward()``, or on
+    some ranks only; in double precision."""
+
+    def build(self) -> nn.Module:
+        return super().build().double()
+
+    def step(self, loop: Loop, step: int) -> None:
+        loop.optimizer.zero_grad(set_to_none=bool(step % 3))
+        loss = self.loss(loop.model, step, loop.ranks, loop.world)
+        weights = [p for p in loop.model.parameters() if p.requires_grad]
+        kind = (step + loop.ranks[0]) % 4
+        if kind == 0:
+            loss.backward()
+        elif kind == 1:
+            self.assign(weights, loss)
+        elif kind == 2:  # a part of the loss, and the rest
+            self.assign(weights, loss / 4, retain_graph=True)
+            (3 * loss / 4).backward()
+        else:  # some parameters, and the rest
+            self.assign(weights[::2], loss, retain_graph=True)
+            loss.backward(inputs=weights[1::2])
+        loop.advance()
+
+    def assign(
+        self, weights: list[nn.Parameter], loss: torch.Tensor, *, retain_graph: bool = False
+    ) -> None:
+        found = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=retain_graph)
+        for weight, gradient in zip(weights, found, strict=True):
+            weight.grad = gradient
+
+
+class AlwaysAssigned(AssignedAnimals):
+    """What a loop for functional gradients does: in every step, on all ranks."""
+
+    def step(self, loop: Loop, step: int) -> None:
+        loop.optimizer.zero_grad()
+        weights = [p for p in loop.model.parameters() if p.requires_grad]
+        self.assign(weights, self.loss(loop.model, step, loop.ranks, loop.world))
+        loop.advance()
+
+
 class ReusedInput(Case):
     """The memory of the inputs is written to between passes of a step."""
 
@@ -284,6 +326,8 @@ POSEIDON_CASES: dict[str, Case] = {
     "animals": Animals(),
     "animals_checkpointed": CheckpointedAnimals(),
     "animals_accumulated": AccumulatedAnimals(),
+    "assigned": AssignedAnimals(),
+    "always_assigned": AlwaysAssigned(),
     "reused_input": ReusedInput(),
     "two_graphs": TwoGraphs(),
     "probing": Probing(),

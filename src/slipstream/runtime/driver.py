@@ -22,6 +22,10 @@ class LayerSource(Protocol):
         """Hand over what has not been sent; called before the channels are flushed."""
         ...
 
+    def delivered(self) -> None:
+        """All results that the next step needs are in their places."""
+        ...
+
 
 class Driver:
     """Exchanges all tensors once per step.
@@ -64,6 +68,8 @@ class Driver:
         wanted = None if tensors is None else list(tensors)
         for channel in self.channels:
             channel.wait(wanted)
+        if self.layers is not None and wanted is None:
+            self.layers.delivered()
 
     def refresh(self) -> None:
         """Between steps: apply results that arrived without being waited for."""

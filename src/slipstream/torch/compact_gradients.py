@@ -22,7 +22,8 @@ from slipstream.plan import Plan
 from slipstream.runtime.exchange.channel import LayerChannel
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.send_buffers import Loan
-from slipstream.torch.compact_layers import Captured, CompactLayer
+from slipstream.torch.assigned_gradients import AssignedGradients
+from slipstream.torch.compact_layers import Captured, CompactLayer, stacked
 from slipstream.torch.finite_gradients import FiniteGradients, magnitude_of
 from slipstream.torch.inventory import dtype_name
 from slipstream.torch.layer_math import typed
@@ -33,6 +34,7 @@ class CompactGradients:
 
     Args:
         choices: Which of them are, in each step; None: all, always.
+        assigned: Gradients that the loop computes in other ways than ``backward()``.
     """
 
     def __init__(
@@ -43,13 +45,15 @@ class CompactGradients:
         choices: LayerChoices | None,
         parameters: Sequence[Tensor],
         finite: FiniteGradients,
+        assigned: AssignedGradients,
     ) -> None:
         self.layers, self.choices = tuple(layers), choices
         self._plan, self._channel, self._parameters = plan, channel, parameters
-        self._finite = finite
+        self._finite, self._assigned = finite, assigned
         self._layer_of = {t: layer for layer in layers for t in layer.tensors}
         self._before: dict[int, tuple[int, int] | None] = {}
         self._left: set[int] = set()  # layers, by unit, that were sent in this step
+        self._awaits_results = False
 
     def begin_step(self, step: int) -> None:
         """This step begins now."""
@@ -92,10 +96,10 @@ class CompactGradients:
             self._send(layer)
 
     def has(self, tensor: int) -> bool:
-        """Whether the tensor's gradient was captured; autograd calls its hook in any case.
+        """Whether the tensor's layer is sent in compact form; autograd calls its hook in any case.
 
         Raises:
-            RuntimeFault: The weight was also used without calling the layer.
+            RuntimeFault: Autograd has added to its gradient after the layer was sent.
         """
         # Decide before any gradient is sent: the dense routes must know which layers to wait for.
         if self.choices is not None:
@@ -103,7 +107,8 @@ class CompactGradients:
         layer = self._layer_of.get(tensor)
         if layer is None or not self.takes(layer):
             return False
-        if state_of(self._parameters[tensor].grad) != self._before.pop(tensor, None):
+        unchanged = state_of(self._parameters[tensor].grad) == self._before.pop(tensor, None)
+        if layer.unit in self._left and not unchanged:
             raise RuntimeFault(
                 f"the weight of {layer.shape.name!r} was also used without calling the layer, so "
                 "not all of its gradient was captured; name it in poseidon(dense=[...])"
@@ -120,9 +125,16 @@ class CompactGradients:
                 self._send(layer)
             layer.reset()
         self._left.clear()
+        self._awaits_results = True
+
+    def delivered(self) -> None:
+        """All results that the next step needs have arrived."""
+        if self._awaits_results:
+            self._awaits_results = False
+            self._assigned.delivered(self.layers)
 
     def _send(self, layer: CompactLayer) -> None:
-        taken = self._finite_part(layer)
+        taken = self._finite_part(layer, self._contribution(layer))
         self._left.add(layer.unit)
         if taken is None:
             self._channel.ready_layer(layer.unit, None)
@@ -152,9 +164,21 @@ class CompactGradients:
         assert isinstance(codec, LayerCodec)
         return codec
 
-    def _finite_part(self, layer: CompactLayer) -> Captured | None:
-        """The layer's captured gradient, if it counts."""
-        taken = layer.take()
+    def _contribution(self, layer: CompactLayer) -> Captured | None:
+        """What backward has captured, and what the loop itself has put into ``.grad``."""
+        captured = layer.take()
+        coarse = self._codec(layer).wire in FEW_BITS
+        assigned = self._assigned.take(layer, coarse=coarse)
+        if assigned is None:
+            return captured
+        layer.assigned = captured is None
+        for tensor in layer.tensors:
+            if tensor in self._before:
+                self._before[tensor] = state_of(self._parameters[tensor].grad)
+        return assigned if captured is None else stacked([captured, assigned])
+
+    def _finite_part(self, layer: CompactLayer, taken: Captured | None) -> Captured | None:
+        """A layer's gradient, if it counts."""
         if taken is None:
             return None
         codec = self._codec(layer)

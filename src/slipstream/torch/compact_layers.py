@@ -57,6 +57,7 @@ class CompactLayer:
     rows: int = 0  # of all forward passes since the last exchange
     calls: int = 0  # number of such passes
     once: bool = False  # whether the last exchange had exactly one such pass
+    assigned: bool = False  # whether the loop put all of the last contribution into .grad itself
     # Captured in passes that may still be aborted, by pass: re-entrant checkpointing nests them.
     _open: dict[int, list[Captured]] = field(default_factory=dict)
     transposed: bool = field(init=False)  # whether the weight is inputs × outputs
@@ -86,6 +87,13 @@ class CompactLayer:
     def parameters(self) -> tuple[Any, ...]:
         return (self.module.weight, getattr(self.module, "bias", None))
 
+    @property
+    def expected_rows(self) -> int:
+        """The rows that its gradient takes: a dense matrix has as many as its shorter side."""
+        if self.assigned and self.shape.form == "factors":
+            return min(self.shape.outputs, self.shape.inputs) + self.shape.bias
+        return self.rows
+
     def product(self, x: Tensor, dy: Tensor) -> Tensor:
         """A fully connected layer's weight gradient."""
         return x.t() @ dy if self.transposed else dy.t() @ x
@@ -100,6 +108,7 @@ class CompactLayer:
         """The backward of all uses in this pass has run; returns whether there were any."""
         captured = self._open.pop(torch._C._current_graph_task_id(), [])
         self.pending += captured
+        self.assigned = False
         return bool(captured)
 
     def detach(self) -> None:
@@ -120,11 +129,7 @@ class CompactLayer:
         self.rows = self.calls = 0
         if not pending:
             return None
-        if len(pending) == 1:
-            whole = pending[0]
-        else:
-            firsts, seconds = zip(*((c.first, c.second) for c in pending), strict=True)
-            whole = Captured(torch.cat(firsts), torch.cat(seconds))
+        whole = stacked(pending)
         return self._distinct(whole.first, whole.second) if self.shape.form == "rows" else whole
 
     def _distinct(self, ids: Tensor, values: Tensor) -> Captured:
@@ -140,6 +145,14 @@ class CompactLayer:
             return ids, values
         kept = ids != self.module.padding_idx
         return ids[kept], values[kept]
+
+
+def stacked(parts: Sequence[Captured]) -> Captured:
+    """The sum of several gradients of a layer; one alone stays as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    firsts, seconds = zip(*((part.first, part.second) for part in parts), strict=True)
+    return Captured(torch.cat(firsts), torch.cat(seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.runtime.servers.shards import Shards
+from slipstream.torch.assigned_gradients import AssignedGradients
 from slipstream.torch.averages import Averages
 from slipstream.torch.channels import Channels
 from slipstream.torch.collective_channel import (
@@ -387,11 +388,15 @@ class Wiring:
                 links,
                 channels.all,
                 self._member,
-                lambda: [by_unit[unit.index].rows for unit in plan.choices()],
+                lambda: [by_unit[unit.index].expected_rows for unit in plan.choices()],
                 limit_s=self._limit_s,
             )
         tensors = self._inventory.tensors
-        return CompactGradients(plan, self._layers, links, choices, tensors, self._finite)
+        replaced = self._slots.results is self._slots.contributions and not (
+            plan.update.holder_applies
+        )
+        assigned = AssignedGradients(tensors, replaced=replaced)
+        return CompactGradients(plan, self._layers, links, choices, tensors, self._finite, assigned)
 
     # ---- updates
 

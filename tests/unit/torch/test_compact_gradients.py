@@ -17,6 +17,7 @@ from slipstream.runtime.exchange.collector import Collector
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.systems import adam_factors, poseidon
 from slipstream.testing.cluster import Stage
+from slipstream.torch.assigned_gradients import AssignedGradients
 from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture
 from slipstream.torch.finite_gradients import FiniteGradients
@@ -64,7 +65,13 @@ class Worker:
         self.other = Skips()
         self.choices = self._choices(plan)
         self.compact = CompactGradients(
-            plan, self.layers, self.channel, self.choices, inventory.tensors, self.finite
+            plan,
+            self.layers,
+            self.channel,
+            self.choices,
+            inventory.tensors,
+            self.finite,
+            AssignedGradients(inventory.tensors, replaced=True),
         )
         ports = Ports(
             self.compact.may_take,
@@ -361,16 +368,41 @@ def test_workers_out_of_step_are_told(workers: list[Worker]) -> None:
         first.channel.wait()
 
 
-def test_a_weight_used_without_its_layer_is_told(workers: list[Worker]) -> None:
+def test_weight_used_without_its_layer_after_this_was_sent_is_refused(
+    workers: list[Worker],
+) -> None:
     worker = workers[0]
     weight = worker.layers[0].weight
     begin(workers, 0)
-    worker.model(torch.ones(1, 8)).sum().backward()
+    worker.backward()
     assert worker.compact.has(weight)
-    worker.flush()
     worker.model[0].weight.pow(2).sum().backward()
     with pytest.raises(RuntimeFault, match=r"name it in poseidon\(dense"):
         worker.compact.has(weight)
+
+
+def test_gradient_assigned_by_the_loop_is_sent_with_captured_ones(workers: list[Worker]) -> None:
+    """One worker's comes from ``autograd.grad``, and a regularizer uses a weight by itself."""
+    first, second = workers
+    data = torch.arange(8.0).view(1, 8) / 50
+    begin(workers, 0)
+    weights = list(first.model.parameters())
+    found = torch.autograd.grad(first.model(data).sum(), weights)
+    for weight, gradient in zip(weights, found, strict=True):
+        weight.grad = gradient
+    first.model[0].weight.pow(2).sum().backward()
+    first.flush()
+    deliver(workers)
+    second.backward()
+    second.flush()
+    deliver(workers)
+    for worker in workers:
+        worker.channel.wait()
+    wanted = plain_gradients(first, data, data)
+    wanted[0] = wanted[0] + first.model[0].weight.detach()  # 2 W, of one of two workers
+    for worker in workers:
+        for got, gradient in zip(worker.gradients, wanted, strict=True):
+            torch.testing.assert_close(got, gradient)
 
 
 def test_memory_is_used_again_only_when_it_has_left(workers: list[Worker]) -> None:
