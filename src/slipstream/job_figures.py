@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan import Plan
 from slipstream.runtime.environment import Environment
 from slipstream.runtime.files.record_file import write_json
+from slipstream.runtime.replica_reports import Difference
 from slipstream.runtime.summary import WorkerFigures
 from slipstream.runtime.telemetry import (
     Prometheus,
@@ -116,6 +117,7 @@ class JobFigures:
             rank=self._env.rank,
             parameters_sha256=prints and prints.parameters,
             settings=training.settings(),
+            replicas=training.replica_reports(),
         )
 
     def publish(self, summary: dict[str, Any]) -> None:
@@ -156,35 +158,17 @@ def warn_of(summary: Mapping[str, Any], plan: Plan, *, dealt: bool) -> None:
 
 
 def warn_of_difference(summary: Mapping[str, Any], name: str) -> None:
-    """Warn about replicas that should be equal and are not, with the cause if it is known."""
+    """Warn about replicas that should be equal and are not, with the first parameter and why."""
     first, *others = summary["per_worker"] or [{}]
-    for other in others:
-        if other["parameters_sha256"] == first["parameters_sha256"]:
-            continue
-        rank = other["rank"]
-        warnings.warn(
-            f"rank {rank} has ended with other weights than rank 0, although {name} keeps them "
-            f"equal: {cause_of_difference(rank, first['settings'], other['settings'])}. A learning "
-            "rate must follow the same loss on all ranks: scheduler.step(job.mean(loss))",
-            stacklevel=7,
-        )
+    differ = [o["rank"] for o in others if o["parameters_sha256"] != first["parameters_sha256"]]
+    found = Difference(**summary["difference"]) if "difference" in summary else None
+    if not differ or (found is not None and found.is_reported):
         return
-
-
-def cause_of_difference(
-    rank: int, first: Sequence[Mapping[str, str]], other: Sequence[Mapping[str, str]]
-) -> str:
-    """Why a rank's weights differ from rank 0's, by the settings of the optimizers' groups."""
-    for group, (one, two) in enumerate(zip(first, other, strict=False)):
-        for key in sorted(one.keys() & two.keys()):
-            if one[key] != two[key]:
-                return (
-                    f"{key} of the optimizer's group {group} was {two[key]} there at the end, and "
-                    f"{one[key]} on rank 0"
-                )
-    return (
-        "the optimizers' settings differed for a while, or weights were changed outside of the "
-        "optimizer"
+    rank = differ[0] if found is None else found.rank
+    warnings.warn(
+        f"rank {rank} has ended with other weights than rank 0, although {name} keeps them equal"
+        + ("" if found is None else f": {found.text}"),
+        stacklevel=7,
     )
 
 

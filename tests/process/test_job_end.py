@@ -32,11 +32,13 @@ def test_replicas_that_differ_are_reported_with_the_cause(fork_server: ForkServe
     for run in (plateau, by_hand):
         assert run.codes == {0: 0, 1: 0}, run.told()
         assert run.stderr(0).count(DIFFERENT) == 1, run.told()
-        assert "job.mean(loss)" in run.stderr(0)
-    assert "lr of the optimizer's group 0 was 0.003125 there at the end, and 0.1" in plateau.stderr(
+    assert "lr of the optimizer's group 0 is 0.003125 there and 0.1 on rank 0" in plateau.stderr(0)
+    assert "job.mean(loss)" in plateau.stderr(0)
+    assert "'0.weight' is the first that differs, since one of the steps 1 to 6" in by_hand.stderr(
         0
     )
     assert "outside of the optimizer" in by_hand.stderr(0)
+    assert "job.mean(loss)" not in by_hand.stderr(0), "no scheduler is to blame"
 
 
 def test_a_mean_of_all_ranks_keeps_replicas_equal(fork_server: ForkServer) -> None:

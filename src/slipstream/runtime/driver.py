@@ -5,7 +5,7 @@ Training (``slipstream.torch``) and simulations (``slipstream.testing``) both us
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from slipstream.runtime.exchange.channel import Channel
@@ -45,6 +45,11 @@ class Driver:
         self.exchanged = False
         self.frozen = False
         self.layers: LayerSource | None = None
+        self._after_flush: list[Callable[[], None]] = []
+
+    def call_after_flush(self, call: Callable[[], None]) -> None:
+        """Call back whenever all contributions of a round have been made."""
+        self._after_flush.append(call)
 
     @property
     def wait_s(self) -> float:
@@ -62,6 +67,8 @@ class Driver:
         for channel in self.channels:
             channel.flush()
         self.exchanged = True
+        for call in self._after_flush:
+            call()
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
         """Wait until the next round may begin with these tensors (default all)."""

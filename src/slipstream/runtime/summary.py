@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from slipstream.runtime.replica_reports import ReplicaReport
+
 
 class Traffic(msgspec.Struct, frozen=True):
     """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything
@@ -38,6 +40,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     rank: int = 0
     parameters_sha256: str | None = None
     settings: list[dict[str, str]] = []  # of the optimizers, by parameter group
+    replicas: list[ReplicaReport | None] = []  # by model, where all workers' are equal
 
     def encode(self) -> bytes:
         """As bytes, for another rank."""

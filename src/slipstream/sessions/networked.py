@@ -24,6 +24,7 @@ from slipstream.runtime.event_log import log_event
 from slipstream.runtime.exchange.choices import layer_of
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.store import connect_store
+from slipstream.runtime.replica_reports import Difference, ReplicaReport
 from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.default_group import GroupStore, is_lost_connection, is_of_process_group
@@ -146,7 +147,10 @@ class NetworkedSession:
         others = self.membership.leave(figures.encode())
         if not is_first:
             return None
-        return combine([figures, *(WorkerFigures.decode(each) for each in others)]) | accounts
+        each = [figures, *(WorkerFigures.decode(other) for other in others)]
+        found = self._training.difference(each)
+        difference = {} if found is None else {"difference": found._asdict()}
+        return combine(each) | accounts | difference
 
     def fault_behind(self, error: BaseException) -> RuntimeFault | None:
         """A peer that fails closes torch's connections, too, and tells why over the job's links."""
@@ -199,6 +203,12 @@ class NetworkedTraining(Training):
             servers = state.servers if isinstance(state, OuterState) else state
             if isinstance(servers, ServerState):
                 servers.meet = self._meet
+        self._begin_checks()
+
+    def _begin_checks(self) -> None:
+        for replica in self.replicas:
+            if replica.check is not None:
+                replica.check.begin()
 
     def _meet(self, value: Any) -> list[Any]:
         """The values of all ranks, which load the same state."""
@@ -353,6 +363,7 @@ class NetworkedTraining(Training):
             clock.resumed_at = step
             replica.synchronizer.resume(step)
         self._weights.loaded(path, facts)
+        self._begin_checks()
 
     # ---- metrics
 
@@ -391,6 +402,26 @@ class NetworkedTraining(Training):
 
     def accounts(self) -> dict[str, Any]:
         return self._weights.accounts()
+
+    def replica_reports(self) -> list[ReplicaReport | None]:
+        return [
+            None if replica.check is None else replica.check.report(replica.synchronizer.step)
+            for replica in self.replicas
+        ]
+
+    def difference(self, figures: Sequence[WorkerFigures]) -> Difference | None:
+        for number, replica in enumerate(self.replicas):
+            reports = [
+                (worker.rank, report)
+                for worker in figures
+                if (report := worker.replicas[number]) is not None
+            ]
+            if replica.check is None or not reports:
+                continue
+            own, *others = reports
+            if (found := replica.check.find_at_end(own[1], others)) is not None:
+                return found
+        return None
 
     def plan_table(self) -> str:
         return as_tables([table_of(replica) for replica in self.replicas])

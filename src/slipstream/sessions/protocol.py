@@ -21,6 +21,7 @@ from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.table import as_tables, as_text
+from slipstream.runtime.replica_reports import Difference, ReplicaReport
 from slipstream.runtime.summary import Traffic, WorkerFigures
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
@@ -269,6 +270,18 @@ class Training(Protocol):
         """The optimizers' settings as text, by parameter group."""
         groups = [group for pair in self.pairs for group in pair.optimizer.param_groups]
         return [as_texts(group_settings(group)) for group in groups]
+
+    def replica_reports(self) -> list[ReplicaReport | None]:
+        """By pair, sums of this worker's weights, where all workers' are equal."""
+        return []
+
+    def difference(self, figures: Sequence[WorkerFigures]) -> Difference | None:
+        """On rank 0: the first difference of replicas that should be equal.
+
+        Args:
+            figures: All workers', at the end of the run.
+        """
+        return None
 
     def plan_table(self) -> str:
         """The plan as text."""

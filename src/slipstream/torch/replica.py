@@ -57,6 +57,7 @@ from slipstream.torch.partial_updates import PartialUpdates
 from slipstream.torch.preparing import Pair
 from slipstream.torch.rate_share import RateShare
 from slipstream.torch.remote_optimizer import RemoteOptimizer
+from slipstream.torch.replica_check import ReplicaCheck, keeps_replicas_equal
 from slipstream.torch.residuals import Residuals
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.server_updates import ServerUpdates, keep_at_servers
@@ -127,6 +128,7 @@ class Replica:
         residuals: saves codecs' residuals in checkpoints, where gradients are sent over links.
         join_coordinator: rank 0's, where workers may come back.
         outer: the weights of outer rounds, where workers train on their own between these.
+        check: compares replicas, where they are equal after each step.
     """
 
     plan: Plan
@@ -143,6 +145,7 @@ class Replica:
     residuals: Residuals | None
     join_coordinator: JoinCoordinator | None
     outer: OuterWeights | None
+    check: ReplicaCheck | None
 
     @property
     def exchanges(self) -> tuple[Channel, ...]:
@@ -196,6 +199,8 @@ class Replica:
     def close(self) -> None:
         if isinstance(self.optimizer, RemoteOptimizer):
             self.optimizer.keeper = None
+        if self.check is not None:
+            self.check.close()
         self.synchronizer.close()
         self.member.close()
         if self.channels.collective is not None:
@@ -286,6 +291,7 @@ class Wiring:
             self._residuals(channels),
             joins,
             self._outer,
+            self._check(synchronizer, optimizer),
         )
 
     # ---- channels
@@ -458,6 +464,14 @@ class Wiring:
         if self._outer is not None:
             return OuterState(own, self._outer, self._slots.known_buffers, servers)
         return own if servers is None else servers
+
+    def _check(
+        self, synchronizer: Synchronizer, optimizer: torch.optim.Optimizer
+    ) -> ReplicaCheck | None:
+        if not keeps_replicas_equal(self._plan) or isinstance(self._model, HeldTensors):
+            return None
+        own = optimizer if optimizer is self._optimizer else None
+        return ReplicaCheck(synchronizer, own, optimizer, self._member)
 
     def _residuals(self, channels: Channels) -> Residuals | None:
         if self._plan.update.holder_applies or channels.links is None:

@@ -179,6 +179,12 @@ class Rows(Body, tag="rows", frozen=True):
     rows: list[Count]
 
 
+class Replicas(Body, tag="replicas", frozen=True):
+    """A worker to rank 0: sums of its weights, as a frame; see ``runtime/replica_reports.py``."""
+
+    crc: Checksum
+
+
 class Arrived(Body, tag="arrived", frozen=True):
     """A server to server 0: its whole part of this worker's gradient has arrived."""
 
