@@ -14,7 +14,17 @@ import slipstream
 
 CASE, STRATEGY = sys.argv[1:3]
 STEPS, LATE = 30, 20
-CASES = ("equal", "not finite", "hook", "head", "gradients", "load", "settings", "nesterov")
+CASES = (
+    "equal",
+    "not finite",
+    "hook",
+    "head",
+    "gradients",
+    "load",
+    "settings",
+    "nesterov",
+    "criterion",
+)
 
 
 def step_in_backward(bias: nn.Parameter) -> None:
@@ -55,13 +65,22 @@ with slipstream.init(wait_limit_s=120) as job:
     if CASE == "head":
         model[2] = nn.Linear(300, 3)
         head = torch.optim.SGD(model[2].parameters(), lr=0.05)
+    if CASE == "criterion":
+        criterion = nn.Linear(3, 1)
+        second = torch.optim.Adam(criterion.parameters(), lr=0.05)
     begun = copy.deepcopy(model.state_dict())
     generator = torch.Generator().manual_seed(1 + job.rank)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(torch.randn(5, 4, generator=generator)).square().mean().backward()
+        out = model(torch.randn(5, 4, generator=generator))
+        if CASE == "criterion":
+            out = criterion(out)
+        out.square().mean().backward()
         disturb(job, model, optimizer, begun, step)
         optimizer.step()
+        if CASE == "criterion":
+            second.step()
+            second.zero_grad()
         if CASE == "head":
             head.step()
             head.zero_grad()

@@ -63,3 +63,11 @@ def test_equal_replicas_are_not_reported(case: str, fork_server: ForkServer) -> 
         systems += ["push_pull(update='server')", "poseidon(rate='200mbit')", "diloco", "ako"]
     for run in runs_of(fork_server, *((case, system) for system in systems)):
         assert "other weights" not in run.told(), run.told()
+
+
+@pytest.mark.parametrize("system", ["push_pull", "push_pull(update='server')", "ako", "diloco"])
+def test_criterion_that_was_not_distributed_is_named_once(
+    system: str, fork_server: ForkServer
+) -> None:
+    (run,) = runs_of(fork_server, ("criterion", system))
+    assert run.told().count("Adam trains parameters that job.distribute was not given") == 1

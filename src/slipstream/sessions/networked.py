@@ -44,6 +44,7 @@ from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.outer_weights import OuterState
+from slipstream.torch.outside_parameters import OutsideParameters
 from slipstream.torch.replica import Replica, SharedParts
 from slipstream.torch.replicating import replicate
 from slipstream.torch.saving import kept_averages
@@ -71,6 +72,7 @@ class NetworkedSession:
         self._shared: SharedParts | None = None
         self._replicas: tuple[Replica, ...] = ()
         self._step_watch = StepWatch((), (), lambda: True, "")
+        self._outside = OutsideParameters((), (), is_first=False)
         self._link_store = LinkStore(membership.gathering)  # torch does not keep Python's object
         self._groups = 0
 
@@ -105,6 +107,8 @@ class NetworkedSession:
         self._training = NetworkedTraining(parts, strategy.name)
         self._step_watch.close()
         self._step_watch = self._watch_steps(strategy)
+        self._outside.close()
+        self._outside = self._watch_outside(pairs)
         for pair, replica in zip(trained, self._replicas, strict=True):
             self._warn_of_momentum(strategy, pair.optimizer)
             self._warn_of_unused_rules(replica.plan)
@@ -118,6 +122,15 @@ class NetworkedSession:
             [replica.optimizer for replica in self._replicas],
             stepped=lambda: any(one.ended or one.driver.exchanged for one in each),
             told=never_stepped(strategy, pairs=len(each), over=False),
+        )
+
+    def _watch_outside(self, pairs: Sequence[Pair]) -> OutsideParameters:
+        exchanged = [t for one in self._replicas for t in one.synchronizer.inventory.tensors]
+        known = [replica.optimizer for replica in self._replicas]
+        return OutsideParameters(
+            exchanged,
+            [*known, *(pair.optimizer for pair in pairs)],
+            is_first=self.membership.env.rank == 0,
         )
 
     def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -172,6 +185,7 @@ class NetworkedSession:
 
     def close(self) -> None:
         self._step_watch.close()
+        self._outside.close()
         self.membership.member.stop()
         self.membership.close_store()
         for replica in self._replicas:

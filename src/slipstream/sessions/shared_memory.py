@@ -34,6 +34,7 @@ from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import config_fingerprint
 from slipstream.torch.learner import Learner
 from slipstream.torch.learner_state import LearnerState
+from slipstream.torch.outside_parameters import OutsideParameters
 from slipstream.torch.preparing import check_pairs, prepare_pairs
 from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
@@ -106,6 +107,10 @@ class SharedMemorySession:
             told=never_stepped(strategy, over=False),
         )
         self._opened.callback(watch.close)
+        outside = OutsideParameters(
+            inventory.trained.values(), (optimizer, loop), is_first=self._env.rank == 0
+        )
+        self._opened.callback(outside.close)
         return self._training
 
     def _join(self, pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Learner:
