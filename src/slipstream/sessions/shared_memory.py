@@ -131,7 +131,6 @@ class SharedMemorySession:
         if not self._training.pairs:
             return combine([figures])
         farewell = self._line.depart(figures.encode(), dict(self._ages))
-        self._training.wait()  # get the other learners' updates
         if not farewell.figures:
             return None
         summary = combine([WorkerFigures.decode(content) for content in farewell.figures])
@@ -218,6 +217,8 @@ class SharedMemoryTraining(Training):
         if self.own_steps == 0 and self._learner.had_gradients:
             raise RuntimeFault(never_stepped(self.plan.strategy, over=True))
         self.wait()
+        self._line.end_training(self._learner.progress)
+        self._learner.begin_anew()  # with the last weights, which all learners have
 
     def accounts(self) -> dict[str, Any]:
         return as_accounts(self._line.account(), self._learner.ages)

@@ -70,6 +70,10 @@ class Learner:
         """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
 
+    def progress(self) -> int:
+        """Changes while other learners train."""
+        return self.rings.version
+
     @property
     def had_gradients(self) -> bool:
         """Whether any backward pass has given a trained parameter a gradient."""
