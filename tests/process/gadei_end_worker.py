@@ -1,21 +1,20 @@
-"""Learners that make different numbers of steps, and what each has at the end: FOLDER STEPS."""
+"""Learners that make different numbers of steps, and what each has at the end: FOLDER STEPS.
+
+Before the first step the loop replaces the parameters' memory, as SAM and others do.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 
 import torch
+from cases import digest
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import slipstream
-
-
-def digest(model: nn.Module) -> str:
-    state = b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values())
-    return hashlib.sha256(state).hexdigest()
 
 
 def main(folder: str, steps: str) -> None:
@@ -24,12 +23,15 @@ def main(folder: str, steps: str) -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with slipstream.init() as job:
         model, optimizer = job.distribute(model, optimizer)
+        begun = torch.linspace(-0.5, 0.5, parameters_to_vector(model.parameters()).numel())
+        vector_to_parameters(begun.clone(), model.parameters())
         generator = torch.Generator().manual_seed(job.rank)
         for _ in range(int(steps) if job.rank else 3):
             optimizer.zero_grad()
             model(torch.randn(8, 4, generator=generator)).square().sum().backward()
             optimizer.step()
-    told = {"digest": digest(model), "summary": job.summary}
+    moved = parameters_to_vector(model.parameters()).detach() - begun
+    told = {"digest": digest(model), "moved": float(moved.abs().max()), "summary": job.summary}
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told))
 
 

@@ -120,6 +120,7 @@ class SharedMemorySession:
             welcome.plan,
             self._limits.wait_s,
             FiniteGradients(self._env.nonfinite, rank, lambda: self._line.is_first("nonfinite")),
+            lambda value: self._line.share("first weights", value),
         )
         self._opened.callback(learner.close)
         if welcome.fill:
@@ -218,7 +219,7 @@ class SharedMemoryTraining(Training):
             raise RuntimeFault(never_stepped(self.plan.strategy, over=True))
         self.wait()
         self._line.end_training(self._learner.progress)
-        self._learner.begin_anew()  # with the last weights, which all learners have
+        self._learner.take_last()
 
     def accounts(self) -> dict[str, Any]:
         return as_accounts(self._line.account(), self._learner.ages)

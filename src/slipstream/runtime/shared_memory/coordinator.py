@@ -293,8 +293,8 @@ class SharedMemoryCoordinator:
                 if body.trouble and self._hello is not None and self._hello.checkpoints is not None:
                     self.log(body.trouble)
                     self.lacks_checkpoint = True
-                for rank in self._records:
-                    self._send(rank, messages.Final())
+                for learner in self._records:
+                    self._send(learner, messages.Final())
             case messages.AccountReply():
                 rank, _ = self._requests.answered(body.number)
                 if rank is not None:
@@ -442,18 +442,17 @@ class SharedMemoryCoordinator:
 
     def _name_awaited(self) -> None:
         """Tell learners that wait at the end for whom they do, when that has changed."""
-        records = self._records.items()
         if self._over:
             return
         if self._account is None:
-            behind = [rank for rank, record in records if not record.trained]
+            behind = [r for r, record in self._records.items() if not record.trained]
         else:
-            behind = [rank for rank, record in records if record.departing is None]
+            behind = [r for r, record in self._records.items() if record.departing is None]
         awaited = messages.Awaited(sorted(behind))
-        for rank, record in records:
-            if record.trained and rank not in behind and record.awaited != awaited:
+        for waiting, record in self._records.items():
+            if waiting not in behind and record.awaited != awaited:
                 record.awaited = awaited
-                self._send(rank, awaited)
+                self._send(waiting, awaited)
 
     def _send_finish(self) -> None:
         if self.rings is not None and self._server is not None and self._serving:

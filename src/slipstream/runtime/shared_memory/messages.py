@@ -151,7 +151,9 @@ class Refused(Body, frozen=True):
     trouble: str
 
 
-ToLearner = Welcome | Begin | Shared | Leased | Done | Account | Awaited | Final | Farewell | Refused
+ToLearner = (
+    Welcome | Begin | Shared | Leased | Done | Account | Awaited | Final | Farewell | Refused
+)
 
 
 # ---- the launcher to the server, and back
