@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
+from slipstream.torch.carried_updates import CarriedUpdates
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import config_fingerprint
 from slipstream.torch.learner import Learner
@@ -182,6 +183,11 @@ class SharedMemoryTraining(Training):
     def wait(self) -> None:
         """Wait until this learner's gradients are applied."""
         self._learner.wait()
+
+    def keeping_apart(self, block: str) -> AbstractContextManager[None]:
+        """The model does not change to newer weights; without copies there is nothing to do."""
+        updates = self._learner.updates
+        return updates.keeping_apart() if isinstance(updates, CarriedUpdates) else nullcontext()
 
     def lease(self, batches: int, returned: int) -> Batch:
         return Batch(*self._line.lease(batches, returned))

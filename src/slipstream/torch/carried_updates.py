@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ class CarriedUpdates:
         # The model uses one, the copying thread fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
         self._memories = [Memory(buffer) for buffer in self._buffers]
-        self._used = 0
+        self._used, self._stays = 0, False
         self._left: Any = None  # after this mark the other buffer is no longer read
         self._fresh: FreshWeights | None = None
         self._lock = threading.Lock()
@@ -240,7 +240,18 @@ class CarriedUpdates:
         if self._error is not None:
             raise self._error
 
+    @contextmanager
+    def keeping_apart(self) -> Iterator[None]:
+        """Within, the model stays with the buffer that it uses."""
+        before, self._stays = self._stays, True
+        try:
+            yield
+        finally:
+            self._stays = before
+
     def _take_fresh(self) -> None:
+        if self._stays:
+            return
         with self._lock:
             fresh, self._fresh = self._fresh, None
             if fresh is None:

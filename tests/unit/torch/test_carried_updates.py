@@ -278,6 +278,23 @@ def test_weights_that_no_other_learner_has_loaded_come_too_late(bench: Bench) ->
         bench.step()
 
 
+def test_the_model_stays_with_its_buffer_while_it_has_other_weights(bench: Bench) -> None:
+    bench.step()
+    bench.updates.finish()
+    with bench.updates.keeping_apart():
+        own = bench.model.out.weight.data
+        before = own.clone()
+        bench.model.out.weight.data = torch.full_like(own, 7.0)
+        for _ in range(3):
+            bench.change(1.0)
+            bench.updates.finish()
+        assert (bench.model.out.weight == 7.0).all()
+        bench.model.out.weight.data = own
+    bench.step()
+    bench.updates.finish()
+    torch.testing.assert_close(bench.model.out.weight.data, before + 3.0)
+
+
 def test_memory_that_is_replaced_before_the_first_step_is_shared(bench: Bench) -> None:
     mine = torch.full_like(bench.model.out.weight, 3.0)
     bench.model.out.weight.data = mine
