@@ -339,6 +339,7 @@ class Job(JobMetrics):
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and their distance from it; every rank must call it."""
         self._refuse_exchanged("consensus")
+        self._training.refuse_in_block("job.consensus()")
         return self._training.mean_weights()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -353,6 +354,29 @@ class Job(JobMetrics):
         """Within, the models have the weights that all workers share (``diloco`` has these)."""
         return self._training.outer_weights()
 
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Within, the loop may put other weights into the models: averaged ones, for example.
+
+        The models have copies of their weights (parameters and buffers) within the block, and after
+        it their own, with all that other workers did to them meanwhile. Other workers train on.
+        ``ako`` and ``gadei`` need it, since their weights change at any time; it works with all.
+
+        >>> import slipstream
+        >>> model = nn.Linear(2, 1)
+        >>> with slipstream.init() as job:
+        ...     model, _ = job.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        ...     before = model.weight.detach().clone()
+        ...     with job.swapped_weights():
+        ...         _ = nn.init.zeros_(model.weight)  # and evaluate
+        ...     torch.equal(model.weight, before)
+        True
+
+        Raises:
+            ConfigError: the weights are another framework's, which holds them.
+        """
+        self._refuse_exchanged("swapped_weights")
+        return self._training.swapped_weights()
+
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -365,6 +389,7 @@ class Job(JobMetrics):
             CheckpointError: the file cannot be written.
         """
         self._refuse_exchanged("save")
+        self._training.refuse_in_block("job.save()")
         facts = {"step": self.step, "strategy": self._figures.strategy, "workers": self.world_size}
         self._training.save(Path(path), facts)
         if self.rank == 0:
@@ -381,6 +406,7 @@ class Job(JobMetrics):
             CheckpointError: the file cannot be read, or is for another model or optimizer.
         """
         self._refuse_exchanged("load")
+        self._training.refuse_in_block("job.load()")
         self._training.load(Path(path))
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,42 @@ def copies(job: slipstream.Job, asked: Asked) -> Asked:
             if asked["exact"] and digest(with_all) != digest(model):
                 trouble.append(f"{how}: another state")
             trouble += [f"{how}: {what}" for what in faults_of(with_all, plain)]
+        if asked["copies"] and step in (1, 3, 6):
+            trouble += evaluate_others(job, model, optimizer, asked["exact"])
     job.wait()
     return {"trouble": trouble, "digest": digest(model)}
+
+
+def evaluate_others(
+    job: slipstream.Job, model: nn.Module, optimizer: torch.optim.Optimizer, exact: bool
+) -> list[str]:
+    """Other weights for an evaluation, which must leave nothing behind; returns what is wrong."""
+    job.wait()
+    before, found = digest(model), []
+    with job.swapped_weights():
+        if exact and digest(model) != before:
+            found.append("the block begins with other weights")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(1)
+        model.norm.running_mean = torch.ones_like(model.norm.running_mean)
+        loss_of(model.eval(), 0, 0)
+        model.train()
+        others = digest(model)
+        for call in (optimizer.step, partial(job.save, "nowhere"), partial(job.load, "nowhere")):
+            try:
+                call()
+            except slipstream.RuntimeFault as error:
+                if "within job.swapped_weights()" not in str(error):
+                    found.append(str(error))
+            else:
+                found.append(f"{call} is possible")
+        job.wait()
+        if digest(model) != others:
+            found.append("the block has not kept other weights")
+    if exact and digest(model) != before:
+        found.append("the block has left other weights behind")
+    return found
 
 
 def faults_of(copied: nn.Module, plain: dict[str, list[str]]) -> list[str]:

@@ -6,6 +6,8 @@ import os
 import random
 import sys
 import time
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +40,33 @@ def counted(model: nn.Module) -> list[float]:
     return [-values.min().item(), -values.max().item()]
 
 
+def evaluate_others(job: slipstream.Job, model: nn.Module) -> None:
+    """As with averaged weights, which a library puts into the model and takes out again; on rank 0
+    peers' updates arrive meanwhile."""
+    own = [weights.detach().clone() for weights in model.parameters()]
+    for weights in model.parameters():
+        weights.data.fill_(0.5)
+    before, deadline = received(job), time.monotonic() + 60
+    while job.rank == 0 and received(job) == before:
+        assert time.monotonic() < deadline, "nothing arrives"
+        time.sleep(0.001)
+    for weights, values in zip(model.parameters(), own, strict=True):
+        weights.data.copy_(values)
+
+
+def received(job: slipstream.Job) -> int:
+    assert job._training.replica.partial is not None
+    return job._training.replica.partial.received.total()
+
+
 def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count(asked, told)
+    told["warned"] = [str(warning.message) for warning in caught]
+
+
+def count(asked: dict[str, Any], told: dict[str, Any]) -> None:
     model: nn.Module = Sums()
     pauses = random.Random(int(os.environ["RANK"]))
     with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
@@ -50,6 +78,9 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
             model(float(factor(job.rank, step))).backward()
             optimizer.step()
             time.sleep(pauses.choice([0.0, 0.0, 0.002, 0.01]))
+            if step in asked.get("swaps", []):
+                with job.swapped_weights() if asked["in_block"] else nullcontext():
+                    evaluate_others(job, model)
             if step in asked.get("flushes", []):
                 assert job._training.replica.partial is not None
                 job._training.replica.partial.drain()  # all there is in a flush, but for the copy

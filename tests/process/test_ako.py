@@ -42,13 +42,15 @@ COUNTED = [
     {"name": "many", "strategy": "ako(partitions=11, staleness=2)"},
     {"name": "the same to all", "strategy": "ako(partitions=3, schedule='same')", "flushes": [7]},
     {"name": "one slow link's worth", "strategy": "ako(rate='20mbit')", "flushes": [30]},
+    {"name": "swapped", "strategy": "ako(partitions=2)", "swaps": [5, 6, 20], "in_block": True},
 ]
+BY_HAND = {**COUNTED[-1], "name": "swapped by hand", "in_block": False}
 
 
 @pytest.fixture(scope="module")
 def counted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counted")
-    assert run(fork_server, folder, COUNTER, *COUNTED, ranks=RANKS) == [0] * RANKS
+    assert run(fork_server, folder, COUNTER, *COUNTED, BY_HAND, ranks=RANKS) == [0] * RANKS
     return folder
 
 
@@ -62,10 +64,20 @@ def test_every_worker_has_every_update_of_every_worker_once(counted: Path, case:
         assert each["counted"] == [everything(STEPS)] * 2
         drained = [[everything(at + 1)] * 2 for at in case.get("flushes", [])]
         assert each.get("drained", []) == drained
+        assert each["warned"] == []
+
+
+def test_weights_that_are_swapped_by_hand_are_named(counted: Path) -> None:
+    """Those that rank 0 has put back lack what its peers have added meanwhile."""
+    said = told(counted, BY_HAND, list(range(RANKS)))
+    (warning,) = (message for each in said for message in each["warned"])
+    assert "'large'" in warning
+    assert "within `with job.swapped_weights():`" in warning
+    assert said[0]["counted"] != [everything(STEPS)] * 2
 
 
 def test_partitions_follow_from_the_rate_that_is_given(counted: Path) -> None:
-    for each in told(counted, COUNTED[-1], list(range(RANKS))):
+    for each in told(counted, COUNTED[-2], list(range(RANKS))):
         slices = each["slices"]
         assert slices["partitions"] > 1
         assert slices["link_bytes_s"] == 20e6 / 8

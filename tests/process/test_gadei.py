@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 WORKER = Path(__file__).with_name("gadei_worker.py")
+AT_THE_END = Path(__file__).with_name("gadei_end_worker.py")
 LEARNERS = 2
 ONE = ("--workers", "1")  # for what does not depend on their number: each imports torch
 DIGITS = 0.97  # what the small net reaches in TOTAL updates, and not in a tenth of them
@@ -114,6 +115,21 @@ def test_every_gradient_is_applied_once(tmp_path: Path, strategy: str) -> None:
     assert summary["workers"] == LEARNERS
     assert summary["staleness"]["all tensors"]["count"] == LEARNERS * steps
     assert said(tmp_path, 1)["summary"] is None
+
+
+@pytest.mark.parametrize("strategy", ["gadei", "gadei(consistent=True)"])
+def test_learners_that_end_at_different_times_have_the_same_weights(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Also where the loop has replaced the parameters' memory before its first step."""
+    command = (SLIPSTREAM, "run", "--workers", str(LEARNERS), "--strategy", strategy)
+    STARTED.append(Launch((*command, str(AT_THE_END), str(tmp_path), "200"), tmp_path))
+    assert STARTED[-1].wait() == 0, STARTED[-1].stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["digest"] == second["digest"]
+    assert len(set(first["summary"]["weights_sha256"])) == 1
+    assert first["moved"] == second["moved"] > 0.01
+    assert first["summary"]["steps"] == 203
 
 
 def test_a_net_learns_from_direct_updates(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ class Driver:
         step: Of the training loop; channels send it too, so that holders detect workers that are
             in different steps.
         exchanged: Whether all contributions of this step have been made.
-        frozen: Whether weights must not change between steps: results are applied only when
-            awaited.
+        frozen_in: The call in whose block the model has other weights, so that results are applied
+            only when awaited; empty outside of one.
         layers: Captured layers, if the plan lets any be sent in compact form.
     """
 
@@ -43,7 +43,7 @@ class Driver:
         self.channels = tuple(channels)
         self.step = 0
         self.exchanged = False
-        self.frozen = False
+        self.frozen_in = ""
         self.layers: LayerSource | None = None
         self._after_flush: list[Callable[[], None]] = []
 

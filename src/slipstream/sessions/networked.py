@@ -311,16 +311,20 @@ class NetworkedTraining(Training):
         return self.replicas[pair].synchronizer.leaving_during_backward()
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def keeping_apart(self, block: str) -> Iterator[None]:
         drivers = [replica.synchronizer.driver for replica in self.replicas]
-        before = [driver.frozen for driver in drivers]
-        for driver in drivers:
-            driver.frozen = True
-        try:
-            yield
-        finally:
-            for driver, was_frozen in zip(drivers, before, strict=True):
-                driver.frozen = was_frozen
+        before = [driver.frozen_in for driver in drivers]
+        with ExitStack() as stack:
+            for replica in self.replicas:
+                if replica.flat is not None:
+                    stack.enter_context(replica.flat.keeping_apart())
+            for driver in drivers:
+                driver.frozen_in = block
+            try:
+                yield
+            finally:
+                for driver, earlier in zip(drivers, before, strict=True):
+                    driver.frozen_in = earlier
 
     def ready(self, pair: int, tensor: int) -> None:
         self.replicas[pair].synchronizer.gradient_ready(tensor)
@@ -329,6 +333,8 @@ class NetworkedTraining(Training):
         self._parts.wait()
 
     def flush(self) -> None:
+        if self.plan.local_steps is not None or self.replica.partial is not None:
+            self.refuse_in_block("job.flush()")  # it gives all workers the same weights
         self._weights.flush()
 
     def lease(self, batches: int, returned: int) -> Batch:
@@ -346,7 +352,9 @@ class NetworkedTraining(Training):
                 "or those of job.save()"
             )
         found = [replica.outer for replica in self.replicas]
-        return self._lent([outer.copies() for outer in found if outer is not None])
+        return self._swapped(
+            "job.outer_weights()", [outer.copies() for outer in found if outer is not None]
+        )
 
     def mean_weights(self) -> MeanWeights:
         model = self.pairs[0].model

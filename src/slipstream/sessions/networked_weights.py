@@ -122,7 +122,6 @@ class LocalWeights(Weights):
         self._synchronize("ended")
 
     def _synchronize(self, what: str) -> None:
-        self._refuse_lent("job.flush()")
         # Before any tensor is sent: fragments of different sizes would be summed with each other.
         made = [replica.synchronizer.step for replica in self._parts.replicas]
         ended_after = sum(made) if what == "ended" else None
@@ -133,12 +132,7 @@ class LocalWeights(Weights):
         for replica in self._parts.replicas:
             applier_of(replica).synchronize()
 
-    def _refuse_lent(self, call: str) -> None:
-        for replica in self._parts.replicas:
-            applier_of(replica).refuse_lent(call)
-
     def settle(self) -> None:
-        self._refuse_lent("job.load()")
         self._parts.wait()
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
@@ -146,11 +140,7 @@ class LocalWeights(Weights):
 
         Training goes on as if nothing was saved. Parts are written first: who finds the checkpoint
         finds them.
-
-        Raises:
-            RuntimeFault: Within ``job.outer_weights()``.
         """
-        self._refuse_lent("job.save()")
         token = self._gather("job.save", secrets.token_hex(8), "job.save")[0]
         facts, problem = {**facts, "parts": token}, ""
         try:
@@ -283,7 +273,9 @@ class OwnWeights(Weights):
                 # A worker that continued would send partitions, and the copy in flight would
                 # overwrite them.
                 if all(self._gather(what, copied)):
-                    return
+                    break
+        if replica.flat is not None:
+            replica.flat.note()
 
     def _gather(self, what: str, value: Any) -> list[Any]:
         return self._parts.calls.gather(what, value, "job.flush")

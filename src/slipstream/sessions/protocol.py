@@ -27,13 +27,13 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.systems import call_of
-from slipstream.torch.averages import lent
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
 from slipstream.torch.inventory import as_texts, group_settings, whole_vector
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
 from slipstream.torch.preparing import Pair, distinct_models
 from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.swapped_weights import copies, outside_of, swapped_in, without_steps
 
 __all__ = ["Pair", "Session", "Training", "TrainingFigures"]
 
@@ -110,10 +110,12 @@ class Training(Protocol):
     Attributes:
         pairs: what the loop uses; empty before ``job.distribute``.
         plans: by pair: the decisions for its tensors.
+        block: the call whose block has put other weights into the models; empty outside of one.
     """
 
     pairs: tuple[Pair, ...] = ()
     plans: Sequence[Plan] = ()
+    block: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -222,28 +224,55 @@ class Training(Protocol):
         """By pair: averaged weights by the parameter's name; empty if none are kept."""
         return [{} for _ in self.pairs]
 
-    def frozen(self) -> AbstractContextManager[None]:
-        """Within, weights that arrive are not applied, unless the loop waits for them."""
+    def keeping_apart(self, block: str) -> AbstractContextManager[None]:
+        """Within, the models have other weights: none that arrive are written into them."""
         return nullcontext()
+
+    def refuse_in_block(self, call: str) -> None:
+        """Refuse a call that would take other weights for those in training.
+
+        Raises:
+            RuntimeFault: The models have other weights.
+        """
+        if self.block:
+            raise outside_of(call, self.block)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Within, the models have the averaged weights."""
         if self.plan.update.average is None:
             raise ConfigError("nothing is averaged: give the strategy averaged=0.9999, or the like")
         self.wait()
-        return self._lent(self.averages())
+        return self._swapped("job.averaged_weights()", self.averages())
+
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Within, the models have copies of their weights, which the loop may change."""
+        if not any(plan.local_steps for plan in self.plans):  # else the weights are its own
+            self.wait()
+        whole = {id(model): copies(model) for model in distinct_models(self.pairs)}
+        return self._swapped(
+            "job.swapped_weights()", [whole.pop(id(model), {}) for model, _ in self.pairs]
+        )
 
     def outer_weights(self) -> AbstractContextManager[None]:
         """Within, the models have the outer weights; those of one process are its own."""
         return nullcontext()
 
     @contextmanager
-    def _lent(self, by_pair: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[None]:
-        """Within, the models have these weights, given by the parameter's name."""
-        with self.frozen(), ExitStack() as stack:
-            for (model, _), weights in zip(self.pairs, by_pair, strict=True):
-                stack.enter_context(lent(model, weights))
-            yield
+    def _swapped(self, block: str, by_pair: Sequence[Mapping[str, torch.Tensor]]) -> Iterator[None]:
+        """Within, the models have these weights, given by name.
+
+        Args:
+            block: the user's call.
+        """
+        with self.keeping_apart(block), ExitStack() as stack:
+            for (model, optimizer), weights in zip(self.pairs, by_pair, strict=True):
+                stack.enter_context(without_steps(optimizer, block))
+                stack.enter_context(swapped_in(model, weights))
+            before, self.block = self.block, block
+            try:
+                yield
+            finally:
+                self.block = before
 
     @abstractmethod
     def save(self, path: Path, facts: dict[str, Any]) -> None:

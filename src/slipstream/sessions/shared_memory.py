@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
+from slipstream.torch.carried_updates import CarriedUpdates
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import config_fingerprint
 from slipstream.torch.learner import Learner
@@ -125,6 +126,7 @@ class SharedMemorySession:
             welcome.plan,
             self._limits.wait_s,
             FiniteGradients(self._env.nonfinite, rank, lambda: self._line.is_first("nonfinite")),
+            lambda value: self._line.share("first weights", value),
         )
         self._opened.callback(learner.close)
         if welcome.fill:
@@ -136,7 +138,6 @@ class SharedMemorySession:
         if not self._training.pairs:
             return combine([figures])
         farewell = self._line.depart(figures.encode(), dict(self._ages))
-        self._training.wait()  # get the other learners' updates
         if not farewell.figures:
             return None
         summary = combine([WorkerFigures.decode(content) for content in farewell.figures])
@@ -188,6 +189,11 @@ class SharedMemoryTraining(Training):
         """Wait until this learner's gradients are applied."""
         self._learner.wait()
 
+    def keeping_apart(self, block: str) -> AbstractContextManager[None]:
+        """The model does not change to newer weights; without copies there is nothing to do."""
+        updates = self._learner.updates
+        return updates.keeping_apart() if isinstance(updates, CarriedUpdates) else nullcontext()
+
     def lease(self, batches: int, returned: int) -> Batch:
         return Batch(*self._line.lease(batches, returned))
 
@@ -223,6 +229,8 @@ class SharedMemoryTraining(Training):
         if self.own_steps == 0 and self._learner.had_gradients:
             raise RuntimeFault(never_stepped(self.plan.strategy, over=True))
         self.wait()
+        self._line.end_training(self._learner.progress)
+        self._learner.take_last()
 
     def accounts(self) -> dict[str, Any]:
         return as_accounts(self._line.account(), self._learner.ages)

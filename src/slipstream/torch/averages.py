@@ -1,9 +1,8 @@
-"""Averaged weights: kept next to a model's weights, and put into a model for evaluation."""
+"""Averaged weights, kept next to a model's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -51,18 +50,3 @@ class Averages:
             self._averages = self.weights
         for name in known:
             self._averages[name].copy_(weights[name])
-
-
-@contextmanager
-def lent(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within, the model has these weights."""
-    own = {name: parameter.data for name, parameter in model.named_parameters() if name in weights}
-    try:
-        for name, parameter in model.named_parameters():
-            if name in weights:
-                parameter.data = weights[name].to(parameter)
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if name in own:
-                parameter.data = own[name]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slipstream.errors import RuntimeFault
 from slipstream.torch.learner_slots import SlotWriter
+from slipstream.torch.replaced_weights import FirstWeights, Memory, refuse_replaced
 from slipstream.torch.shared_weights import SharedWeights
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # destination, source
@@ -105,6 +106,7 @@ class CarriedUpdates:
     Args:
         weights: The shared weights; the model has copies of them.
         holding: Within this context, the shared weights do not change, if the strategy requires it.
+        first: Decides about weights that the loop has put in place before its first step.
     """
 
     def __init__(
@@ -113,14 +115,16 @@ class CarriedUpdates:
         weights: SharedWeights,
         copier: DeviceCopier,
         holding: Callable[[], AbstractContextManager[object]],
+        first: FirstWeights,
     ) -> None:
         self._slots, self._weights, self._copier = slots, weights, copier
-        self._holding = holding
+        self._holding, self._first = holding, first
         self._versions: list[int] = []
         self._seen = self._copied = self._take_all()
         # The model uses one, the copying thread fills the other.
         self._buffers = [weights.own_tensors(), weights.spare_tensors()]
-        self._used = 0
+        self._memories = [Memory(buffer) for buffer in self._buffers]
+        self._used, self._stays = 0, False
         self._left: Any = None  # after this mark the other buffer is no longer read
         self._fresh: FreshWeights | None = None
         self._lock = threading.Lock()
@@ -158,17 +162,42 @@ class CarriedUpdates:
 
     def _take_changed_weights(self) -> None:
         """Share weights that were changed before the first step: all learners have loaded them."""
-        if self._versions == self._versions_now():
+        memory = self._memories[self._used]
+        replaced = memory.replaced(self._slots.parameters)
+        if not replaced and self._versions == self._versions_now():
             return
+        names, parameters = self._slots.names, self._slots.parameters
+        if self.steps and replaced:
+            raise refuse_replaced(names[replaced[0]])
         if self.steps:
             raise RuntimeFault(
                 "weights were changed outside of the optimizer, but this learner has a copy of the "
                 "shared ones, which replaces them: with consistent=False a model on the CPU has "
                 "the shared ones themselves; load weights before the first step"
             )
-        if self._slots.version() == self._seen:  # else another learner has done so, and trains
+        changed = self._changed(replaced)
+        memory.take(names, parameters, replaced)
+        memory.restore(parameters, replaced)
+        if self._first.count(list(changed), list(changed.values())):
             self._weights.fill()
+        else:
+            self._copied = -1  # the shared ones are newer than this version of them
         self._versions = self._versions_now()
+
+    def _changed(self, replaced: Sequence[int]) -> dict[str, Tensor]:
+        """By name: the parameters that were replaced, or written in place."""
+        written = {
+            id(parameter)
+            for parameter, version in zip(self._slots.constant, self._versions, strict=True)
+            if parameter._version != version
+        }
+        named = enumerate(zip(self._slots.names, self._slots.parameters, strict=True))
+        return {name: p for i, (name, p) in named if i in replaced or id(p) in written}
+
+    def replaced(self) -> list[str]:
+        """The names of parameters that the loop has replaced since the last step."""
+        replaced = self._memories[self._used].replaced(self._slots.parameters)
+        return [self._slots.names[i] for i in replaced]
 
     def _versions_now(self) -> list[int]:
         """Neither switching buffers nor filling them changes a parameter's version."""
@@ -187,6 +216,8 @@ class CarriedUpdates:
     def begin_anew(self) -> None:
         """The weights and all state that belongs to them have been replaced."""
         self.finish()
+        memory, parameters = self._memories[self._used], self._slots.parameters
+        memory.restore(parameters, memory.replaced(parameters))
         self._seen = self._copied = self._take_all()
 
     def _take_all(self) -> int:
@@ -209,7 +240,18 @@ class CarriedUpdates:
         if self._error is not None:
             raise self._error
 
+    @contextmanager
+    def keeping_apart(self) -> Iterator[None]:
+        """Within, the model stays with the buffer that it uses."""
+        before, self._stays = self._stays, True
+        try:
+            yield
+        finally:
+            self._stays = before
+
     def _take_fresh(self) -> None:
+        if self._stays:
+            return
         with self._lock:
             fresh, self._fresh = self._fresh, None
             if fresh is None:

@@ -4,41 +4,77 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from slipstream.codecs.residual import Floats
-from slipstream.errors import ConfigError
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.staging import as_real
+from slipstream.torch.written_weights import WrittenWeights
 
 
 class FlatWeights:
     """A writer of weights holds the lock, so that no change is lost. A reader does not, and may see
-    some weights that are older than others."""
+    some weights that are older than others.
 
-    def __init__(self, inventory: Inventory) -> None:
+    The vector has the values in the order of rows, whatever the layout in memory.
+
+    Args:
+        constant: Whether only updates change a parameter.
+
+    Attributes:
+        written: Notices weights that the loop writes itself.
+    """
+
+    def __init__(
+        self, inventory: Inventory, constant: Callable[[Tensor], bool] = lambda _: True
+    ) -> None:
         named = [
             (spec.name, tensor)
             for spec, tensor in zip(inventory.specs, inventory.tensors, strict=True)
             if spec.role == "parameter"
         ]
-        for name, tensor in named:
-            if not tensor.is_contiguous():
-                raise ConfigError(
-                    f"{name!r} is not contiguous, as partial exchange needs it: call "
-                    "model.to(memory_format=torch.contiguous_format) before job.distribute"
-                )
         self._parameters = [tensor for _, tensor in named]
         self._starts = [0, *accumulate(live(p).numel() for p in self._parameters)]
+        self._apart: list[Tensor] | None = None  # while the model has other weights
         self._lock = threading.Lock()
+        self.written = WrittenWeights([name for name, _ in named], self._parameters, constant)
 
     @property
     def numel(self) -> int:
         return self._starts[-1]
+
+    @contextmanager
+    def keeping_apart(self) -> Iterator[None]:
+        """Within, the weights are those that the model has now, whichever it is given."""
+        with self._lock:
+            before = self._apart
+            if before is None:
+                self.written.look_at_all()
+                self._apart = [parameter.data for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._apart = before
+                if before is None:
+                    self.written.note_all_again()
+
+    def note(self) -> None:
+        """The job itself has written weights."""
+        with self._lock:
+            self.written.note_all_again()
+
+    def _live(self, at: int) -> Tensor:
+        return live(self._parameters[at] if self._apart is None else self._apart[at])
+
+    def _all(self) -> list[Tensor]:
+        return [self._live(at) for at in range(len(self._parameters))]
 
     def add(self, start: int, values: Floats) -> None:
         """Add to the weights from ``start`` on; from another thread, during forward and
@@ -47,9 +83,13 @@ class FlatWeights:
         with self._lock:
             at = bisect_right(self._starts, start) - 1
             while start < stop:
-                flat, first = live(self._parameters[at]), self._starts[at]
-                upto = min(stop, first + flat.numel())
-                add_to(flat[start - first : upto - first], values[: upto - start])
+                weights, first = self._live(at), self._starts[at]
+                upto = min(stop, first + weights.numel())
+                if self._apart is None:
+                    self.written.look(at)
+                add_to(weights, start - first, values[: upto - start])
+                if self._apart is None:
+                    self.written.note(at)
                 values, start, at = values[upto - start :], upto, at + 1
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
@@ -57,14 +97,14 @@ class FlatWeights:
         change."""
         update = torch.empty(self.numel, dtype=torch.float32)
         with self._lock, torch.no_grad():
-            before = [live(parameter).clone() for parameter in self._parameters]
+            self.written.look_at_all()
+            before = [weights.clone() for weights in self._all()]
             step()
-            for parameter, old, part in zip(
-                self._parameters, before, self._parts(update), strict=True
-            ):
-                flat = live(parameter)
-                part.copy_(torch.sub(flat, old, out=flat)).mul_(coefficient)
-                torch.add(old, part.to(flat.device, flat.dtype), out=flat)
+            for weights, old, part in zip(self._all(), before, self._parts(update), strict=True):
+                change = part.view(weights.shape)
+                change.copy_(torch.sub(weights, old, out=weights)).mul_(coefficient)
+                torch.add(old, change.to(weights.device, weights.dtype), out=weights)
+            self.written.note_all()
         changed: Floats = update.numpy()
         return changed
 
@@ -72,29 +112,42 @@ class FlatWeights:
         """A copy of the current weights."""
         vector = torch.empty(self.numel, dtype=torch.float32)
         with self._lock:
-            for parameter, part in zip(self._parameters, self._parts(vector), strict=True):
-                part.copy_(live(parameter))
+            for weights, part in zip(self._all(), self._parts(vector), strict=True):
+                part.view(weights.shape).copy_(weights)
         found: Floats = vector.numpy()
         return found
 
     def clear(self) -> None:
         """Set all weights to zero; received weights are then added."""
         with self._lock:
-            for parameter in self._parameters:
-                live(parameter).zero_()
+            for weights in self._all():
+                weights.zero_()
 
-    def _parts(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, vector: Tensor) -> list[Tensor]:
         return [vector[start:stop] for start, stop in pairwise(self._starts)]
 
 
-def live(parameter: torch.Tensor) -> torch.Tensor:
-    """Flat, real, and hidden from autograd: a running pass may read older weights."""
-    return as_real(parameter.data).view(-1)
+def live(weights: Tensor) -> Tensor:
+    """Real, and hidden from autograd: a running pass may read older weights."""
+    return as_real(weights.data)
 
 
-def add_to(weights: torch.Tensor, values: Floats) -> None:
-    if weights.device.type == "cpu" and weights.dtype == torch.float32:
-        memory = weights.numpy()
+def add_to(weights: Tensor, start: int, values: Floats) -> None:
+    """Add to weights from ``start`` on."""
+    flat = weights.reshape(-1)  # a copy, if rows are not one after the other in memory
+    part = flat[start : start + len(values)]
+    if part.device.type == "cpu" and part.dtype == torch.float32:
+        memory = part.numpy()
         np.add(memory, values, out=memory)
     else:
-        weights.add_(torch.from_numpy(values.copy()).to(weights.device, weights.dtype))
+        part.add_(torch.from_numpy(values.copy()).to(part.device, part.dtype))
+    if flat.data_ptr() != weights.data_ptr():
+        weights.copy_(flat.view(weights.shape))
+
+
+def is_constant(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Whether only updates change a parameter: tables with ``max_norm`` also change in forward
+    passes."""
+    tables = (m.weight for m in model.modules() if getattr(m, "max_norm", None))
+    renormed = {id(table) for table in tables}
+    return lambda parameter: id(parameter) not in renormed

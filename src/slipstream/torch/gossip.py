@@ -18,7 +18,7 @@ from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.member import Member
 from slipstream.torch.copying import staged
 from slipstream.torch.flat_weights import FlatWeights
-from slipstream.torch.inventory import Inventory, whole_state
+from slipstream.torch.inventory import whole_state
 from slipstream.torch.speeds import measure_link
 from slipstream.transports.wire import Welcome
 from slipstream.types import ITEM_BYTES
@@ -27,11 +27,10 @@ UNKNOWN_BYTES_S = 1e9
 
 
 def make_partial(
-    plan: Plan, rotate: Rotate, inventory: Inventory, membership: Membership
+    plan: Plan, rotate: Rotate, weights: FlatWeights, membership: Membership
 ) -> GossipChannel:
     """The channel of partial exchange."""
     env, transport = membership.env, membership.transport
-    weights = FlatWeights(inventory)
     peers = [rank for rank in range(env.world_size) if rank != env.rank]
     # A restarted worker gets the rate from rank 0.
     bytes_s = rotate.bytes_s or (

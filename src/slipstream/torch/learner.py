@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from slipstream.torch.carried_updates import (
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.learner_slots import FirstGradient, Slot, SlotWriter, slots_of
 from slipstream.torch.remote_optimizer import RemoteOptimizer
+from slipstream.torch.replaced_weights import FirstWeights, warn_of_replaced
 from slipstream.torch.shared_weights import SharedWeights, settings_of
 from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
@@ -34,6 +36,9 @@ TICK_S = 0.2  # how often a wait in native code lets Python handle signals
 
 class Learner:
     """Binds the model, fills slots, and waits where it must.
+
+    Args:
+        share: Returns the value of the first learner that has called it.
 
     Attributes:
         own: The optimizer of a learner that updates by itself; else the server has it.
@@ -50,11 +55,12 @@ class Learner:
         plan: SegmentPlan,
         limit_s: float,
         finite: FiniteGradients,
+        share: Callable[[Any], Any],
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._about, self._direct = about, direct
         self.rank, self._memory, self._plan, self._limit_s = rank, memory, plan, limit_s
-        self._finite = finite
+        self._finite, self._share = finite, share
         self.rings = Rings(memory.memory)
         self.weights = SharedWeights(model, plan, memory, self.rings.weights_at)
         self.ages: Counter[int] = Counter()
@@ -69,6 +75,15 @@ class Learner:
     def steps(self) -> int:
         """Steps of this learner."""
         return 0 if self.updates is None else self.updates.steps
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether any learner has pushed a gradient in this job."""
+        return any(map(self.rings.pushed, range(self.rings.learners)))
+
+    def progress(self) -> int:
+        """Changes while other learners train."""
+        return self.rings.version
 
     @property
     def had_gradients(self) -> bool:
@@ -107,11 +122,13 @@ class Learner:
             version=lambda: self.rings.version,
             finite=self._finite,
         )
+        first = FirstWeights(lambda: self._has_trained, self._share)
         if self._about.consistent or not self.weights.on_host:
-            self.updates = CarriedUpdates(slots, self.weights, self._copier(), self._reading)
+            copier = self._copier()
+            self.updates = CarriedUpdates(slots, self.weights, copier, self._reading, first)
         else:
             self.weights.bind()
-            self.updates = SlotUpdates(self._model, self._plan, slots, self.weights)
+            self.updates = SlotUpdates(self._model, self._plan, slots, self.weights, first)
         self._first = FirstGradient(slots.parameters)
         named = zip(slots.names, slots.parameters, strict=True)
         loop = RemoteOptimizer(
@@ -204,6 +221,13 @@ class Learner:
         """The shared weights and all state that belongs to them have been replaced."""
         assert self.updates is not None
         self.updates.begin_anew()
+
+    def take_last(self) -> None:
+        """No learner trains any more: take the weights that all have in the end."""
+        assert self.updates is not None
+        if self.steps and (replaced := self.updates.replaced()):
+            warn_of_replaced(replaced[0])
+        self.begin_anew()
 
     def close(self) -> None:
         self._closed = True

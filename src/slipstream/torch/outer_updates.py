@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slipstream.codecs.residual import Floats
-from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.finite_gradients import before_use
@@ -111,11 +110,7 @@ class OuterUpdates:
         """What is under way stays so."""
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._synchronizer.driver.frozen:
-            raise RuntimeFault(
-                "optimizer.step() within job.outer_weights(), where the model has lent weights: "
-                "train after the block"
-            )
+        self._synchronizer.refuse_step_in_block()
         if not self._begun:
             self._take_loaded_weights()
         self._begun = True
@@ -145,14 +140,9 @@ class OuterUpdates:
     # ---- outer rounds
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
-        """Merge what is under way; not while the model has lent weights."""
-        while self._under_way and not self._synchronizer.driver.frozen:
+        """Merge what is under way; not while the model has other weights."""
+        while self._under_way and not self._synchronizer.driver.frozen_in:
             self._merge(self._under_way[0])
-
-    def refuse_lent(self, call: str) -> None:
-        """Raise RuntimeFault if the model has lent weights, which are not the worker's own."""
-        if self._synchronizer.driver.frozen:
-            raise RuntimeFault(f"{call} within job.outer_weights(): call it after the block")
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -9,6 +9,7 @@ from slipstream.runtime.exchange.gossip import GossipChannel
 from slipstream.torch.averages import Averages
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.written_weights import WrittenWarning
 from slipstream.updates import Add
 
 
@@ -20,6 +21,7 @@ class PartialUpdates:
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
         averages: Follow each update of the weights.
+        written: Warns of weights that the loop has written itself.
     """
 
     hooks: Sequence[Hook] = ()
@@ -30,11 +32,13 @@ class PartialUpdates:
         loop: LoopOptimizer,
         channel: GossipChannel,
         averages: Averages,
+        written: WrittenWarning,
     ) -> None:
         outer = synchronizer.plan.update.outer
         assert isinstance(outer, Add)
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._channel, self._outer, self._averages = channel, outer, averages
+        self._written = written
         loop.end_step = self.end_step
 
     def takes_pass(self) -> bool:
@@ -62,5 +66,6 @@ class PartialUpdates:
         self._averages.before_update()
         channel.give(channel.weights.stepped(self._optimizer.step, coefficient))
         self._averages.follow()
+        self._written.give(synchronizer.step)
         channel.wait()
         synchronizer.end_step()

@@ -45,6 +45,7 @@ from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.flat_weights import FlatWeights, is_constant
 from slipstream.torch.gossip import accept_joiners, make_partial
 from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerResults
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
@@ -68,6 +69,7 @@ from slipstream.torch.staging import Staging
 from slipstream.torch.streamed_updates import StreamedUpdates
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.torch.worker_updates import WorkerUpdates
+from slipstream.torch.written_weights import WrittenWarning
 from slipstream.updates import Nesterov
 
 
@@ -154,6 +156,12 @@ class Replica:
     @property
     def partial(self) -> GossipChannel | None:
         return self.channels.partial
+
+    @property
+    def flat(self) -> FlatWeights | None:
+        """The weights to which peers add, where they do."""
+        weights = None if self.partial is None else self.partial.weights
+        return weights if isinstance(weights, FlatWeights) else None
 
     @property
     def link_exchanges(self) -> tuple[RoundChannel, ...]:
@@ -303,7 +311,8 @@ class Wiring:
             return self._channels_of_host()
         collective = self._collective(None)
         if plan.rotation is not None:
-            slices = make_partial(plan, plan.rotation, self._inventory, self._membership)
+            flat = FlatWeights(self._inventory, is_constant(self._model))
+            slices = make_partial(plan, plan.rotation, flat, self._membership)
             return Channels(collective, partial=slices)
         links = self._links(self._slots, self._slots.results) if plan.over_links() else None
         return Channels(collective, links=links)
@@ -432,7 +441,11 @@ class Wiring:
             )
         if slices is not None:
             loop = self._loop or LoopOptimizer(own)
-            return loop, partial(PartialUpdates, loop=loop, channel=slices, averages=averages)
+            assert isinstance(slices.weights, FlatWeights)
+            written = WrittenWarning(slices.weights.written, self._is_first("written"))
+            return loop, partial(
+                PartialUpdates, loop=loop, channel=slices, averages=averages, written=written
+            )
         return own, partial(WorkerUpdates, optimizer=own, averages=averages)
 
     def _averages(self) -> Averages:

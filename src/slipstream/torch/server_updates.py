@@ -104,7 +104,7 @@ class ServerUpdates:
         """Apply weights that have arrived; once per step, so that no layer changes during a
         pass."""
         driver = self._synchronizer.driver
-        if driver.frozen:
+        if driver.frozen_in:
             return
         self._take_changed_weights()
         if self._refreshed_for != driver.step:
@@ -123,7 +123,7 @@ class ServerUpdates:
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         overwrites = tensors is None and self.made > 0 and not self._is_current
-        if overwrites and not self._synchronizer.driver.frozen and self._changed_weights():
+        if overwrites and not self._synchronizer.driver.frozen_in and self._changed_weights():
             raise RuntimeFault(self._why_not_taken())
         self._synchronizer.driver.wait(tensors)
         self._is_current |= tensors is None

@@ -124,6 +124,7 @@ class SharedWeights:
 
     def __init__(self, model: nn.Module, plan: SegmentPlan, memory: SharedMemory, at: int) -> None:
         self._parameters = list(model.parameters())
+        self._names = [tensor.name for tensor in plan.tensors]
         self._places = [place_of(model, name) for name, _ in model.named_buffers()]
         self.views = [
             view_of(memory, at + offset, tensor.shape, getattr(torch, tensor.dtype))
@@ -161,6 +162,12 @@ class SharedWeights:
             if tensor.is_floating_point():
                 tensor.data = view
         self.copy_in_unbound()
+
+    def bound(self) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor]]:
+        """The names of floating-point parameters, themselves, and the shared ones."""
+        named = zip(self._names, self._parameters, self.views, strict=False)
+        found = [each for each in named if each[1].is_floating_point()]
+        return [n for n, _, _ in found], [p for _, p, _ in found], [v for _, _, v in found]
 
     @torch.no_grad()
     def copy_in_unbound(self) -> None:

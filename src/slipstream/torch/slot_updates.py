@@ -22,6 +22,7 @@ from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.compact_layers import CompactLayer, Ports, capture, named_forms
 from slipstream.torch.learner_slots import Slot, SlotWriter
 from slipstream.torch.plain_copies import ReplacedForward, keep_copies_plain
+from slipstream.torch.replaced_weights import FirstWeights, Memory, refuse_replaced
 from slipstream.torch.shared_weights import SharedWeights
 
 # For smaller layers, a copy costs less than the layer's own node in autograd.
@@ -33,6 +34,7 @@ class SlotUpdates:
 
     Args:
         weights: The shared weights; the model's tensors are views of them.
+        first: Decides about weights that the loop has put in place before its first step.
     """
 
     def __init__(
@@ -41,8 +43,11 @@ class SlotUpdates:
         plan: SegmentPlan,
         slots: SlotWriter,
         weights: SharedWeights,
+        first: FirstWeights,
     ) -> None:
-        self._slots, self._weights = slots, weights
+        self._slots, self._weights, self._first = slots, weights, first
+        self._names, self._bound, shared = weights.bound()
+        self._memory = Memory(shared)
         self._parameters = slots.parameters
         self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._slot: Slot | None = None
@@ -141,7 +146,14 @@ class SlotUpdates:
     # This is what a step costs in addition to torch's own work, when nothing is in the caches:
     # every line that runs for every tensor counts.
     def end_step(self) -> None:
+        """Pass the gradients on.
+
+        Raises:
+            RuntimeFault: The loop has replaced a parameter, which is shared.
+        """
         self._slots.refuse_untracked()
+        if replaced := self._memory.replaced(self._bound):
+            self._take_replaced(replaced)
         slot = self._open()
         forms: list[int] = []
         targets: list[Tensor] = []
@@ -172,6 +184,19 @@ class SlotUpdates:
         self._seen = self._slots.version()
         self.steps += 1
 
+    def _take_replaced(self, replaced: list[int]) -> None:
+        """Share parameters that were replaced before the first step: all learners do so."""
+        names = [self._names[i] for i in replaced]
+        if self.steps:
+            raise refuse_replaced(names[0])
+        if self._first.count(names, [self._bound[i] for i in replaced]):
+            self._memory.take(self._names, self._bound, replaced)
+        self._memory.restore(self._bound, replaced)
+
+    def replaced(self) -> list[str]:
+        """The names of parameters that the loop has replaced since the last step."""
+        return [self._names[i] for i in self._memory.replaced(self._bound)]
+
     def _form_of_view(self, slot: Slot, index: int, view: Tensor) -> int:
         """The form of a gradient that was written into the slot."""
         rows = self._rows.get(index)
@@ -186,6 +211,7 @@ class SlotUpdates:
 
     def begin_anew(self) -> None:
         """The shared weights have been replaced."""
+        self._memory.restore(self._bound, self._memory.replaced(self._bound))
         self._weights.copy_in_unbound()
         self._seen = self._slots.version()
 

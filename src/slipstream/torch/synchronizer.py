@@ -18,6 +18,7 @@ from slipstream.torch.compact_layers import CompactLayer, Ports, capture
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.local_gradients import LocalGradients
 from slipstream.torch.slots import LiveTensors
+from slipstream.torch.swapped_weights import outside_of
 from slipstream.torch.tap import BackwardTap
 
 
@@ -157,6 +158,15 @@ class Synchronizer:
         self.slots.finite.step = step
         self.driver.resume(step)
         self.applier.begin_step()
+
+    def refuse_step_in_block(self) -> None:
+        """Refuse a step while the model has other weights, before the step exchanges anything.
+
+        Raises:
+            RuntimeFault: It has.
+        """
+        if block := self.driver.frozen_in:
+            raise outside_of("optimizer.step()", block)
 
     # ---- when gradients are sent
 

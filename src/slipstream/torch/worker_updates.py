@@ -46,6 +46,7 @@ class WorkerUpdates:
         """Nothing to do: no state is kept from step to step."""
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._synchronizer.refuse_step_in_block()
         self._averages.before_update()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:  # it runs backward itself, within the step

@@ -16,7 +16,9 @@ from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.carried_updates import CarriedUpdates, HostCopier, Pairs
+from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
+from slipstream.torch.replaced_weights import FirstWeights
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
 from slipstream.transports.shared_memory import SharedMemory
 
@@ -85,7 +87,15 @@ class Bench:
             deliver=self._deliver,
             version=lambda: self.rings.version,
         )
-        self.updates = CarriedUpdates(slots, self.weights, self.way, self._holding)
+        self.others_train = False
+        self.shared: list[object] = []
+        first = FirstWeights(lambda: self.others_train, self._share)
+        self.updates = CarriedUpdates(slots, self.weights, self.way, self._holding, first)
+
+    def _share(self, value: object) -> object:
+        """As the launcher does: the first value is everybody's."""
+        self.shared.append(value)
+        return self.shared[0]
 
     def _deliver(self, slot: Slot) -> None:
         if self.fails:
@@ -251,12 +261,60 @@ def test_weights_that_are_loaded_before_the_first_step_are_shared(bench: Bench) 
 
 def test_weights_that_another_learner_has_loaded_and_trained_stay(bench: Bench) -> None:
     nn.init.constant_(bench.model.out.weight, 3.0)
-    bench.change(0.25)
+    bench.shared.append([["out.weight", digest_of([bench.model.out.weight])], "another learner's"])
+    bench.others_train = True
     before = [view.clone() for view in bench.weights.trained()]
     bench.step()
     bench.updates.finish()
     for view, old in zip(bench.weights.trained(), before, strict=True):
         assert torch.equal(view, old)
+    assert not (bench.model.out.weight == 3.0).any()  # nor is it trained with any longer
+
+
+def test_weights_that_no_other_learner_has_loaded_come_too_late(bench: Bench) -> None:
+    nn.init.constant_(bench.model.out.weight, 3.0)
+    bench.others_train = True
+    with pytest.warns(UserWarning, match="'out.weight'.*do not count"):
+        bench.step()
+
+
+def test_the_model_stays_with_its_buffer_while_it_has_other_weights(bench: Bench) -> None:
+    bench.step()
+    bench.updates.finish()
+    with bench.updates.keeping_apart():
+        own = bench.model.out.weight.data
+        before = own.clone()
+        bench.model.out.weight.data = torch.full_like(own, 7.0)
+        for _ in range(3):
+            bench.change(1.0)
+            bench.updates.finish()
+        assert (bench.model.out.weight == 7.0).all()
+        bench.model.out.weight.data = own
+    bench.step()
+    bench.updates.finish()
+    torch.testing.assert_close(bench.model.out.weight.data, before + 3.0)
+
+
+def test_memory_that_is_replaced_before_the_first_step_is_shared(bench: Bench) -> None:
+    mine = torch.full_like(bench.model.out.weight, 3.0)
+    bench.model.out.weight.data = mine
+    bench.step()
+    bench.updates.finish()
+    assert any((view == 3.0).all() for view in bench.weights.trained())
+    for number in range(2):
+        bench.change(0.25)
+        bench.updates.finish()
+        bench.step()
+        assert (bench.model.out.weight == 3.25 + 0.25 * number).all()
+    assert (mine == 3.0).all()  # the loop's own
+
+
+def test_memory_that_is_replaced_later_is_refused_by_name(bench: Bench) -> None:
+    bench.step()
+    bench.model.out.weight.data = bench.model.out.weight.data.clone()
+    assert bench.updates.replaced() == ["out.weight"]
+    with pytest.raises(RuntimeFault, match=r"'out.weight' was replaced.*p.data.copy_"):
+        bench.step()
 
 
 def test_weights_that_are_changed_later_are_refused(bench: Bench) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
-from slipstream.torch.flat_weights import FlatWeights
+from slipstream.torch.flat_weights import FlatWeights, is_constant
 from slipstream.torch.inventory import Inventory
 
 
@@ -99,7 +99,116 @@ def test_nothing_is_lost_between_threads() -> None:
     assert net.weight.unique().tolist() == [2.0 * rounds]
 
 
-def test_weights_that_are_not_laid_out_row_by_row_are_refused() -> None:
-    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(ConfigError, match=r"'weight'.*contiguous_format"):
-        weights_of(net)
+# ---- other layouts, and other memory
+
+
+def test_weights_in_another_layout_are_the_same_vector() -> None:
+    plain, turned = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    turned.load_state_dict(plain.state_dict())
+    both = [weights_of(net) for net in (plain, turned)]
+    turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert not turned.weight.is_contiguous()
+    added = np.arange(90, dtype=np.float32)
+    for weights, net in zip(both, (plain, turned), strict=True):
+        weights.add(20, added[20:])
+        net(torch.ones(1, 3, 5, 5)).square().sum().backward()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, foreach=False)
+        weights.stepped(optimizer.step, 0.25)
+        weights.add(0, added)
+    torch.testing.assert_close(turned.weight.contiguous(), plain.weight.contiguous())
+    np.testing.assert_allclose(both[1].whole(), both[0].whole(), rtol=1e-5)
+    assert not turned.weight.is_contiguous()
+    assert both[1].written.found == ""
+
+
+def step(weights: FlatWeights, net: nn.Module) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    net(torch.ones(4, 3)).sum().backward()
+    weights.stepped(optimizer.step, 1.0)
+
+
+def test_what_arrives_while_the_model_has_other_weights_is_kept() -> None:
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    step(weights, net)
+    before = weights.whole()
+    own = [parameter.data for parameter in net.parameters()]
+    with weights.keeping_apart():
+        for parameter in net.parameters():
+            parameter.data = torch.full_like(parameter, 7.0)
+        weights.add(0, np.ones(8, np.float32))
+        np.testing.assert_array_equal(weights.whole(), before + 1)  # for one that joins, too
+        assert (net.weight == 7.0).all()
+        for parameter, data in zip(net.parameters(), own, strict=True):
+            parameter.data = data
+    np.testing.assert_array_equal(weights.whole(), before + 1)
+    step(weights, net)
+    assert weights.written.found == ""
+
+
+# ---- weights that the loop writes itself
+
+
+def swap(net: nn.Module, arrive: Callable[[], None]) -> None:
+    """As libraries do that average weights."""
+    own = [parameter.detach().clone() for parameter in net.parameters()]
+    for parameter in net.parameters():
+        parameter.data.fill_(0.5)
+    arrive()
+    for parameter, values in zip(net.parameters(), own, strict=True):
+        parameter.data.copy_(values)
+
+
+def test_weights_that_are_swapped_while_updates_arrive_are_named() -> None:
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    step(weights, net)
+    swap(net, lambda: None)  # nothing is lost
+    weights.add(0, np.ones(8, np.float32))
+    step(weights, net)
+    assert weights.written.found == ""
+    swap(net, lambda: weights.add(0, np.ones(8, np.float32)))
+    assert weights.written.found == "weight"
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["in place", "replaced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_weights_that_are_written_after_a_step_are_named(
+    dtype: torch.dtype, replaced: bool
+) -> None:
+    net = nn.ParameterDict({"one": torch.ones((), dtype=dtype), "empty": torch.empty(0)})
+    weights = FlatWeights(Inventory.of(net))
+    net["one"].data.fill_(2.0)  # loaded before the first step
+    weights.add(0, np.ones(1, np.float32))
+    weights.stepped(lambda: net["one"].data.add_(1), 1.0)
+    weights.add(0, np.ones(1, np.float32))
+    assert net["one"].item() == 5.0
+    weights.stepped(lambda: net["one"].data.add_(1), 1.0)
+    assert weights.written.found == ""
+    if replaced:
+        net["one"].data = torch.full_like(net["one"], 0.1)
+    else:
+        net["one"].data.clamp_(max=0.1) if not dtype.is_complex else net["one"].data.fill_(0.1)
+    weights.stepped(lambda: None, 1.0)
+    assert weights.written.found == "one"
+
+
+def test_weights_that_the_job_writes_are_not_the_loops() -> None:
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    step(weights, net)
+    with torch.no_grad():
+        net.weight.zero_()  # as a flush gives a worker rank 0's
+    weights.note()
+    step(weights, net)
+    assert weights.written.found == ""
+
+
+def test_tables_that_change_in_forward_passes_are_not_compared() -> None:
+    net = nn.Embedding(3, 2, max_norm=1.0)
+    weights = FlatWeights(Inventory.of(net), is_constant(net))
+    weights.stepped(lambda: None, 1.0)
+    nn.init.constant_(net.weight, 9.0)
+    net(torch.arange(3))
+    weights.stepped(lambda: None, 1.0)
+    assert weights.written.found == ""

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
+from slipstream.torch.fingerprint import digest_of
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
 from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.replaced_weights import FirstWeights
 from slipstream.torch.shared_weights import SharedWeights, shared_tensors
 from slipstream.torch.slot_updates import SlotUpdates
 from slipstream.transports.shared_memory import SharedMemory
@@ -68,9 +70,21 @@ class Bench:
             version=lambda: self.rings.version,
             finite=finite,
         )
-        self.updates = SlotUpdates(model, self.plan, slots, self.weights)
+        self.others_train = False
+        self.shared: list[object] = []
+        first = FirstWeights(lambda: self.others_train, self._share)
+        self.updates = SlotUpdates(model, self.plan, slots, self.weights, first)
         self.optimizer = LoopOptimizer(optimizer)
         self.optimizer.end_step = self.updates.end_step
+
+    def _share(self, value: object) -> object:
+        """As the launcher does: the first value is everybody's."""
+        self.shared.append(value)
+        return self.shared[0]
+
+    def view(self, name: str) -> Tensor:
+        """The shared weights under a name."""
+        return self.weights.views[[tensor.name for tensor in self.plan.tensors].index(name)]
 
     def forms(self) -> dict[str, int]:
         names = [self.plan.tensors[gradient.tensor].name for gradient in self.plan.gradients]
@@ -410,3 +424,76 @@ def test_refused_gradients_are_absent_and_leave_clean_slots() -> None:
         assert (bench.forms()["wide.weight"] == ABSENT) == bad
         bench.assert_gradients(bench.twin)
         bench.twin.zero_grad()
+
+
+# ---- parameters whose memory the loop replaces
+
+
+def test_memory_that_is_replaced_before_the_first_step_is_shared(bench: Bench) -> None:
+    mine = torch.full_like(bench.model.mix.bias, 3.0)
+    bench.model.mix.bias.data = mine
+    bench.optimizer.step()
+    assert (bench.view("mix.bias") == 3.0).all()
+    bench.view("mix.bias").fill_(4.0)
+    assert (bench.model.mix.bias == 4.0).all()
+    assert (mine == 3.0).all()  # the loop's own
+
+
+def test_memory_that_is_replaced_where_others_train_does_not_count_and_says_so(
+    bench: Bench,
+) -> None:
+    before, bench.others_train = bench.view("mix.bias").clone(), True
+    bench.model.mix.bias.data = torch.full_like(bench.model.mix.bias, 3.0)
+    with pytest.warns(UserWarning, match="'mix.bias'.*do not count"):
+        bench.optimizer.step()
+    assert torch.equal(bench.model.mix.bias, before)
+    assert bench.model.mix.bias.data_ptr() == bench.view("mix.bias").data_ptr()
+
+
+def test_memory_that_another_learner_has_replaced_alike_is_left_as_it_was_trained(
+    bench: Bench,
+) -> None:
+    """Also by this learner itself, before it was started again."""
+    before, bench.others_train = bench.view("mix.bias").clone(), True
+    bench.model.mix.bias.data = torch.full_like(bench.model.mix.bias, 3.0)
+    bench.shared.append([["mix.bias", digest_of([bench.model.mix.bias])], "another learner's"])
+    bench.optimizer.step()
+    assert torch.equal(bench.model.mix.bias, before)
+
+
+@pytest.mark.parametrize("name", ["mix.bias", "unused.weight"])
+def test_memory_that_is_replaced_later_is_refused_by_name(bench: Bench, name: str) -> None:
+    bench.optimizer.step()
+    parameter = bench.model.get_parameter(name)
+    parameter.data = parameter.data.clone()
+    assert bench.updates.replaced() == [name]
+    with pytest.raises(RuntimeFault, match=rf"'{name}' was replaced.*p.data.copy_"):
+        bench.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [(torch.zeros(4), "shape"), (torch.zeros(16, dtype=torch.float64), "dtype")],
+)
+def test_memory_of_another_kind_is_refused_by_name(bench: Bench, values: Tensor, what: str) -> None:
+    bench.model.mix.bias.data = values
+    with pytest.raises(RuntimeFault, match=rf"'mix.bias' has {what}"):
+        bench.optimizer.step()
+
+
+def test_empty_parameters_and_replaced_buffers_are_no_replaced_memory() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    bench = Bench(model)
+    for mean in (1.0, 2.0):
+        model.nothing.data = torch.empty(0)
+        model[1].running_mean = torch.full((2,), mean)
+        bench.optimizer.step()
+        assert bench.updates.replaced() == []
+        assert (bench.view("1.running_mean") == mean).all()
+    bench.updates.begin_anew()
+    model[0].weight.data = torch.zeros(2, 3)
+    bench.updates.begin_anew()
+    assert bench.updates.replaced() == []
+    assert torch.equal(model[0].weight, bench.view("0.weight"))
+    assert model[0].weight.any()

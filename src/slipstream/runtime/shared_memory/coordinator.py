@@ -40,7 +40,9 @@ class LearnerRecord:
     send: Send
     joined: bool = False  # its Hello was accepted
     waits: bool = False  # for a Welcome
+    trained: bool = False  # it has made its last step
     departing: messages.Departing | None = None
+    awaited: messages.Awaited | None = None  # what it was told last
 
 
 @dataclass(slots=True)
@@ -61,7 +63,7 @@ class SharedMemoryCoordinator:
         memory: the shared memory, once a learner has joined.
         rings: the learners' slots in it.
         restarts: how many learners were started again.
-        finishing: all learners have finished.
+        finishing: all learners have made their last steps.
         lacks_checkpoint: the last checkpoint is missing, in a directory that outlives the job.
     """
 
@@ -100,6 +102,7 @@ class SharedMemoryCoordinator:
     _began_at: int = 0  # the version at which the current server began
     _deaths: int = 0
     _account: messages.Account | None = None
+    _over: bool = False  # farewells are sent
     _replaced: int = 0  # number of replaced servers
     _watchdog: ServerWatchdog = field(init=False)
 
@@ -173,9 +176,11 @@ class SharedMemoryCoordinator:
                 self._on_lease(rank, body)
             case messages.Load():
                 self._on_load(rank, body)
+            case messages.Trained():
+                self._records[rank].trained = True
+                self._count_batches(rank)
             case messages.Departing():
                 self._records[rank].departing = body
-                self._count_batches(rank)
 
     def _send(self, rank: Rank, body: messages.Body, descriptor: int | None = None) -> None:
         if rank in self._records:
@@ -288,7 +293,8 @@ class SharedMemoryCoordinator:
                 if body.trouble and self._hello is not None and self._hello.checkpoints is not None:
                     self.log(body.trouble)
                     self.lacks_checkpoint = True
-                self._send_farewells()
+                for learner in self._records:
+                    self._send(learner, messages.Final())
             case messages.AccountReply():
                 rank, _ = self._requests.answered(body.number)
                 if rank is not None:
@@ -371,6 +377,7 @@ class SharedMemoryCoordinator:
     def tick(self) -> None:
         """Called after every event, and at intervals."""
         self._finish_if_done()
+        self._name_awaited()
         if self.rings is None or self._server is None or self._account is not None:
             return
         if not self._serving:
@@ -423,11 +430,29 @@ class SharedMemoryCoordinator:
     # ---- the end
 
     def _finish_if_done(self) -> None:
-        if self.finishing or not self._records:
-            return
-        if all(record.departing is not None for record in self._records.values()):
+        """All learners that there are have made their last steps, or have the last weights."""
+        records = self._records.values()
+        if not self.finishing and records and all(record.trained for record in records):
             self.finishing = True
             self._send_finish()
+        left = [record.departing is not None for record in records]
+        if self._account is not None and not self._over and left and all(left):
+            self._over = True
+            self._send_farewells()
+
+    def _name_awaited(self) -> None:
+        """Tell learners that wait at the end for whom they do, when that has changed."""
+        if self._over:
+            return
+        if self._account is None:
+            behind = [r for r, record in self._records.items() if not record.trained]
+        else:
+            behind = [r for r, record in self._records.items() if record.departing is None]
+        awaited = messages.Awaited(sorted(behind))
+        for waiting, record in self._records.items():
+            if waiting not in behind and record.awaited != awaited:
+                record.awaited = awaited
+                self._send(waiting, awaited)
 
     def _send_finish(self) -> None:
         if self.rings is not None and self._server is not None and self._serving:

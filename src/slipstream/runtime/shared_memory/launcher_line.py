@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from slipstream.errors import CheckpointError, FrameRefused, ModelMismatch, PeerFailed, WaitLimit
@@ -12,6 +14,7 @@ from slipstream.runtime.shared_memory import messages
 from slipstream.transports.local_socket import Hangup, LocalSocket
 
 Answer = TypeVar("Answer", bound=messages.Body)
+TICK_S = 0.5  # how often a wait at the end looks whether others make progress
 AHEAD = 8  # batches leased at a time: a request for each would cost as much as a small step
 
 
@@ -88,11 +91,45 @@ class LauncherLine:
         """The server's figures."""
         return self._ask(messages.Ask(), messages.Account, "the server's account")
 
+    def end_training(self, progress: Callable[[], object]) -> None:
+        """Wait until no learner trains any more, and the weights are final.
+
+        Args:
+            progress: changes while others train; the limit is on how long it stays the same.
+
+        Raises:
+            WaitLimit: with the ranks that still train.
+        """
+        self._ask_at_end(messages.Trained(), messages.Final, "their last steps", progress)
+
     def depart(self, figures: bytes, ages: dict[int, int]) -> messages.Farewell:
         """Leave, and wait until all learners have left."""
-        return self._ask(
-            messages.Departing(figures, ages), messages.Farewell, "the other learners to finish"
-        )
+        body = messages.Departing(figures, ages)
+        return self._ask_at_end(body, messages.Farewell, "their last figures", lambda: None)
+
+    def _ask_at_end(
+        self,
+        body: messages.Body,
+        answer: type[Answer],
+        what: str,
+        progress: Callable[[], object],
+    ) -> Answer:
+        """Ask what is answered when all learners have asked it, and name them if they do not."""
+        with self._asking:
+            self._send(body)
+            missing, seen, since = ["launcher"], progress(), time.monotonic()
+            while True:
+                try:
+                    heard, _ = self._hear(TICK_S)
+                except TimeoutError:
+                    if (now := progress()) != seen:
+                        seen, since = now, time.monotonic()
+                    if time.monotonic() - since > self._wait_s:
+                        raise WaitLimit(what, self._wait_s, missing) from None
+                    continue
+                if not isinstance(heard, messages.Awaited):
+                    return expected(heard, answer)
+                missing = [f"rank {rank}" for rank in heard.ranks] or ["launcher"]
 
     def close(self) -> None:
         """Close the connection."""
@@ -115,16 +152,25 @@ class LauncherLine:
 
     def _receive(self, kind: type[Answer], what: str, limit_s: float) -> tuple[Answer, int | None]:
         try:
-            body, descriptor = self._line.receive(limit_s)
+            body, descriptor = self._hear(limit_s)
         except TimeoutError:
             raise WaitLimit(what, limit_s, ["launcher"]) from None
+        return expected(body, kind), descriptor
+
+    def _hear(self, limit_s: float) -> tuple[messages.ToLearner, int | None]:
+        try:
+            return self._line.receive(limit_s)
         except Hangup as error:
             raise gone() from error
-        if isinstance(body, messages.Refused):
-            raise ModelMismatch(body.trouble)
-        if not isinstance(body, kind):
-            raise FrameRefused(f"the launcher has answered with {type(body).__name__}")
-        return body, descriptor
+
+
+def expected(body: messages.Body, kind: type[Answer]) -> Answer:
+    """An answer of this kind; raises FrameRefused, or ModelMismatch if the request is refused."""
+    if isinstance(body, messages.Refused):
+        raise ModelMismatch(body.trouble)
+    if not isinstance(body, kind):
+        raise FrameRefused(f"the launcher has answered with {type(body).__name__}")
+    return body
 
 
 def gone() -> PeerFailed:

@@ -73,14 +73,18 @@ class Ask(Body, frozen=True):
     number: int = 0
 
 
+class Trained(Body, frozen=True):
+    """The learner has made its last step, and all of its gradients are applied."""
+
+
 class Departing(Body, frozen=True):
-    """The learner has finished; ``figures`` are its WorkerFigures."""
+    """The learner has the last weights; ``figures`` are its WorkerFigures."""
 
     figures: bytes
     ages: dict[int, int]  # of gradients that it applied itself
 
 
-FromLearner = Hello | Networked | Filled | Share | Lease | Save | Load | Ask | Departing
+FromLearner = Hello | Networked | Filled | Share | Lease | Save | Load | Ask | Trained | Departing
 
 
 # ---- the launcher to a learner
@@ -123,6 +127,16 @@ class Account(Body, frozen=True):
     checkpoints: int = 0
 
 
+class Awaited(Body, frozen=True):
+    """At the end: the learners that have not come as far as this one, which waits for them."""
+
+    ranks: list[int]
+
+
+class Final(Body, frozen=True):
+    """No learner trains any more, and the server is done: the weights do not change again."""
+
+
 class Farewell(Body, frozen=True):
     """The figures of all learners, for one of them."""
 
@@ -137,7 +151,9 @@ class Refused(Body, frozen=True):
     trouble: str
 
 
-ToLearner = Welcome | Begin | Shared | Leased | Done | Account | Farewell | Refused
+ToLearner = (
+    Welcome | Begin | Shared | Leased | Done | Account | Awaited | Final | Farewell | Refused
+)
 
 
 # ---- the launcher to the server, and back

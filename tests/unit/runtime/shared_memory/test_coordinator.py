@@ -15,12 +15,14 @@ from slipstream.runtime.shared_memory.messages import (
     Account,
     AccountReply,
     Ask,
+    Awaited,
     Begin,
     Body,
     Departing,
     Done,
     Farewell,
     Filled,
+    Final,
     Finish,
     Finished,
     Hello,
@@ -38,6 +40,7 @@ from slipstream.runtime.shared_memory.messages import (
     Share,
     Shared,
     Start,
+    Trained,
     Welcome,
 )
 
@@ -260,7 +263,7 @@ def test_it_is_known_who_has_joined() -> None:
 def test_learners_that_have_finished_do_not_begin_again() -> None:
     bench = Bench().begun()
     for rank in range(2):
-        bench.shop.on_message(rank, Departing(b"", {}))
+        bench.shop.on_message(rank, Trained())
     bench.shop.tick()
     assert bench.shop.finishing
     bench.clear()
@@ -378,7 +381,7 @@ def test_a_server_that_hangs_at_the_end_is_ended_after_long() -> None:
     rings = bench.shop.rings
     assert rings is not None
     for rank in (0, 1):
-        bench.shop.on_message(rank, Departing(b"", {}))
+        bench.shop.on_message(rank, Trained())
     for now in (0.0, 20.0, 90.0):  # it writes
         bench.now = now
         rings.beat_once()
@@ -600,49 +603,79 @@ def test_the_first_begins_though_the_server_died_as_it_kept_its_weights() -> Non
 
 def test_all_leave_together_and_one_has_the_figures() -> None:
     bench = Bench().begun()
-    bench.shop.on_message(1, Departing(b"one", {2: 5}))
+    bench.shop.on_message(1, Trained())
     bench.shop.tick()
     assert bench.to_server == []
-    bench.shop.on_message(0, Departing(b"nought", {}))
+    assert bench.to == {0: [], 1: [Awaited([0])]}
+    bench.shop.on_message(0, Trained())
     bench.shop.tick()
     assert bench.to_server == [Finish()]
-    assert bench.to == {0: [], 1: []}
+    bench.clear()
     bench.shop.on_server_message(Finished(Account({1: 1}, 0, 4)))
+    bench.shop.tick()
+    assert bench.to == {0: [Final()], 1: [Final()]}  # they take the last weights
+    bench.clear()
+    bench.shop.on_message(1, Departing(b"one", {2: 5}))
+    bench.shop.tick()
+    assert bench.to == {0: [], 1: [Awaited([0])]}
+    bench.clear()
+    bench.shop.on_message(0, Departing(b"nought", {}))
+    bench.shop.tick()
     whole = Account({1: 1, 2: 5}, 0, 4)
-    assert bench.to == {0: [Farewell([b"nought", b"one"], whole, 0)], 1: [Farewell([])]}
+    last = {0: [Farewell([b"nought", b"one"], whole, 0)], 1: [Farewell([])]}
+    assert bench.to == last
+    bench.shop.remove_learner(0)
+    bench.shop.tick()
+    assert bench.to == last
 
 
 def test_the_end_waits_for_one_that_is_started_again() -> None:
     bench = Bench().begun()
-    bench.shop.on_message(0, Departing(b"nought", {}))
+    bench.shop.on_message(0, Trained())
+    bench.shop.on_message(1, Trained())
     bench.shop.remove_learner(1)
     bench.seat(1)
     bench.shop.tick()
     assert bench.to_server == []
+    assert bench.to[0] == [Awaited([1])]
     bench.shop.on_message(1, hello())
-    bench.shop.on_message(1, Departing(b"one", {}))
+    bench.shop.on_message(1, Trained())
     bench.shop.tick()
     assert bench.to_server == [Finish()]
 
 
 def test_the_end_does_not_wait_for_one_that_is_left_out() -> None:
     bench = Bench().begun()
-    bench.shop.on_message(0, Departing(b"nought", {}))
+    bench.shop.on_message(0, Trained())
     bench.shop.remove_learner(1)
     bench.shop.tick()
     assert bench.to_server == [Finish()]
 
 
+def test_the_end_does_not_wait_for_figures_of_one_that_is_killed() -> None:
+    bench = Bench().begun()
+    for rank in (0, 1):
+        bench.shop.on_message(rank, Trained())
+    bench.shop.tick()
+    bench.shop.on_server_message(Finished(Account({})))
+    bench.shop.on_message(1, Departing(b"one", {}))
+    bench.shop.tick()
+    assert bench.kinds(1)[-1] is Awaited
+    bench.shop.remove_learner(0)
+    bench.shop.tick()
+    assert bench.to[1][-1] == Farewell([b"one"], Account({}), 0)
+
+
 def test_a_server_that_dies_at_the_end_is_replaced_too() -> None:
     bench = Bench().begun()
     for rank in (0, 1):
-        bench.shop.on_message(rank, Departing(b"", {}))
+        bench.shop.on_message(rank, Trained())
     bench.shop.tick()
     bench.shop.server_ended(-9)
     bench.shop.on_server_message(Ready(True, 0, []))
     assert bench.to_server[-1] == Finish()
     bench.shop.on_server_message(Finished(Account({})))
-    assert bench.kinds(0) == [Farewell]
+    assert bench.kinds(0)[-1] is Final
     bench.shop.server_ended(0)
     assert bench.servers == 2
 
@@ -653,9 +686,9 @@ def test_a_last_checkpoint_that_is_missing_counts_where_it_would_stay(
 ) -> None:
     bench = Bench(checkpoints=checkpoints).begun()
     for rank in (0, 1):
-        bench.shop.on_message(rank, Departing(b"", {}))
+        bench.shop.on_message(rank, Trained())
     bench.shop.tick()
     bench.shop.on_server_message(Finished(Account({}), "the disk is full; there is no checkpoint"))
-    assert bench.kinds(0) == bench.kinds(1) == [Farewell]  # what they do next is their own
+    assert bench.kinds(0)[-1] is bench.kinds(1)[-1] is Final  # what they do next is their own
     assert bench.shop.lacks_checkpoint == (checkpoints is not None)
     assert ("the disk is full; there is no checkpoint" in bench.said) == (checkpoints is not None)
