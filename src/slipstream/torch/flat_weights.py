@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -35,6 +36,10 @@ class FlatWeights:
         self._parameters = [tensor for _, tensor in named]
         self._starts = [0, *accumulate(live(p).numel() for p in self._parameters)]
         self._lock = threading.Lock()
+
+    def still(self) -> AbstractContextManager[object]:
+        """Within, no other thread changes the weights."""
+        return self._lock
 
     @property
     def numel(self) -> int:

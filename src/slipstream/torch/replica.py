@@ -44,6 +44,7 @@ from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.finite_gradients import FiniteGradients
+from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.gossip import accept_joiners, make_partial
 from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerResults
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
@@ -420,7 +421,8 @@ class Wiring:
                 is_first=self._is_first("overlap"),
             )
         if slices is not None:
-            loop = self._loop or LoopOptimizer(own)
+            assert isinstance(slices.weights, FlatWeights)
+            loop = self._loop or LoopOptimizer(own, slices.weights.still)
             return loop, partial(PartialUpdates, loop=loop, channel=slices, averages=averages)
         return own, partial(WorkerUpdates, optimizer=own, averages=averages)
 
