@@ -38,11 +38,13 @@ from slipstream.sessions.networked_weights import (
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
+from slipstream.systems import call_of
 from slipstream.torch.gossip import come_back
 from slipstream.torch.inventory import whole_vector
 from slipstream.torch.link_store import LinkStore
 from slipstream.torch.loading import load_job
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.other_steps import OtherSteps, why_not_by_others
 from slipstream.torch.outer_weights import OuterState
 from slipstream.torch.outside_parameters import OutsideParameters
 from slipstream.torch.replica import Replica, SharedParts
@@ -71,8 +73,7 @@ class NetworkedSession:
         self._training: Training = Undistributed()
         self._shared: SharedParts | None = None
         self._replicas: tuple[Replica, ...] = ()
-        self._step_watch = StepWatch((), (), lambda: True, "")
-        self._outside = OutsideParameters((), (), is_first=False)
+        self._opened = ExitStack()  # what watches the current training
         self._link_store = LinkStore(membership.gathering)  # torch does not keep Python's object
         self._groups = 0
 
@@ -105,33 +106,40 @@ class NetworkedSession:
         )
         parts = Parts(trained, self._replicas, self.membership, self._calls)
         self._training = NetworkedTraining(parts, strategy.name)
-        self._step_watch.close()
-        self._step_watch = self._watch_steps(strategy)
-        self._outside.close()
-        self._outside = self._watch_outside(pairs)
+        self._opened.close()
+        self._watch_steps(pairs, strategy)
+        self._watch_outside(pairs)
         for pair, replica in zip(trained, self._replicas, strict=True):
             self._warn_of_momentum(strategy, pair.optimizer)
             self._warn_of_unused_rules(replica.plan)
         return self._training
 
-    def _watch_steps(self, strategy: Strategy) -> StepWatch:
+    def _watch_steps(self, pairs: Sequence[Pair], strategy: Strategy) -> None:
         each = [replica.synchronizer for replica in self._replicas]
         trained = {p for one in each for p in one.inventory.trained.values()}
-        return StepWatch(
+        optimizers = [replica.optimizer for replica in self._replicas]
+        watch = StepWatch(
             trained if self.membership.env.rank == 0 else (),
-            [replica.optimizer for replica in self._replicas],
+            optimizers,
             stepped=lambda: any(one.ended or one.driver.exchanged for one in each),
             told=never_stepped(strategy, pairs=len(each), over=False),
         )
+        self._opened.callback(watch.close)
+        why = why_not_by_others(self._replicas[0].plan, call_of(strategy), pairs=len(pairs))
+        if why:
+            exchanged = [named for one in each for named in one.inventory.trained.items()]
+            known = [*optimizers, *(pair.optimizer for pair in pairs)]
+            self._opened.callback(OtherSteps(exchanged, known, why).close)
 
-    def _watch_outside(self, pairs: Sequence[Pair]) -> OutsideParameters:
+    def _watch_outside(self, pairs: Sequence[Pair]) -> None:
         exchanged = [t for one in self._replicas for t in one.synchronizer.inventory.tensors]
         known = [replica.optimizer for replica in self._replicas]
-        return OutsideParameters(
+        outside = OutsideParameters(
             exchanged,
             [*known, *(pair.optimizer for pair in pairs)],
             is_first=self.membership.env.rank == 0,
         )
+        self._opened.callback(outside.close)
 
     def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
@@ -184,8 +192,7 @@ class NetworkedSession:
         return rank_reports(error, self.membership.env.rank)
 
     def close(self) -> None:
-        self._step_watch.close()
-        self._outside.close()
+        self._opened.close()
         self.membership.member.stop()
         self.membership.close_store()
         for replica in self._replicas:

@@ -13,6 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.strategy import Strategy
 from slipstream.systems import is_json, parse
 from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.own_step import check_whole
 from slipstream.torch.preparing import Pair, check_pairs
 
 DEFAULT_STRATEGY = "push_pull"
@@ -94,7 +95,9 @@ def pair_of(given: Any) -> Pair:
             f"{' and a '.join(kind.__name__ for kind in kinds)}"
         )
     model, optimizer = given
-    return Pair(model, own_optimizer(optimizer))
+    own = own_optimizer(optimizer)
+    check_whole(own)
+    return Pair(model, own)
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

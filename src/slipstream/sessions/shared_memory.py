@@ -30,12 +30,15 @@ from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
+from slipstream.systems import call_of
 from slipstream.torch.carried_updates import CarriedUpdates
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import config_fingerprint
 from slipstream.torch.learner import Learner
 from slipstream.torch.learner_state import LearnerState
+from slipstream.torch.other_steps import OtherSteps, why_not_by_others
 from slipstream.torch.outside_parameters import OutsideParameters
+from slipstream.torch.own_step import check_own_step
 from slipstream.torch.preparing import check_pairs, prepare_pairs
 from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
@@ -89,6 +92,7 @@ class SharedMemorySession:
         ((model, optimizer),) = pairs
         (inventory,) = prepare_pairs(pairs, strategy)
         check_shareable(model, optimizer)
+        check_own_step(optimizer)
         check_own_state(optimizer, inventory.trained)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
@@ -112,6 +116,9 @@ class SharedMemorySession:
             inventory.trained.values(), (optimizer, loop), is_first=self._env.rank == 0
         )
         self._opened.callback(outside.close)
+        why = why_not_by_others(plan, call_of(strategy), pairs=1)
+        known = [pair.optimizer, optimizer]
+        self._opened.callback(OtherSteps(inventory.trained.items(), known, why).close)
         return self._training
 
     def _join(self, pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Learner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -44,6 +44,10 @@ class FlatWeights:
         self._apart: list[Tensor] | None = None  # while the model has other weights
         self._lock = threading.Lock()
         self.written = WrittenWeights([name for name, _ in named], self._parameters, constant)
+
+    def still(self) -> AbstractContextManager[object]:
+        """Within, no other thread changes the weights."""
+        return self._lock
 
     @property
     def numel(self) -> int:

@@ -139,6 +139,8 @@ class Learner:
         def end() -> None:
             end_step()
             loop.forget_state()
+            if loop.has_post_hooks:
+                self.wait()
 
         loop.end_step = end
         return loop

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+
+from slipstream.errors import RuntimeFault
+from slipstream.torch.own_step import STATE_HOOKS, STEP_HOOKS
+
+SAMPLE = 64  # values of a parameter
+OF_SCALERS = ("found_inf", "grad_scale")  # attributes that a GradScaler sets for one step
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -14,35 +23,145 @@ def kind_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
 
 
 class LoopOptimizer(torch.optim.Optimizer):
-    """Shares the user's parameter groups and state.
+    """Stands for the user's: whatever it does not have itself is the user's own.
 
     A ``GradScaler`` sees gradients of this worker only, and may find an infinity where others find
     none. It calls ``step`` all the same, because of ``_step_supports_amp_scaling``, and gives it
     ``found_inf`` and ``grad_scale``. So a worker that skips a step makes it without gradients.
 
-    Attributes:
+    Args:
         local: The user's own optimizer.
+        still: Within this context, no other thread changes the weights.
+
+    Attributes:
         end_step: What ``step`` does.
     """
 
+    local: torch.optim.Optimizer
     _step_supports_amp_scaling = True
 
-    def __init__(self, local: torch.optim.Optimizer) -> None:
-        super().__init__(local.param_groups, local.defaults)
-        self.local = local
-        self.param_groups, self.state = local.param_groups, local.state
+    def __init__(
+        self,
+        local: torch.optim.Optimizer,
+        still: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        # Not by super(): groups, state and settings are the user's.
+        vars(self)["local"] = local
+        vars(self).update({name: OrderedDict() for name in STEP_HOOKS})
+        vars(self).update({name: getattr(local, name) for name in STATE_HOOKS})
+        self._still = still
         self.end_step: Callable[[], None] = lambda: None
+
+    # ---- what is the user's own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.local.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.local.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.local.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.local.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.local.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.local.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "local":  # an object that is being copied has none yet
+            raise AttributeError(name)
+        found = getattr(self.local, name)
+        is_method = getattr(found, "__self__", None) is self.local
+        return partial(self._call, found) if is_method else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or name in OF_SCALERS or hasattr(type(self), name)
+        if own or not hasattr(self.local, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.local, name, value)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a method of the user's optimizer that torch's do not have.
+
+        Raises:
+            RuntimeFault: It has changed weights, of which no other worker knows.
+        """
+        trained = [p for group in self.param_groups for p in group["params"]]
+        with self._still():
+            before = [appearance(parameter) for parameter in trained]
+            result = method(*arguments, **named)
+            changed = [
+                parameter
+                for parameter, seen in zip(trained, before, strict=True)
+                if appearance(parameter) != seen
+            ]
+        if changed:
+            call = f"{type(self.local).__name__}.{method.__name__}()"
+            raise RuntimeFault(
+                f"{call} has changed weights (first a parameter of shape "
+                f"{tuple(changed[0].shape)}), but with this strategy other workers only get what "
+                "optimizer.step() changes: leave the call out, or use push_pull() or allreduce(), "
+                "where your own optimizer runs on the mean gradient"
+            )
+        return result
+
+    def __repr__(self) -> str:
+        return repr(self.local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies, also pickled ones, are of the user's optimizer."""
+        return self.local.__reduce_ex__(protocol)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.local.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.local.load_state_dict(state_dict)
-        self.param_groups, self.state = self.local.param_groups, self.local.state
+
+    def zero_grad(self, *arguments: Any, **named: Any) -> None:
+        self.local.zero_grad(*arguments, **named)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.local.add_param_group(param_group)
+
+    # ---- steps
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether anything runs before a step, on this worker's gradients."""
+        return bool(self._optimizer_step_pre_hooks)
+
+    @property
+    def has_post_hooks(self) -> bool:
+        """Whether anything runs after a step, on new weights."""
+        return bool(self._optimizer_step_post_hooks)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            return self._make_step(closure)
+        self._unscale()  # before hooks, which see gradients as in a job of one process
+        return self._make_step()
+
+    setattr(step, "hooked", True)  # noqa: B010
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _make_step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._unscale()
         self.end_step()
         # A scheduler made before job.distribute watches the local one.
         setattr(self.local, "_opt_called", True)  # noqa: B010
@@ -53,7 +172,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         """Do what a ``GradScaler`` leaves to the optimizer; no gradient counts if one is
         infinite."""
         # The scaler sets both for this step only; no scale: the loop has unscaled them itself.
-        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found, scale = (vars(self).get(name) for name in OF_SCALERS)
         if found is None:
             return
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -63,3 +182,11 @@ class LoopOptimizer(torch.optim.Optimizer):
         elif scale is not None:
             for parameter in trained:
                 parameter.grad.div_(scale.to(parameter.grad.device))
+
+
+def appearance(parameter: torch.Tensor) -> tuple[int, int, bytes]:
+    """Of a parameter: its version, where it is, and some of its values."""
+    flat = parameter.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].cpu().contiguous()
+    values = sample.view(torch.uint8).numpy().tobytes()
+    return parameter._version, parameter.data_ptr(), values

@@ -28,6 +28,8 @@ class LoopWatch:
     """Watches one worker's loop; each worker decides for itself when its gradients leave.
 
     Args:
+        hooked: Whether hooks of the optimizer run before a step: these may change gradients, which
+            then leave at ``step()`` for good.
         settings: The optimizer's settings, where these leave with the gradients.
         is_first: Whether this worker is the one that warns.
 
@@ -38,10 +40,12 @@ class LoopWatch:
     def __init__(
         self,
         synchronizer: Synchronizer,
+        hooked: Callable[[], bool] = lambda: False,
         settings: Callable[[], Any] = lambda: None,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._synchronizer, self._settings, self._is_first = synchronizer, settings, is_first
+        self._synchronizer, self._hooked = synchronizer, hooked
+        self._settings, self._is_first = settings, is_first
         plan = synchronizer.plan
         # Layers in compact form have no gradient to touch before it has left.
         self._compact = any(unit.layer is not None for unit in plan.units)
@@ -84,8 +88,13 @@ class LoopWatch:
 
         Raises:
             RuntimeFault: Within ``job.backward_for``, where the loop has asked for overlap; or with
-                layers in compact form.
+                layers in compact form, also if hooks run before a step.
         """
+        if self._compact and self._hooked():
+            raise RuntimeFault(
+                "a step pre-hook of the optimizer sees this worker's gradients, but layers in "
+                "compact form have none: remove the hook, or route all layers dense"
+            )
         if self._synchronizer.driver.exchanged:
             changed = self._synchronizer.gradients.changed_since()
             if self.late_pass:
@@ -95,7 +104,8 @@ class LoopWatch:
             elif changed:
                 self._stop_overlap(f"gradients were {CHANGED}", "the change does")
         elif self._probes and self._seen:
-            self._untouched = 0 if self._touched() else self._untouched + 1
+            touched = self._hooked() or self._touched()
+            self._untouched = 0 if touched else self._untouched + 1
             self._probes = 0 < self._untouched < PROBED_STEPS
             if self._untouched == PROBED_STEPS:
                 self._synchronizer.leave_during_backward()

@@ -72,27 +72,41 @@ def the_no_hook() -> Callable[..., None]:
     return no_hook
 
 
-class ReplacedForward(Addition):
-    """Another ``forward`` of one module.
+class ReplacedMethod(Addition):
+    """Another function in the place of one module's method.
 
     Attributes:
-        module: Whose ``forward`` this is.
+        module: Whose method this is.
+        name: Of the method.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, name: str) -> None:
+        self.module, self.name = module, name
 
-    def plain(self) -> Callable[..., torch.Tensor]:
-        """The forward that the module's type has."""
-        return types.MethodType(type(self.module).forward, self.module)
+    def plain(self) -> Callable[..., Any]:
+        """The method that the module's type has."""
+        return types.MethodType(getattr(type(self.module), self.name), self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.module))
-        return self if copied is None else types.MethodType(type(copied).forward, copied)
+        if copied is None:
+            return self
+        return types.MethodType(getattr(type(copied), self.name), copied)
 
     def __reduce__(self) -> Any:
-        """On unpickling, the module has no attributes yet: use its class's forward."""
-        return getattr, (self.module, "forward")
+        """On unpickling, the module has no attributes yet: use its class's method."""
+        return getattr, (self.module, self.name)
+
+
+class ReplacedForward(ReplacedMethod):
+    """Another ``forward`` of one module."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, "forward")
+
+    def plain(self) -> Callable[..., torch.Tensor]:
+        """The forward that the module's type has."""
+        return super().plain()
 
 
 def keep_copies_plain(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from slipstream.torch.inventory import (
     config_fingerprint,
     groups_of,
 )
+from slipstream.torch.own_step import check_own_step, run_hooks
 from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shard_optimizer import check_elementwise
 
@@ -70,8 +71,10 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     if strategy.rotation is not None:
         FlatWeights(inventory)
     if not strategy.update.user_at_holder or strategy.shared_memory is not None:
+        run_hooks(optimizer)
         return inventory
     check_elementwise(optimizer)
+    check_own_step(optimizer)
     check_own_state(optimizer, inventory.trained)
     return inventory.of_optimizer(optimizer)
 

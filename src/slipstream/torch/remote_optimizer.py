@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +14,7 @@ from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.inventory import group_settings
 from slipstream.torch.kept_state import placed
 from slipstream.torch.loop_optimizer import LoopOptimizer, kind_of
+from slipstream.torch.own_step import STEP_HOOKS, check_own_step
 from slipstream.torch.state_fitting import check_elementwise_state
 
 State = Mapping[str, Mapping[str, Any]]  # by a parameter's name, and the entry's
@@ -33,6 +36,9 @@ class StateKeeper(Protocol):
 class RemoteOptimizer(LoopOptimizer):
     """Its ``step`` only marks the end of a step; its state is the keeper's.
 
+    Hooks of the user's optimizer are this one's, too: pre-hooks run on this worker's gradients,
+    and post-hooks when the weights of this step have arrived.
+
     Args:
         trained: The parameters that another process updates. The state of others, which are frozen,
             stays here.
@@ -43,8 +49,38 @@ class RemoteOptimizer(LoopOptimizer):
 
     def __init__(self, local: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(local)
+        vars(self).update({name: getattr(local, name) for name in STEP_HOOKS})
         self._trained = trained
         self.keeper: StateKeeper | None = None
+        self._stepped = False
+        self._watch_state()
+
+    def _watch_state(self) -> None:
+        """From now on notice if the loop resets the state."""
+        self.local.state = self._watched = WatchedState(self.reset_state, self.local.state)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End a step.
+
+        Raises:
+            ConfigError: The user's ``step`` was replaced by another function.
+            RuntimeFault: The loop has changed the state, which is the keeper's.
+        """
+        check_own_step(self.local)
+        if self.keeper is not None and self._is_changed_by_hand():
+            raise RuntimeFault(
+                "the optimizer's state was changed by hand, but another process has it: hand it "
+                "over by optimizer.load_state_dict, of the optimizer that job.distribute has "
+                "returned, on every rank; optimizer.state.clear() resets it"
+            )
+        return super().step(closure)
+
+    setattr(step, "hooked", True)  # noqa: B010
+
+    def _is_changed_by_hand(self) -> bool:
+        if self.local.state is not self._watched:
+            return True
+        return self._stepped and bool(self.state and self.own_state())
 
     def own_state(self) -> State:
         """The state that was loaded here, and is for the keeper."""
@@ -52,8 +88,42 @@ class RemoteOptimizer(LoopOptimizer):
 
     def forget_state(self) -> None:
         """A step is made: what was loaded here is no longer the optimizer's state."""
+        self._stepped = True
         for parameter in self._trained.values() if self.state else ():
             self.state.pop(parameter, None)
+
+    @property
+    def state(self) -> Any:
+        return self.local.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Go on from this state: an empty one is a reset, which every rank must make."""
+        self.local.state = state
+        self._watch_state()
+        self._hand_over()
+
+    def reset_state(self) -> None:
+        """The loop has cleared the state: the keeper begins with none, too."""
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the keeper go on from the state that is here.
+
+        Raises:
+            ConfigError: It is too late for that, or this optimizer cannot go on without state.
+        """
+        if self.keeper is None:
+            return
+        state = self.own_state()
+        if not state and begins_with_state(self.local):
+            raise ConfigError(
+                f"the state of {type(self.local).__name__} cannot be reset to none: load that of a "
+                "new optimizer, by optimizer.load_state_dict on every rank"
+            )
+        if state or self._stepped:
+            self.keeper.take(state)
+            self._stepped = False
 
     def state_dict(self) -> dict[str, Any]:
         """The state, fetched from the keeper, and the settings: as torch's own.
@@ -61,21 +131,33 @@ class RemoteOptimizer(LoopOptimizer):
         Raises:
             RuntimeFault: The job is over, or has failed.
         """
+        with self._state_here():
+            return super().state_dict()
+
+    @contextmanager
+    def _state_here(self) -> Iterator[None]:
+        """Within, the user's optimizer has the state."""
         if self.keeper is None:
             raise RuntimeFault(
                 "the job is over, and with it the process that had the optimizer's state: call "
                 "optimizer.state_dict() within the `with` block"
             )
-        held, before = self.keeper.fetch(), dict(self.state)
+        held, trained = self.keeper.fetch(), set(self._trained.values())
+        here = {p: entries for p, entries in self.state.items() if p not in trained}
+        for name, parameter in self._trained.items():
+            if entries := held.get(name):
+                here[parameter] = {k: placed(v, parameter) for k, v in entries.items()}
+        self.local.state = defaultdict(dict, here)
         try:
-            for name, parameter in self._trained.items():
-                self.state.pop(parameter, None)
-                if entries := held.get(name):
-                    self.state[parameter] = {k: placed(v, parameter) for k, v in entries.items()}
-            return super().state_dict()
+            yield
         finally:
-            self.state.clear()
-            self.state.update(before)
+            self.local.state = self._watched
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.keeper is None:
+            return super().__reduce_ex__(protocol)
+        with self._state_here():
+            return super().__reduce_ex__(protocol)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hand the state to the keeper; every rank must call it.
@@ -91,8 +173,35 @@ class RemoteOptimizer(LoopOptimizer):
                 self.keeper.take(self.own_state())
         except ConfigError:
             self.local.state, self.local.param_groups = before
-            self.state, self.param_groups = before
             raise
+        self._watch_state()
+        self._stepped = False
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """An optimizer's state of which another process has the entries.
+
+    Args:
+        on_clear: Called after all of it was removed.
+        state: What there is of it here.
+    """
+
+    def __init__(self, on_clear: Callable[[], None], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._on_clear = on_clear
+
+    def clear(self) -> None:
+        super().clear()
+        self._on_clear()
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def begins_with_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a new optimizer of this type has state before its first step, as Adagrad's has."""
+    new = type(optimizer)([torch.nn.Parameter(torch.zeros(1))], **optimizer.defaults)
+    return bool(new.state)
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, trained: Trained) -> State:

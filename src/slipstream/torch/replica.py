@@ -440,8 +440,8 @@ class Wiring:
                 is_first=self._is_first("overlap"),
             )
         if slices is not None:
-            loop = self._loop or LoopOptimizer(own)
             assert isinstance(slices.weights, FlatWeights)
+            loop = self._loop or LoopOptimizer(own, slices.weights.still)
             written = WrittenWarning(slices.weights.written, self._is_first("written"))
             return loop, partial(
                 PartialUpdates, loop=loop, channel=slices, averages=averages, written=written

@@ -65,13 +65,23 @@ class ServerUpdates:
         self.alike = synchronizer.plan.delivers_every_result
         self._sent: Settings | None = None
         self._refreshed_for = -1
+        self._between_passes = False  # whether no forward pass has begun since the last step
         self._is_current = True  # whether this worker has waited for all weights since its step
         self._changes_weights = False
-        self._watch = LoopWatch(synchronizer, lambda: settings_of(loop), is_first)
+        self._watch = LoopWatch(
+            synchronizer,
+            hooked=lambda: loop.has_pre_hooks,
+            settings=lambda: settings_of(loop),
+            is_first=is_first,
+        )
         tensors = synchronizer.inventory.tensors
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
         self._trained = [(i, tensors[i]) for i in synchronizer.inventory.parameters]
-        self.hooks = [ForwardGate(synchronizer.model, places, self.wait, self._begin_forward)]
+        self.hooks = [
+            ForwardGate(
+                synchronizer.model, places, self.wait, self._begin_forward, self._before_reading
+            )
+        ]
         self.begin_step()
 
     def settings(self) -> Settings:
@@ -82,19 +92,29 @@ class ServerUpdates:
 
     def begin_step(self) -> None:
         # Arrived weights are written without autograd's knowledge: a changed version is the user's
-        # write.
-        self._versions = [tensor._version for _, tensor in self._trained]
+        # write, and so is other memory.
+        self._seen = [place_of(tensor) for _, tensor in self._trained]
         self._sums: list[torch.Tensor] = []
 
+    def _before_reading(self) -> None:
+        """The loop is about to read weights by hand, or to change them."""
+        driver = self._synchronizer.driver
+        if driver.frozen or driver.exchanged:
+            return  # they are lent; or those of this step are there, and are not the next one's
+        self.wait()
+        if self._between_passes and not self._sums:
+            self._note_sums()
+
     def _note_sums(self) -> None:
-        """In the first steps, and where weights are changed, also see writes to ``.data``."""
-        if self.alike:
+        """In the first steps, and where weights are read or changed, also see writes to
+        ``.data``."""
+        if self.made:
             self._sums = [tensor.detach().sum() for _, tensor in self._trained]
 
     def _changed_weights(self) -> set[int]:
         """The tensors that the loop has changed since this step began."""
-        known = zip(self._trained, self._versions, strict=True)
-        changed = {i for (i, tensor), version in known if tensor._version != version}
+        known = zip(self._trained, self._seen, strict=True)
+        changed = {i for (i, tensor), seen in known if place_of(tensor) != seen}
         for (i, tensor), before in zip(self._trained, self._sums, strict=False):
             if not torch.equal(tensor.detach().sum(), before):
                 changed.add(i)
@@ -106,16 +126,23 @@ class ServerUpdates:
         driver = self._synchronizer.driver
         if driver.frozen_in:
             return
+        self._between_passes = False
         self._take_changed_weights()
         if self._refreshed_for != driver.step:
             self._refreshed_for = driver.step
             driver.refresh()
 
     def _take_changed_weights(self) -> None:
-        """Give the servers what the loop has made of the newest weights since the last step."""
-        takes = self.made and self.alike and self._is_current
+        """Give the servers what the loop has made of the newest weights since the last step.
+
+        Raises:
+            RuntimeFault: The servers cannot take them.
+        """
+        takes = self.made and self._is_current
         exchanged = self._synchronizer.driver.exchanged
         if takes and not exchanged and (changed := self._changed_weights()):
+            if not self.alike:
+                raise RuntimeFault(self._why_not_taken())
             self.hand_weights(changed)
             self._changes_weights = True
             self.begin_step()
@@ -157,9 +184,10 @@ class ServerUpdates:
         self._sent = None
         self._optimizer.forget_state()
         self.made += 1
-        self._is_current = False
+        self._is_current, self._between_passes = False, True
         synchronizer.end_step()
-        if self._changes_weights or self.made < PROBED_STEPS:
+        changes_weights = self._changes_weights or self._optimizer.has_post_hooks
+        if changes_weights or self.made < PROBED_STEPS:
             self.wait()
             self._note_sums()
 
@@ -186,6 +214,11 @@ class ServerUpdates:
             f"servers, since the first {PROBED_STEPS} steps changed none: call job.wait() before "
             "you change weights"
         )
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's values are, and their version: both change if the loop writes them."""
+    return tensor._version, tensor.data_ptr()
 
 
 class StateAtServers:

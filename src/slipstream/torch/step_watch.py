@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.torch.script_lines import level_of_the_script
 
@@ -61,6 +62,7 @@ class StepWatch:
         told: str,
     ) -> None:
         self._stepped, self._told, self._stepping = stepped, told, False
+        self._optimizers = list(optimizers)
         self._watched: Tensor | None = None
         self._seen: Seen | None = None
         self._changes = 0
@@ -70,11 +72,11 @@ class StepWatch:
             if parameter.requires_grad  # it may have been frozen since an earlier job.distribute
         ]
         if self._handles:
-            for optimizer in optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(self._begin_step))
+            self._handles.append(register_optimizer_step_pre_hook(self._begin_step))
 
-    def _begin_step(self, *_: Any) -> None:
-        self._stepping = True  # this hook cannot be removed while it runs
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # This hook cannot be removed while it runs.
+        self._stepping |= any(optimizer is each for each in self._optimizers)
 
     def _accumulated(self, parameter: Tensor) -> None:
         if self._stepping or self._stepped():

@@ -58,7 +58,7 @@ class StreamedUpdates:
         layers = (unit.layer for unit in plan.units if unit.layer is not None)
         self._of_layers = [tensor for layer in layers for tensor in layer.tensors]
         self._clock = 0
-        self._watch = LoopWatch(synchronizer, is_first=is_first)
+        self._watch = LoopWatch(synchronizer, hooked=lambda: loop.has_pre_hooks, is_first=is_first)
 
     def begin_step(self) -> None:
         """Nothing to do: clocks continue, whatever the step."""

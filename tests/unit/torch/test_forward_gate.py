@@ -19,7 +19,7 @@ class Gate:
         self.begun = 0
         self.order = list(self.names)
         places = {key: i for i, key in enumerate(self.order)}
-        ForwardGate(model, places, self._wait, self._begin)
+        ForwardGate(model, places, self._wait, self._begin, lambda: self._wait(None))
 
     def _begin(self) -> None:
         self.begun += 1
