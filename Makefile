@@ -55,7 +55,7 @@ long: setup  ## what takes too long for every commit: grids, many kills, every s
 
 mutants: setup  ## break the code on purpose (tests/mutants.toml); only some: BREAK=name ROOM=folder
 	@PYTHONPATH=tests $(BIN)/python -m mutants $(if $(BREAK),--break '$(BREAK)') \
-		$(if $(ROOM),--room '$(ROOM)') $(if $(AGAIN),--again)
+		$(if $(ROOM),--room '$(ROOM)') $(if $(AGAIN),--again) $(if $(LIMIT),--limit $(LIMIT))
 
 # An environment of their own, because they are large; .venv's packages are seen from it.
 FRAMEWORKS := .venv-frameworks
