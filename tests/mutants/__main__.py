@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import signal
 import sys
 from pathlib import Path
 
 from mutants.breaks import Break, BreakError, load
 from mutants.environment import WorktreeEnvironment
-from mutants.results import Results, score
+from mutants.results import Results, enough, score
 from mutants.source import edit
 from mutants.tree import Tree, snapshot
 from mutants.trial import Result, Trials
 
 ROOT = Path(__file__).parents[2]
-ASKED = 0.95  # of the breaks
 
 
 def arguments() -> argparse.Namespace:
@@ -37,16 +38,31 @@ def chosen(breaks: list[Break], only: str | None, room: str | None) -> list[tupl
 
 def main() -> int:
     given = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # tests under way are ended then
     folder = ROOT / "build/mutants"
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        pairs = chosen(load(ROOT / "tests/mutants.toml"), given.only, given.room)
-    except BreakError as error:
-        print(f"mutants: {error}", file=sys.stderr)
-        return 1
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            pairs = chosen(load(ROOT / "tests/mutants.toml"), given.only, given.room)
+        except BlockingIOError:
+            print(f"mutants: another run uses {folder}; wait for its end", file=sys.stderr)
+            return 1
+        except BreakError as error:
+            print(f"mutants: {error}", file=sys.stderr)
+            return 1
+        outcomes = try_all(pairs, folder, given)
+    print("", *score(outcomes), sep="\n")
+    return int(not enough(outcomes))
+
+
+def try_all(
+    pairs: list[tuple[str, Break]], folder: Path, given: argparse.Namespace
+) -> list[tuple[str, Result]]:
+    """Print and return what becomes of each break, with its room."""
     tree = Tree(ROOT, folder / "tree", snapshot(ROOT), WorktreeEnvironment(folder))
     results, trials = Results(folder / "results.json"), Trials(tree, given.limit)
-    outcomes: list[tuple[str, Result]] = []
+    outcomes = []
     for room, each in pairs:
         key = Results.key(each, edit(ROOT, each).path, tree.blobs)
         kept = None if given.again else results.get(key)
@@ -55,9 +71,7 @@ def main() -> int:
         outcomes.append((room, result))
         seconds = "   kept" if kept else f"{result.seconds:5.1f} s"
         print(f"{result.outcome:<9}{seconds}  {each.name}: {result.detail}", flush=True)
-    lines, share = score(outcomes)
-    print("", *lines, sep="\n")
-    return int(share < ASKED or any(result.outcome == "invalid" for _, result in outcomes))
+    return outcomes
 
 
 sys.exit(main())

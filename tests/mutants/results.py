@@ -13,6 +13,7 @@ from pathlib import Path
 from mutants.breaks import Break
 from mutants.trial import Result
 
+ASKED = 0.95  # of the breaks
 KEPT = ("killed", "survived")  # others may have another outcome when tried again
 
 
@@ -43,18 +44,25 @@ class Results:
         os.replace(part, self._path)
 
 
-def score(outcomes: list[tuple[str, Result]]) -> tuple[list[str], float]:
-    """Return a line for each room and for all, and the share of breaks that were killed."""
+def score(outcomes: list[tuple[str, Result]]) -> list[str]:
+    """Return a line for each room, and one for all."""
     by_room = defaultdict(list)
     for room, result in outcomes:
-        by_room[room].append(result.outcome == "killed")
-    rows = [
-        *sorted(by_room.items()),
-        ("all", [result.outcome == "killed" for _, result in outcomes]),
-    ]
-    lines = [
-        f"{room:<24}{sum(kills):>4} of {len(kills):<4}{sum(kills) / len(kills):>6.0%}"
-        for room, kills in rows
-    ]
-    killed = rows[-1][1]
-    return lines, sum(killed) / len(killed)
+        by_room[room].append(result)
+    rows = [*sorted(by_room.items()), ("all", [result for _, result in outcomes])]
+    return [f"{room:<24}{killed(own):>4} of {len(own):<4}{share(own):>6.0%}" for room, own in rows]
+
+
+def enough(outcomes: list[tuple[str, Result]]) -> bool:
+    """Return whether tests see so many breaks as is asked for, and every entry can be tried."""
+    results = [result for _, result in outcomes]
+    valid = all(result.outcome != "invalid" for result in results)
+    return valid and share(results) >= ASKED
+
+
+def killed(results: list[Result]) -> int:
+    return sum(result.outcome == "killed" for result in results)
+
+
+def share(results: list[Result]) -> float:
+    return killed(results) / len(results)

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mutants.breaks import Break, BreakError, load
-from mutants.results import Results, score
+from mutants.results import Results, enough, score
 from mutants.source import edit
 from mutants.tree import Tree, snapshot
 from mutants.trial import Result, TestRun, Trials, judge, run_tests
@@ -277,10 +278,25 @@ def test_results_without_verdict_are_not_kept(tmp_path: Path, outcome: str) -> N
 
 def test_score_counts_only_the_killed() -> None:
     outcomes = [("a", Result("killed"))] * 3 + [("b", Result("survived")), ("b", Result("timeout"))]
-    lines, share = score(outcomes)
-    assert [line.split() for line in lines] == [
+    assert [line.split() for line in score(outcomes)] == [
         ["a", "3", "of", "3", "100%"],
         ["b", "0", "of", "2", "0%"],
         ["all", "3", "of", "5", "60%"],
     ]
-    assert share == 0.6
+
+
+@pytest.mark.parametrize(
+    ("killed", "others", "passes"),
+    [
+        (19, ["survived"], True),
+        (18, ["survived"], False),
+        (18, ["timeout"], False),
+        (99, ["invalid"], False),
+        (1, [], True),
+    ],
+)
+def test_enough_is_95_percent_and_no_invalid_entry(
+    killed: int, others: list[Any], passes: bool
+) -> None:
+    results = [Result("killed")] * killed + [Result(other) for other in others]
+    assert enough([("a", result) for result in results]) == passes
