@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test long frameworks setup-frameworks verify bench clean
+.PHONY: help setup train serve test long mutants frameworks setup-frameworks verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -52,6 +52,10 @@ test: setup  ## what CI runs: lint, format, types, tests
 
 long: setup  ## what takes too long for every commit: grids, many kills, every system
 	@$(BIN)/python -m pytest -m long -n 2
+
+mutants: setup  ## break the code on purpose (tests/mutants.toml); only some: BREAK=name ROOM=folder
+	@PYTHONPATH=tests $(BIN)/python -m mutants $(if $(BREAK),--break '$(BREAK)') \
+		$(if $(ROOM),--room '$(ROOM)') $(if $(AGAIN),--again) $(if $(LIMIT),--limit $(LIMIT))
 
 # An environment of their own, because they are large; .venv's packages are seen from it.
 FRAMEWORKS := .venv-frameworks

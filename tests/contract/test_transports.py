@@ -178,6 +178,43 @@ def test_an_urgent_message_overtakes_a_queue_that_is_already_moving(hall: Hall) 
     assert [chunk for chunk in order if chunk != 99] == list(range(12))
 
 
+def test_control_message_leaves_while_data_waits_for_a_peer_that_does_not_read(
+    zmq_hall: ZmqHall,
+) -> None:
+    a, _ = zmq_hall.join("a", "b")
+    a.send("b", Fetch(0))
+    a.send("b", Beat({}), priority=CONTROL)
+    zmq_hall.until_arrived("b", 2)
+    data = [a.send("b", Fetch(chunk), [bytes(100_000)]) for chunk in range(1, 400)]
+    left, still = 0, 0
+    while still < 20:  # until what ZeroMQ and the kernel take is full
+        zmq_hall.turn("a")
+        before, left = left, sum(ticket.done for ticket in data)
+        still = still + 1 if left == before else 0
+    # Large, so that it is done only when the kernel has taken it.
+    control = a.send("b", Leave("reason"), [bytes(100_000)], priority=CONTROL)
+    for _ in range(1000):
+        if control.done:
+            break
+        zmq_hall.turn("a")
+    assert control.done, "it waits behind data"
+    zmq_hall.until(lambda: Leave("reason") in [m.body for m in zmq_hall.arrived["b"]])
+    assert len(zmq_hall.arrived["b"]) < len(data)
+
+
+def test_link_is_alive_from_the_first_control_message_until_the_peer_is_gone(
+    zmq_hall: ZmqHall,
+) -> None:
+    a, _ = zmq_hall.join("a", "b")
+    a.send("b", Fetch(0))
+    zmq_hall.until_arrived("b", 1)
+    assert not a.link_alive("b")
+    a.send("b", Beat({}), priority=CONTROL)
+    zmq_hall.until(lambda: a.link_alive("b"))
+    zmq_hall.members.pop("b").close(0.0)
+    zmq_hall.until(lambda: not a.link_alive("b"))
+
+
 # ---- when memory may be used again
 
 
@@ -386,15 +423,16 @@ def test_what_is_queued_still_leaves_when_a_member_closes(zmq_hall: ZmqHall) -> 
     assert chunks(zmq_hall.until_arrived("b", 9)) == list(range(9))
 
 
-def test_even_what_could_not_leave_yet_does_so_within_the_time_given(zmq_hall: ZmqHall) -> None:
+def test_what_could_not_leave_yet_does_so_within_the_time_given_to_close(zmq_hall: ZmqHall) -> None:
     a, _ = zmq_hall.join("a", "b")
-    for chunk in range(IN_FLIGHT):
+    count = IN_FLIGHT + 3  # more than ZeroMQ takes while b has not let anybody in
+    for chunk in range(count):
         a.send("b", Fetch(chunk), [bytes(LARGE)])
-    # b has let nobody in yet, and does so only below.
-    closing = threading.Thread(target=zmq_hall.members.pop("a").close, args=(60,))
+    closing = threading.Thread(target=zmq_hall.members.pop("a").close, args=(1e6,), daemon=True)
     closing.start()
-    zmq_hall.until_arrived("b", IN_FLIGHT)
-    closing.join()
+    assert chunks(zmq_hall.until_arrived("b", count)) == list(range(count))
+    closing.join(60.0)
+    assert not closing.is_alive(), "it still waits, though everything has left"
 
 
 def resources() -> tuple[int, int]:

@@ -155,6 +155,44 @@ def test_readers_and_a_writer_keep_each_other_out(rings: Rings) -> None:
     assert rings.begin_reading(2, 0.0)
 
 
+def test_writer_that_gives_up_leaves_no_lock(rings: Rings) -> None:
+    assert rings.begin_reading(0, 0.0)
+    assert not rings.begin_writing(3, 0.01)
+    assert rings.begin_reading(1, 0.0), "the writer that gave up still keeps readers out"
+    rings.end_reading(0)
+    rings.end_reading(1)
+    assert rings.begin_writing(2, 0.0), "the writer that gave up still keeps writers out"
+
+
+def test_last_reader_wakes_the_writer(rings: Rings) -> None:
+    """With a limit so long that only being woken ends the sleep within the test's own."""
+    assert rings.begin_reading(0, 0.0)
+    written: list[bool] = []
+    writer = threading.Thread(
+        target=lambda: written.append(rings.begin_writing(3, 1e6)), daemon=True
+    )
+    writer.start()
+    while rings.begin_reading(1, 0.0):  # until the writer keeps new readers out
+        rings.end_reading(1)
+    time.sleep(0.1)  # it now sleeps until the first reader has finished
+    rings.end_reading(0)
+    writer.join(20.0)
+    assert written == [True]
+
+
+def test_writer_wakes_readers_and_writers(rings: Rings) -> None:
+    assert rings.begin_writing(3, 0.0)
+    let_in: list[bool] = []
+    reader = threading.Thread(
+        target=lambda: let_in.append(rings.begin_reading(0, 1e6)), daemon=True
+    )
+    reader.start()
+    time.sleep(0.1)
+    rings.end_writing()
+    reader.join(20.0)
+    assert let_in == [True]
+
+
 def test_the_dead_hold_nothing(rings: Rings) -> None:
     assert rings.begin_reading(0, 0.0)
     rings.release_dead(0)

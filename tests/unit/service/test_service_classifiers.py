@@ -156,6 +156,16 @@ def test_the_last_three_trained_versions_are_kept(service: Service) -> None:
     assert numbers(service, "versions", "number") == [4, 5, 6]
 
 
+def test_active_version_is_kept_however_old(service: Service) -> None:
+    classifier = create(service)
+    for number in (2, 3, 4, 5, 6):
+        end(service, "done")
+        with service.database.transaction() as database:
+            database.run("UPDATE classifiers SET active = 1 WHERE id = :id", id=classifier)
+        assert add_version(service, classifier) == number
+    assert numbers(service, "versions", "number") == [1, 3, 4, 5, 6]
+
+
 def test_the_newest_job_is_not_by_the_clock(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,10 +83,12 @@ def test_tenants_take_turns(database: Database) -> None:
     assert claim(database, 14) is None
 
 
-def test_only_the_holder_writes(database: Database) -> None:
+@pytest.mark.parametrize("owner", ["another trainer", "the same trainer"])
+def test_only_the_holder_writes(database: Database, owner: str) -> None:
+    """A trainer whose lease ended may claim the job again: its first claim is not the holder."""
     classifier = job(database, "a", 1)
-    first = claim(database, 10, "one")
-    second = claim(database, 10 + LEASE_MS + 1, "two")
+    first = claim(database, 10, "the same trainer")
+    second = claim(database, 10 + LEASE_MS + 1, owner)
     assert first is not None
     assert second is not None
     assert second.attempt == 2

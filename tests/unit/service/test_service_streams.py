@@ -50,6 +50,34 @@ def test_events_after_an_epoch(service: Service) -> None:
     assert told(last_event_id="3") == []
 
 
+@pytest.mark.parametrize("state", ["running", "waiting", "done"])
+def test_events_of_an_epoch_come_when_it_is_over(
+    service: Service, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The epoch under way gets its held-out accuracy last, also when its job has to wait again."""
+    classifier = create(service)
+    held = queue.claim(service.database, "me", 1)
+    assert held is not None
+    epochs = [queue.Progress(10, 20, each, 4, 1.0, at=each, loss=0.5) for each in range(2)]
+    queue.record(service.database, held, epochs)
+    if state == "waiting":
+        queue.release(service.database, held, 2, blameless=True)
+    elif state == "done":
+        queue.finish(service.database, held, "done", None, 2)
+    as_bytes = own.event
+
+    def stop_after_progress(name: str, *rest: Any) -> bytes:
+        if name == "progress":
+            service.stopping.set()
+        return as_bytes(name, *rest)
+
+    monkeypatch.setattr(own, "event", stop_after_progress)
+    events = ask(service, f"GET /api/classifiers/{classifier}/events").body
+    assert f'"state":"{state}"'.encode() in events
+    sent = re.findall(rb"^id: (\d+)$", events, re.MULTILINE)
+    assert sent == ([b"0", b"1"] if state == "done" else [b"0"])
+
+
 def test_streams_of_events_are_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = create(service)
     path = f"GET /api/classifiers/{classifier}/events"

@@ -6,7 +6,7 @@ from slipstream.errors import RuntimeFault, WaitLimit
 from slipstream.runtime.members.member import BEAT_S, HUB, Member
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Leave
+from slipstream.transports.wire import Final, Leave
 
 NAMES = ("rank 0", "rank 1", "rank 2", "server 0")
 
@@ -80,3 +80,18 @@ def test_a_dismissal_needs_no_figures(ending: Ending) -> None:
     ending.talk()
     assert ending.members["server 0"].dismissed
     assert ending.members["server 0"].exit_barrier.summaries == {}
+
+
+@pytest.mark.parametrize(("sender", "ends"), [("rank 2", False), ("server 0", False), (HUB, True)])
+def test_final_ends_training_only_if_rank_0_sends_it(
+    ending: Ending, sender: str, ends: bool
+) -> None:
+    ending.members[sender].send("rank 1", Final(copied=True))
+    ending.talk()
+    worker = ending.members["rank 1"]
+    assert worker.refused == (not ends)
+    if ends:
+        assert worker.exit_barrier.finish_training(1, 3, 0.0)
+        return
+    with pytest.raises(WaitLimit, match="finish training; missing: rank 0"):
+        worker.exit_barrier.finish_training(1, 3, 0.0)

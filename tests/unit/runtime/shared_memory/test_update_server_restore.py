@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hostile_checkpoints import COUNTED, FILES, changed, fact
 from slipstream._native import format_segment, segment_nbytes
@@ -16,6 +17,7 @@ from slipstream.planning.segment import FROZEN, SegmentPlan, SharedTensor, setti
 from slipstream.runtime.shared_memory.checkpoints import Snapshot, newest_in
 from slipstream.runtime.shared_memory.messages import Start
 from slipstream.runtime.shared_memory.update_server import UpdateServer, restore_from
+from slipstream.torch.learner_slots import Slot
 from slipstream.transports.shared_memory import SharedMemory
 
 GOOD = Path(__file__).parents[3] / "checkpoints" / "gadei.safetensors"
@@ -131,3 +133,34 @@ def test_a_step_may_be_counted_in_another_precision(tmp_path: Path) -> None:
     here = server()
     restore_from(tmp_path / "file", here)
     assert np.unique(here._optimizer._steps).tolist() == [8]
+
+
+def test_restored_server_applies_only_rows_pushed_afterwards() -> None:
+    """A learner writes rows into a slot that it takes to be zero: also one that was discarded."""
+    plan = SegmentPlan.of([SharedTensor("table", (5, 3), "float32", 4, 0, in_rows=True)], groups=1)
+    shape = (1, 1, plan.slot_nbytes, plan.weights_nbytes)
+    memory = SharedMemory.create(segment_nbytes(*shape))
+    format_segment(memory.memory, *shape)
+    settings = settings_vector("SGD", {"lr": 1.0})
+    here = UpdateServer(Start("a job", plan, "SGD", [settings], False, False, "", 1e9), memory)
+    slot = Slot(memory, here.rings.slot_at(0, 0), plan)
+
+    def push(row: int, value: float) -> None:
+        values = torch.full((1, 3), value)
+        gradient = torch.sparse_coo_tensor([[row]], values, (5, 3), check_invariants=True)
+        assert here.rings.reserve(0, 0.0) == 0
+        form, _ = slot.place(0, gradient.coalesce())
+        slot.describe([form], settings, here.rings.version)
+        here.rings.publish(0)
+
+    before = here.snapshot()
+    assert before is not None
+    push(row=1, value=5.0)
+    assert here.restore(before) == [1]
+    assert not here.serve_one(0.0), "the gradient pushed before the restore was applied"
+    push(row=1, value=1.0)
+    assert here.serve_one(0.0)
+    after = here.snapshot()
+    assert after is not None
+    table = np.frombuffer(after.pieces["model/table"].data, np.float32).reshape(5, 3)
+    assert table.tolist() == [[-1.0 if row == 1 else 0.0] * 3 for row in range(5)]

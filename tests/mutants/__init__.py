@@ -1,0 +1,1 @@
+"""Deliberate breaks of the code, and the tests that must see each: ``make mutants``."""
