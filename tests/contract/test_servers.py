@@ -14,10 +14,11 @@ from slipstream.runtime.servers.server import Server
 from slipstream.strategy import Strategy
 from slipstream.testing import VirtualClock
 from slipstream.testing.members import SimulatedMember
-from slipstream.topologies import Sharded, Tree
+from slipstream.topologies import Sharded, Tree, TwoLevel
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import (
     AnyBody,
+    Arrived,
     Configure,
     Fetch,
     Lease,
@@ -28,12 +29,13 @@ from slipstream.transports.wire import (
     Push,
     Ready,
     RouteUpdated,
+    Snapshot,
     State,
     WorkerLeft,
     checksum,
 )
 from slipstream.types import Buffer, Cluster, EncodeContext, Spec, Values
-from slipstream.updates import Ema, Update, User
+from slipstream.updates import Ema, LocalSteps, Nesterov, Update, User
 
 SPECS = [Spec("weight", (2,), "float32", 0)]
 SGD = OptimizerRecipe("SGD", [{"lr": 1.0}], [0])
@@ -46,10 +48,13 @@ class ServerHarness:
     Args:
         strategy: What the server is configured with.
         workers: How many workers the test plays.
+        hosts: The ranks of each worker, where hosts are the workers.
     """
 
-    def __init__(self, strategy: Strategy, workers: int) -> None:
-        self.plan = strategy.plan(SPECS, Cluster(workers, servers=1))
+    def __init__(
+        self, strategy: Strategy, workers: int, hosts: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
+        self.plan = strategy.plan(SPECS, Cluster(workers, servers=1, members=hosts))
         self._network = MemoryNetwork()
         self.member = SimulatedMember(
             "server 0",
@@ -60,7 +65,7 @@ class ServerHarness:
             trace=[],
         )
         self.server = Server(0, self.member)
-        names = [f"rank {rank}" for rank in range(workers)]
+        names = [f"rank {rank}" for rank in range(self.plan.cluster.ranks)]
         for name in names:
             self._network.endpoint(name).connect("server 0", "")
         optimizer = SGD if self.plan.update.holder_applies else None
@@ -88,13 +93,21 @@ class ServerHarness:
         frame = np.float32(weights)
         self.send(0, Load(0, checksum([frame])), frame)
 
-    def push(self, rank: int, *gradient: float, round_: int = 0, read: int = 0) -> None:
+    def push(
+        self,
+        rank: int,
+        *gradient: float,
+        round_: int = 0,
+        read: int = 0,
+        weights: Sequence[int] = (),
+    ) -> None:
         (codec,) = {route.up for route in self.plan.routes}
         values = Values(np.float32(gradient).view(np.uint8), "float32")
         residual = codec.init(values.numel, values.dtype)
         frames = codec.encode(values, residual, EncodeContext())
         counts = [len(frames)]
-        self.send(rank, Push(0, round_, read, counts, checksum(frames), read=read), *frames)
+        body = Push(0, round_, read, counts, checksum(frames), read=read, weights=list(weights))
+        self.send(rank, body, *frames)
 
     def published(self, rank: int) -> list[list[float]]:
         """Return the results that a worker has received since the last call."""
@@ -146,6 +159,18 @@ def test_worker_left_from_rank_0_or_itself_closes_the_round(speaker: int) -> Non
     assert harness.published(0) == [[3.0, 6.0]]
 
 
+@pytest.mark.parametrize("hosts", [(), ((0, 1), (2, 3))], ids=["a worker", "a host"])
+def test_lost_worker_may_return_but_no_lost_host(hosts: tuple[tuple[int, ...], ...]) -> None:
+    """The ranks that are left of a host may still send what the host had begun."""
+    route = Route(TwoLevel(Sharded()), up=Dense())
+    strategy = Strategy("first", Everywhere(route), Consistency(FirstOf(first=1)), AT_HOLDER)
+    harness = ServerHarness(strategy, 2, hosts)
+    speaker = hosts[1][0] if hosts else 1
+    harness.send(0, WorkerLeft(1))
+    harness.push(speaker, 1.0, 1.0)
+    assert harness.published(speaker) == ([] if hosts else [[-1.0, -1.0]])
+
+
 def receivers(harness: ServerHarness, workers: Sequence[int], round_: int) -> list[int]:
     """Make a round; return the workers to which the server sends its result."""
     for rank in workers:
@@ -169,6 +194,28 @@ def test_results_go_to_every_worker_until_all_bypass_a_lost_one() -> None:
     assert receivers(harness, rest, 2) == rest, "rank 2 does not bypass it yet"
     harness.send(2, RouteUpdated(1))
     assert receivers(harness, rest, 3) == [0]
+
+
+# ---- means
+
+
+def test_mean_over_uneven_hosts_is_the_mean_over_workers() -> None:
+    """A host sends its sum divided by the mean number of workers of a host."""
+    strategy = Strategy("hosts", Everywhere(Route(TwoLevel(Sharded()), up=Dense())))
+    harness = ServerHarness(strategy, 2, hosts=((0,), (1, 2)))
+    harness.push(0, 1 / 1.5, 0.0)  # rank 0 has 1, 0
+    harness.push(1, 5 / 1.5, 12 / 1.5)  # ranks 1 and 2 have 2, 4 and 3, 8
+    np.testing.assert_allclose(harness.published(0), [[2.0, 4.0]], rtol=1e-6)
+
+
+def test_late_outer_gradient_is_divided_by_its_number_of_blocks() -> None:
+    """Rank 1 missed two rounds, and sends the sum of three blocks of local steps."""
+    update = Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0))
+    harness = ServerHarness(sharded(Consistency(FirstOf(first=1)), update), workers=2)
+    for round_ in range(2):
+        harness.push(0, 0.0, 0.0, round_=round_, read=round_)
+    harness.push(1, 3.0, 6.0, round_=2, read=2, weights=[3])
+    assert harness.published(1) == [[-1.0, -2.0]]
 
 
 # ---- updates at the server
@@ -199,7 +246,49 @@ def test_averages_keep_the_share_of_decay(decay: float) -> None:
         np.testing.assert_allclose(harness.entry("averaged weights"), averages, rtol=1e-6)
 
 
+def test_saved_state_has_the_number_of_its_updates() -> None:
+    harness = ServerHarness(sharded(Consistency(FirstOf(first=1)), AT_HOLDER), workers=1)
+    for round_ in range(3):
+        harness.push(0, 1.0, 1.0, round_=round_, read=round_)
+    harness.received(0)
+    harness.send(0, Snapshot())
+    (state,) = (m.body for m in harness.received(0) if isinstance(m.body, State))
+    assert state.round == 3
+
+
+def test_damaged_residual_is_refused_and_changes_nothing() -> None:
+    route = Route(Sharded(), up=Dense(), down=Filter(Above(1.0, decay="constant")))
+    harness = ServerHarness(Strategy("filtered", Everywhere(route)), workers=1)
+    harness.push(0, 0.5, 2.0)
+    frame = np.float32([8.0, 8.0])
+    body = State(0, [(0, "residual", "float32")], checksum([frame]) ^ 1)
+    harness.send(0, body, frame)
+    assert "checksum" in harness.member.last_refusal
+    assert harness.entry("residual") == [0.5, 0.0]
+
+
+# ---- decisions
+
+
+def test_worker_cannot_report_a_gradient_as_arrived() -> None:
+    harness = ServerHarness(sharded(Consistency(FirstOf(first=1)), AT_HOLDER), workers=2)
+    harness.send(1, Arrived(1, 0))
+    assert "rank 1 is no server" in harness.member.last_refusal
+
+
 # ---- leased batches
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_batch_of_a_worker_that_left_is_leased_again_unless_its_gradient_arrived(
+    arrived: bool,
+) -> None:
+    harness = ServerHarness(sharded(Consistency(FirstOf(first=2)), AT_HOLDER), workers=3)
+    assert [harness.lease(0), harness.lease(1)] == [(0, 0), (0, 1)]
+    if arrived:
+        harness.push(1, 1.0, 1.0)
+    harness.send(1, WorkerLeft(1))
+    assert harness.lease(2) == ((0, 2) if arrived else (0, 1))
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept in the residual", "lost"])
