@@ -11,6 +11,7 @@ from slipstream.consistency import All, ByAge, Consistency, Each, FirstOf
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
 from slipstream.runtime.servers.server import Server
+from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.testing import VirtualClock
 from slipstream.testing.members import SimulatedMember
@@ -38,7 +39,6 @@ from slipstream.types import Buffer, Cluster, EncodeContext, Spec, Values
 from slipstream.updates import Ema, LocalSteps, Nesterov, Update, User
 
 SPECS = [Spec("weight", (2,), "float32", 0)]
-SGD = OptimizerRecipe("SGD", [{"lr": 1.0}], [0])
 AT_HOLDER = Update(outer=User(at="holder"))
 
 
@@ -49,10 +49,15 @@ class ServerHarness:
         strategy: What the server is configured with.
         workers: How many workers the test plays.
         hosts: The ranks of each worker, where hosts are the workers.
+        momentum: Of the server's optimizer, where it updates.
     """
 
     def __init__(
-        self, strategy: Strategy, workers: int, hosts: tuple[tuple[int, ...], ...] = ()
+        self,
+        strategy: Strategy,
+        workers: int,
+        hosts: tuple[tuple[int, ...], ...] = (),
+        momentum: float = 0.0,
     ) -> None:
         self.plan = strategy.plan(SPECS, Cluster(workers, servers=1, members=hosts))
         self._network = MemoryNetwork()
@@ -68,7 +73,8 @@ class ServerHarness:
         names = [f"rank {rank}" for rank in range(self.plan.cluster.ranks)]
         for name in names:
             self._network.endpoint(name).connect("server 0", "")
-        optimizer = SGD if self.plan.update.holder_applies else None
+        sgd = OptimizerRecipe("SGD", [{"lr": 1.0, "momentum": momentum}], [0])
+        optimizer = sgd if self.plan.update.holder_applies else None
         addresses = dict.fromkeys([*names, "server 0"], "")
         content = Configuration.of(self.plan, addresses, {}, 1e9, optimizer).encode()
         self.send(0, Configure(), content)
@@ -210,8 +216,14 @@ def test_mean_over_uneven_hosts_is_the_mean_over_workers() -> None:
 
 def test_late_outer_gradient_is_divided_by_its_number_of_blocks() -> None:
     """Rank 1 missed two rounds, and sends the sum of three blocks of local steps."""
-    update = Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0))
-    harness = ServerHarness(sharded(Consistency(FirstOf(first=1)), update), workers=2)
+    strategy = Strategy(
+        "outer rounds",
+        Everywhere(Route(Sharded(), up=Filter(Above(0.0, decay="constant")))),
+        Consistency(FirstOf(first=1)),
+        Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0, at="holder")),
+        AfterBackward(),
+    )
+    harness = ServerHarness(strategy, workers=2)
     for round_ in range(2):
         harness.push(0, 0.0, 0.0, round_=round_, read=round_)
     harness.push(1, 3.0, 6.0, round_=2, read=2, weights=[3])
@@ -254,6 +266,15 @@ def test_saved_state_has_the_number_of_its_updates() -> None:
     harness.send(0, Snapshot())
     (state,) = (m.body for m in harness.received(0) if isinstance(m.body, State))
     assert state.round == 3
+
+
+def test_loaded_state_replaces_all_of_the_state_before() -> None:
+    harness = ServerHarness(sharded(Consistency(), AT_HOLDER), workers=1, momentum=0.5)
+    harness.push(0, 2.0, 4.0)
+    assert harness.published(0) == [[-2.0, -4.0]]
+    harness.send(0, State(0, [], checksum([])))  # of an optimizer that has made no step
+    harness.push(0, 1.0, 0.0, round_=1, read=1)
+    assert harness.published(0) == [[-3.0, -4.0]]
 
 
 def test_damaged_residual_is_refused_and_changes_nothing() -> None:

@@ -159,6 +159,17 @@ def test_a_relay_is_lost_and_nobody_misses_an_update(
     for sequence in sequences:
         assert all(np.isfinite(floats(t)).all() for update in sequence for t in update if t)
     check_the_tree_is_used_again(simulation, lost)
+    check_nothing_is_forwarded_twice(simulation)
+
+
+def check_nothing_is_forwarded_twice(simulation: Simulation) -> None:
+    """Servers send results again when a worker is lost; others need no second copy."""
+    forwarded = Counter(
+        (event.source, event.peer, event.body.unit, event.body.part, event.body.round)
+        for event in simulation.trace
+        if event.kind == "sent" and isinstance(event.body, Publish) and "rank" in event.source
+    )
+    assert set(forwarded.values()) <= {1}
 
 
 def check_the_tree_is_used_again(simulation: Simulation, lost: int) -> None:

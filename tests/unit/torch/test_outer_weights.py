@@ -38,6 +38,15 @@ def test_a_worker_that_has_not_moved_contributes_nothing_though_its_weights_are_
     assert outer.weights[tensor].item() == pytest.approx(1.001)
 
 
+def test_outer_weights_follow_weights_that_the_loop_loads() -> None:
+    model = nn.Linear(2, 2)
+    outer = outer_of(model)
+    nn.init.constant_(model.weight, 3.0)
+    assert len(outer.follow_model()) == 1
+    assert torch.equal(outer.copies()["weight"], model.weight)
+    assert outer.follow_model() == []
+
+
 @pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])
 def test_outer_update_matches_nesterov_of_torch(momentum: float) -> None:
     """Δ is the mean outer gradient: v ← μ v + Δ, θ ← θ − η (Δ + μ v)."""
