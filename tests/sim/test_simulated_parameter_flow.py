@@ -8,10 +8,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.codecs import Above, Dense, Filter
+from slipstream.routes import Everywhere, Route
+from slipstream.strategy import Strategy
 from slipstream.systems import parameter_flow, push_pull
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.testing.members import Tensors
-from slipstream.topologies import Tree
+from slipstream.topologies import Sharded, Tree
 from slipstream.transports.wire import Publish, RouteUpdated, WorkerLeft
 from slipstream.types import Spec
 
@@ -156,6 +159,17 @@ def test_a_relay_is_lost_and_nobody_misses_an_update(
     for sequence in sequences:
         assert all(np.isfinite(floats(t)).all() for update in sequence for t in update if t)
     check_the_tree_is_used_again(simulation, lost)
+    check_nothing_is_forwarded_twice(simulation)
+
+
+def check_nothing_is_forwarded_twice(simulation: Simulation) -> None:
+    """Servers send results again when a worker is lost; others need no second copy."""
+    forwarded = Counter(
+        (event.source, event.peer, event.body.unit, event.body.part, event.body.round)
+        for event in simulation.trace
+        if event.kind == "sent" and isinstance(event.body, Publish) and "rank" in event.source
+    )
+    assert set(forwarded.values()) <= {1}
 
 
 def check_the_tree_is_used_again(simulation: Simulation, lost: int) -> None:
@@ -181,3 +195,20 @@ def check_the_tree_is_used_again(simulation: Simulation, lost: int) -> None:
             topology = plan.route(plan.units[unit]).topology.without(lost)
             targets = set(topology.fanout(node, node, plan.cluster)) - {lost}
             assert times <= len(targets)
+
+
+def test_servers_bound_of_the_root_decays_from_the_first_round_on() -> None:
+    """Entry t of round t, counted from 1, is 5% above or below δ/√t; the holder's clock decides."""
+    specs = [Spec("above", (ROUNDS,), "float32", 0), Spec("below", (ROUNDS,), "float32", 1)]
+
+    def contribute(rank: int, round_: int, tensor: int) -> bytes:
+        entry = np.zeros(ROUNDS, np.float32)
+        entry[round_] = (0.95 if tensor else 1.05) / np.sqrt(1 + round_)
+        return entry.tobytes()
+
+    route = Route(Sharded(), up=Dense(), down=Filter(Above(1.0, decay="root")))
+    strategy = Strategy("filtered down", Everywhere(route))
+    run = simulate(strategy, specs, workers=1, servers=1, rounds=ROUNDS, contribute=contribute)
+    for round_, (results,) in enumerate(run.results):
+        sent = [floats(content) != 0 for content in results if content is not None]
+        assert [each[round_] for each in sent] == [True, False]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.codecs import Dense
+from slipstream.codecs import Dense, Factors
 from slipstream.consistency import Consistency, Progress
 from slipstream.errors import ConfigError, RuntimeFault, WaitLimit
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
@@ -349,3 +349,14 @@ def test_a_server_that_finds_workers_out_of_step_ends_the_job(
 def test_collectives_cannot_be_simulated() -> None:
     with pytest.raises(ConfigError, match="allreduce: only rounds over links can be simulated"):
         simulate(allreduce(), layers(10), workers=2)
+
+
+def test_mesh_workers_send_rows_of_a_layer_to_different_peers_first() -> None:
+    """Each begins with the next rank, so that no link receives the rows of all at once."""
+    specs = [Spec("fc.weight", (12, 20), "float32", 0, layer="fc", form="factors")]
+    strategy = Strategy("factors", Everywhere(Route(Mesh(), up=Factors())))
+    run = simulate(strategy, specs, workers=4, rounds=1)
+    for rank in range(4):
+        sent = [e for e in run.trace if (e.kind, e.source) == ("sent", f"rank {rank}")]
+        peers = [event.peer for event in sent if isinstance(event.body, Push)]
+        assert peers == [f"rank {(rank + further) % 4}" for further in (1, 2, 3, 4)]

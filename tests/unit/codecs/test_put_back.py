@@ -23,3 +23,13 @@ def test_a_filter_has_everything_again() -> None:
     frames = codec.encode(floats(1.0, -1.0, 0.25, 0.125), memory, EncodeContext())
     memory.put_back(codec, frames)
     assert memory.values.tolist() == [1.0, -1.0, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_nothing_returns_of_signs_whose_mean_is_not_finite(bad: float) -> None:
+    """The mean of the others is finite, but none of the contribution had entered the residual."""
+    codec = OneBit()
+    memory = codec.init(3, "float32")
+    frames = codec.encode(floats(1.0, -2.0, bad), memory, EncodeContext())
+    memory.put_back(codec, frames)
+    assert memory.values.tolist() == [0, 0, 0]

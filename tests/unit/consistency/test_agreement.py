@@ -110,6 +110,15 @@ def test_who_is_lost_while_it_waits_for_the_next_round_is_served_when_that_opens
     assert state.arrived(0, 0, 2, 0.5) == [Made(2, (0,)), Late(3, 2)]
 
 
+def test_held_worker_that_leaves_is_not_served() -> None:
+    state = agreement(3, first=1)
+    for round_ in (0, 1):
+        state.arrived(0, 0, round_, 0.0)
+        state.arrived(0, 2, round_, 0.1)  # late twice running
+    assert state.retire(2, 0.2) == []
+    assert state.arrived(0, 0, 2, 0.3) == [Made(2, (0,))]
+
+
 def test_nobody_makes_a_round_of_nobody() -> None:
     state = agreement(2, first=1, close_after_s=1.0)
     assert state.tick(100.0) == []

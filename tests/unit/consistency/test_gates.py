@@ -24,6 +24,22 @@ def test_a_worker_waits_for_the_slowest_it_has_heard_of(
     assert LagBehindPeers(2).may_begin(step, heard, partitions=3) is may
 
 
+@pytest.mark.parametrize(
+    ("updates", "beat", "clock"),
+    [
+        (3, 0, 3),  # no heartbeat yet
+        (3, 5, 5),
+        (3, 8, 8),  # p + τ steps may be in flight
+        (3, 9, 8),
+        (3, 99, 8),
+    ],
+)
+def test_lag_behind_peers_trusts_heartbeats_as_far_as_steps_may_be_in_flight(
+    updates: int, beat: int, clock: int
+) -> None:
+    assert LagBehindPeers(2).clock(updates, beat, partitions=3) == clock
+
+
 def test_by_default_four_steps_for_each_worker() -> None:
     assert LagBehindPeers().among(8).extra == 32
     assert LagBehindPeers(5).among(8).extra == 5

@@ -52,6 +52,14 @@ def test_every_batch_counts_once_whoever_is_dropped_or_leaves(
     assert leases.counted == len(counted)
 
 
+def test_give_back_returns_the_batches_leased_last() -> None:
+    leases = Leases(9)
+    assert [leases.lease(0).number for _ in range(3)] == [0, 1, 2]
+    leases.give_back(0, 1)
+    assert leases.first_of(0, 9) == [Batch(0, 0), Batch(0, 1)]
+    assert leases.lease(1) == Batch(0, 2)
+
+
 def test_what_comes_back_is_dealt_first_oldest_first() -> None:
     leases = Leases(3)
     assert [leases.lease(0), leases.lease(1), leases.lease(1)] == [

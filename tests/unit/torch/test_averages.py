@@ -1,5 +1,6 @@
 """Averaged weights: how they follow, and what a checkpoint gives them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,6 +31,25 @@ def test_averages_begin_with_weights_that_the_loop_loads_before_its_first_step()
                 assert model.weight.tolist() == [[100.0, 100.0]]
             model(torch.ones(2)).backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("decay", [0.25, 0.9])
+def test_averages_keep_the_share_of_decay(decay: float) -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, 8.0)
+    weight = average = 8.0
+    with slipstream.init() as job:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer = job.distribute(model, optimizer, f"push_pull(averaged={decay})")
+        for gradient in (4.0, -2.0):
+            optimizer.zero_grad()
+            model(torch.full((1,), gradient, dtype=torch.float64)).backward()
+            optimizer.step()
+            weight -= gradient
+            average = decay * average + (1 - decay) * weight
+            with job.averaged_weights():
+                assert model.weight.item() == pytest.approx(average)
+            assert model.weight.item() == weight
 
 
 def test_averages_of_a_checkpoint_stay_until_the_first_update() -> None:

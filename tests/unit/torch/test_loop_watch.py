@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.errors import RuntimeFault
 from slipstream.torch.loop_watch import LoopWatch
@@ -55,3 +57,39 @@ def test_a_late_pass_is_told_once_and_counts_from_the_next_step() -> None:
 def test_a_late_pass_of_layers_in_compact_form_is_refused_before_they_send() -> None:
     with pytest.raises(RuntimeFault, match=r"second backward.* layers in compact form"):
         LoopWatch(synchronizer("fc")).note_late_pass()
+
+
+def leave_alone(parameter: torch.Tensor) -> None:
+    """Change nothing between ``backward()`` and ``step()``."""
+
+
+def scale_data(parameter: torch.Tensor) -> None:
+    """Change a gradient without raising its version."""
+    assert parameter.grad is not None
+    parameter.grad.data *= 0.5
+
+
+@pytest.mark.parametrize(("between", "overlaps"), [(leave_alone, True), (scale_data, False)])
+def test_gradients_leave_during_backward_only_if_none_was_changed_before_step(
+    between: Callable[[torch.Tensor], None], overlaps: bool
+) -> None:
+    parameter, told = torch.nn.Parameter(torch.ones(3)), []
+    accumulated: list[Callable[[int], None]] = []
+    given: Any = SimpleNamespace(
+        plan=SimpleNamespace(
+            units=[SimpleNamespace(layer=None)],
+            schedule=SimpleNamespace(leaves_during_backward=True),
+        ),
+        driver=SimpleNamespace(exchanged=False),
+        inventory=SimpleNamespace(tensors=[parameter]),
+        accumulating=False,
+        leave_at_step=accumulated.append,
+        leave_during_backward=lambda: told.append("overlap"),
+    )
+    watch = LoopWatch(given)
+    for _ in range(5):
+        parameter.grad = torch.ones(3)
+        accumulated[0](0)
+        between(parameter)
+        watch.examine()
+    assert told == (["overlap"] if overlaps else [])

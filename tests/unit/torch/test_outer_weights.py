@@ -38,6 +38,30 @@ def test_a_worker_that_has_not_moved_contributes_nothing_though_its_weights_are_
     assert outer.weights[tensor].item() == pytest.approx(1.001)
 
 
+def test_outer_weights_follow_weights_that_the_loop_loads() -> None:
+    model = nn.Linear(2, 2)
+    outer = outer_of(model)
+    nn.init.constant_(model.weight, 3.0)
+    assert len(outer.follow_model()) == 1
+    assert torch.equal(outer.copies()["weight"], model.weight)
+    assert outer.follow_model() == []
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])
+def test_outer_update_matches_nesterov_of_torch(momentum: float) -> None:
+    """Δ is the mean outer gradient: v ← μ v + Δ, θ ← θ − η (Δ + μ v)."""
+    model = nn.Linear(3, 2, bias=False).double()
+    theirs = model.weight.detach().clone().requires_grad_()
+    outer = outer_of(model, lr=0.7, momentum=momentum)
+    sgd = torch.optim.SGD([theirs], lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    (tensor,) = outer.weights
+    for _ in range(3):
+        theirs.grad = torch.randn_like(theirs)
+        outer.update(tensor, theirs.grad)
+        sgd.step()
+        torch.testing.assert_close(outer.weights[tensor], theirs.detach(), rtol=0, atol=1e-14)
+
+
 def test_precise_weights_and_momenta_come_back_from_a_checkpoint() -> None:
     model = nn.Linear(3, 2).bfloat16()
     outer, again = outer_of(model), outer_of(model)

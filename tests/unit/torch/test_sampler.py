@@ -16,8 +16,10 @@ class Dealer:
 
     def __init__(self, batches: int) -> None:
         self.leases, self.steps = Leases(batches), 0
+        self.returned: list[int] = []  # by call
 
     def lease(self, batches: int, returned: int) -> Batch:
+        self.returned.append(returned)
         self.leases.give_back(0, returned)
         return self.leases.lease(0)
 
@@ -57,6 +59,26 @@ def test_what_a_broken_off_pass_leased_ahead_is_dealt_again() -> None:
         trained.update(batch)
         dealer.train()
     assert trained == Counter(range(10))
+
+
+def test_sampler_returns_batches_of_each_broken_off_pass_once() -> None:
+    dealer = Dealer(9)
+    batches = sampler(dealer, samples=27)
+    for _ in range(3):
+        ahead = iter(batches)
+        next(ahead)
+        dealer.train()
+        next(ahead), next(ahead)  # fetched by a loader, and never trained on
+    assert [number for number in dealer.returned if number] == [2, 2]
+
+
+def test_sampler_of_a_worker_that_missed_an_epoch_makes_an_empty_pass() -> None:
+    """So it makes as many passes as the others."""
+    dealt = iter([Batch(0, 0), Batch(2, 1), Batch(2, 2), Batch(3, 0)])
+    batches = LeasedBatches(
+        range(10), 3, lambda *_: next(dealt), lambda: 0, workers=2, shuffle=True, seed=4
+    )
+    assert [len(list(batches)) for _ in range(3)] == [1, 0, 2]
 
 
 def test_a_dropped_gradients_batch_comes_again() -> None:

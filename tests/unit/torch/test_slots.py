@@ -5,13 +5,16 @@ import pytest
 import torch
 from samples import make_plan, vector
 
-from slipstream.codecs import Dense, SegmentCodec
+from slipstream.codecs import Dense, Factors, SegmentCodec
 from slipstream.errors import RuntimeFault
+from slipstream.routes import Everywhere, Route
+from slipstream.strategy import Strategy
+from slipstream.topologies import Sharded
 from slipstream.torch.finite_gradients import FiniteGradients
 from slipstream.torch.inventory import Inventory
 from slipstream.torch.slots import LiveTensors
 from slipstream.torch.staging import Staging
-from slipstream.types import Values
+from slipstream.types import Cluster, Spec, Values
 
 
 def slots(
@@ -155,6 +158,18 @@ def test_a_buffer_contributes_only_when_it_changed(at_holder: bool) -> None:
     live.forget()
     assert buffer.tolist() == [3, 3]
     assert live.source(0) is None, "the mean is what is known now"
+
+
+def test_result_of_factors_is_added_to_gradients_of_earlier_passes() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    parameter.grad = torch.ones(4, 3)
+    spec = Spec("fc.weight", (4, 3), "float32", 0, layer="fc", form="factors")
+    route = Route(Sharded(whole_layers=True), up=Factors())
+    plan = Strategy("factors", Everywhere(route)).plan([spec], Cluster(2, 1))
+    live = LiveTensors(plan, Inventory((spec,), (parameter,), (None,)), Staging())
+    live.sink(0).data.view(np.float32)[:] = 5
+    live.finish(0)
+    assert parameter.grad.unique().tolist() == [6]
 
 
 def test_a_buffer_that_became_not_a_number_still_travels() -> None:

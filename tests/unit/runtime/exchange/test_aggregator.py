@@ -1,5 +1,7 @@
 """One node's half of a round: what it admits, and the exact bytes it gives back."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -350,6 +352,20 @@ def test_a_round_of_the_first_ones_is_for_those_who_made_it() -> None:
         with pytest.raises(FrameRefused, match=f"round {round_} is not open"):
             node.serve(round_, 1)
     assert list(node.makers) == [(0, (0, 2))]
+
+
+def test_gradient_that_did_not_make_its_round_is_freed() -> None:
+    (chunk,) = FIRST_OF_3.chunks
+    node = Aggregator(3, FIRST_OF_3, Sum())
+    late = floats(5, 5)
+    memory = weakref.ref(late.data)
+    for rank, gradient in ((0, floats(1, 1)), (1, late), (2, floats(1, 1))):
+        node.push(rank, *push(chunk, [gradient]))
+    del late, gradient
+    assert memory() is not None
+    node.commit(0, [0, 2])
+    gc.collect()
+    assert memory() is None
 
 
 def test_the_rate_of_an_old_gradient_comes_down_where_that_was_asked_for() -> None:

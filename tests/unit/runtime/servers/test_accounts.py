@@ -11,6 +11,7 @@ from slipstream.runtime.servers.accounts import (
     ServerFigures,
     median,
     merge_figures,
+    merge_pairs,
     staleness_text,
     summarized,
 )
@@ -74,6 +75,16 @@ def test_rounds_are_told_by_the_server_that_decides() -> None:
         "durations_s": {0: [0.5]},
     }
     assert "rounds" not in merge_figures([ServerFigures({}, [])])
+
+
+def test_refusals_of_a_server_count_once_whatever_the_number_of_pairs() -> None:
+    """Each report of a server has all of its refusals."""
+    servers = [
+        ServerFigures({}, [], refused=3, last_refusal="rank 1: a frame"),
+        ServerFigures({}, []),
+    ]
+    told = merge_pairs([servers, servers])
+    assert told["refused_by_servers"] == {"messages": 3, "last": ["rank 1: a frame"]}
 
 
 def test_the_table_has_a_row_a_tensor() -> None:
