@@ -99,7 +99,7 @@ class ServerUpdates:
     def _before_reading(self) -> None:
         """The loop is about to read weights by hand, or to change them."""
         driver = self._synchronizer.driver
-        if driver.frozen or driver.exchanged:
+        if driver.frozen_in or driver.exchanged:
             return  # they are lent; or those of this step are there, and are not the next one's
         self.wait()
         if self._between_passes and not self._sums:
