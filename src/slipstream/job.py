@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -395,19 +395,29 @@ class Job(JobMetrics):
         if self.rank == 0:
             self._log("checkpoint_written", path=os.fspath(path), step=self.step)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(
+        self, path: str | os.PathLike[str], *, nonfinite: Literal["refuse", "pass"] = "refuse"
+    ) -> None:
         """Continue from a checkpoint; every rank must call it, rank 0 reads the file.
 
         Any number of workers and servers may have written it. Random generators are restored on
         ranks that the writing job had too. A restarted worker already has the other workers'
         weights, which are newer: it reads nothing.
 
+        Args:
+            nonfinite: what to do with NaN or infinity in trained weights, in averages or momenta of
+                them, or in the optimizer's state: "refuse" the checkpoint, of which nothing is then
+                loaded, or "pass". Buffers and frozen parameters may have such values in any case.
+
         Raises:
-            CheckpointError: the file cannot be read, or is for another model or optimizer.
+            CheckpointError: the file cannot be read, is for another model or optimizer, or has
+                values that are not finite.
         """
         self._refuse_exchanged("load")
         self._training.refuse_in_block("job.load()")
-        self._training.load(Path(path))
+        if nonfinite not in ("refuse", "pass"):
+            raise ConfigError(f"job.load(nonfinite={nonfinite!r}): choose 'refuse' or 'pass'")
+        self._training.load(Path(path), takes_nonfinite=nonfinite == "pass")
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 
     # ---- the end

@@ -103,8 +103,9 @@ class AloneTraining(Training):
         facts = {**facts, "steps": [steps.made for steps in self._steps]}
         save_alone(path, self.pairs, [steps.state for steps in self._steps], facts)
 
-    def load(self, path: Path) -> None:
-        found = load_alone(path, self.pairs, [steps.state for steps in self._steps])
+    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
+        states = [steps.state for steps in self._steps]
+        found = load_alone(path, self.pairs, states, takes_nonfinite=takes_nonfinite)
         for steps, made in zip(self._steps, found, strict=True):
             steps.made = made
 

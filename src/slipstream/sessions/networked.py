@@ -378,7 +378,7 @@ class NetworkedTraining(Training):
             steps = [clock.committed for clock in self._clocks]
             self._weights.save(path, {**facts, "steps": steps})
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
         """A restarted worker already has the other workers' weights, which are newer."""
         if self.rejoined:
             return
@@ -387,11 +387,18 @@ class NetworkedTraining(Training):
         self._weights.settle()
         occasion = self._calls.name("load")
         with self._calls.watched("job.load"):
-            steps, facts = load_job(path, occasion, self.pairs, self.replicas, self.membership)
+            steps, facts = load_job(
+                path,
+                occasion,
+                self.pairs,
+                self.replicas,
+                self.membership,
+                takes_nonfinite=takes_nonfinite,
+            )
         for clock, replica, step in zip(self._clocks, self.replicas, steps, strict=True):
             clock.resumed_at = step
             replica.synchronizer.resume(step)
-        self._weights.loaded(path, facts)
+        self._weights.loaded(path, facts, takes_nonfinite=takes_nonfinite)
         self._begin_checks()
 
     # ---- metrics

@@ -96,7 +96,7 @@ class Weights:
         self.flush()
         self._parts.save(path, facts)
 
-    def loaded(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def loaded(self, path: Path, facts: Mapping[str, Any], *, takes_nonfinite: bool) -> None:
         """A checkpoint with these facts was loaded, and the step is set; every rank calls it."""
 
     def accounts(self) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class LocalWeights(Weights):
         )
         self._parts.save(path, facts)
 
-    def loaded(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def loaded(self, path: Path, facts: Mapping[str, Any], *, takes_nonfinite: bool) -> None:
         """Each worker takes its own part, if all have theirs."""
         part, token, problem = None, facts.get("parts", ""), ""
         if token and facts["workers"] != self._parts.membership.env.world_size:
@@ -162,7 +162,9 @@ class LocalWeights(Weights):
         elif token:
             try:
                 pairs, replicas = self._parts.pairs, self._parts.replicas
-                part = read_part(self._part(path), pairs, replicas, token)
+                part = read_part(
+                    self._part(path), pairs, replicas, token, takes_nonfinite=takes_nonfinite
+                )
             except CheckpointError as error:
                 problem = str(error)
         said = self._gather("job.load, its own part read", problem, "job.load")

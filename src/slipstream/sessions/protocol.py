@@ -279,8 +279,12 @@ class Training(Protocol):
         """Write a checkpoint that also holds ``facts``."""
 
     @abstractmethod
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint."""
+    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            takes_nonfinite: Also if some of it is NaN or infinite.
+        """
 
     def figures(self) -> TrainingFigures:
         """The cost of this worker's training so far."""

@@ -210,11 +210,11 @@ class SharedMemoryTraining(Training):
             self.wait()
             self._line.save(str(path.absolute()))
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
         """Load before the first step; the call of one learner counts."""
         if self.own_steps:
             raise ConfigError(f"with {self._name} job.load comes before the first step")
-        self._line.load(str(path.absolute()))
+        self._line.load(str(path.absolute()), takes_nonfinite=takes_nonfinite)
         self._learner.begin_anew()
 
     def plan_table(self) -> str:

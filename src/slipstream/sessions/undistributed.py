@@ -54,5 +54,5 @@ class Undistributed(Training):
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         raise comes_after_distribute("save")
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
         raise comes_after_distribute("load")

@@ -78,4 +78,5 @@ class LearnerState:
             facts = {"strategy": "gadei", "workers": 1, "random": [], "step": step, "steps": [step]}
             write(path, [section], facts)
             # The launcher has all learners load one file, the first one's.
-            self._line.load(str(self._line.share(f"optimizer state/{self._taken}", str(path))))
+            chosen = str(self._line.share(f"optimizer state/{self._taken}", str(path)))
+            self._line.load(chosen, takes_nonfinite=True)

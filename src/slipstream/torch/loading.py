@@ -20,16 +20,19 @@ from slipstream.runtime.files.checkpoint_format import (
     sections_in,
 )
 from slipstream.runtime.members.joining import Membership
-from slipstream.torch.checkpoint import Checkpoint, load_model
+from slipstream.runtime.shared_memory.checkpoints import refuse_nonfinite
+from slipstream.torch.checkpoint import Checkpoint, load_model, pieces_of
 from slipstream.torch.copying import copy_state
 from slipstream.torch.fitting import AVERAGED, OUTER, PRECISE, check_pairs, named_under
-from slipstream.torch.inventory import dtype_text
+from slipstream.torch.inventory import dtype_text, whole_state
 from slipstream.torch.kept_state import Held, KeptState
 from slipstream.torch.preparing import Pair, distinct_models, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.replica import Replica
 from slipstream.torch.saving import share_outcome
 from slipstream.torch.staging import Staging
+
+OF_MODEL = ("model/", AVERAGED, OUTER, PRECISE)  # what a checkpoint holds by a tensor's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,13 @@ def sections_of(checkpoint: Checkpoint) -> list[Section]:
     ]
 
 
-def load_alone(path: Path, pairs: Sequence[Pair], states: Sequence[KeptState]) -> list[int]:
+def load_alone(
+    path: Path, pairs: Sequence[Pair], states: Sequence[KeptState], *, takes_nonfinite: bool
+) -> list[int]:
     """Read a checkpoint into this process. If it is invalid, nothing changes.
+
+    Args:
+        takes_nonfinite: Also if some of it is NaN or infinite.
 
     Returns:
         The step of each pair.
@@ -68,7 +76,7 @@ def load_alone(path: Path, pairs: Sequence[Pair], states: Sequence[KeptState]) -
     Raises:
         CheckpointError: The file cannot be read, or is for another model or optimizer.
     """
-    checkpoint = read_fitting(path, pairs)
+    checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
     load_models(pairs, checkpoint)
     sections = sections_of(checkpoint)
     for pair, state, section in zip(pairs, states, sections, strict=True):
@@ -83,6 +91,8 @@ def load_job(
     pairs: Sequence[Pair],
     replicas: Sequence[Replica],
     membership: Membership,
+    *,
+    takes_nonfinite: bool,
 ) -> tuple[list[int], dict[str, Any]]:
     """Rank 0 reads and checks; all ranks end with the same state.
 
@@ -90,6 +100,7 @@ def load_job(
 
     Args:
         occasion: The name of this gathering, a new one for each call.
+        takes_nonfinite: Also if some of it is NaN or infinite.
 
     Returns:
         The step of each pair, and the checkpoint's facts.
@@ -101,7 +112,7 @@ def load_job(
     checkpoint, problem = Checkpoint(), ""
     if rank == 0:
         try:
-            checkpoint = read_fitting(path, pairs)
+            checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
         except CheckpointError as error:
             problem = str(error)
     with chain.opened():
@@ -149,12 +160,15 @@ def restore_generators(checkpoint: Checkpoint, rank: int) -> None:
         Generators.of(saved[rank]).restore()
 
 
-def read_fitting(path: Path, pairs: Sequence[Pair]) -> Checkpoint:
+def read_fitting(path: Path, pairs: Sequence[Pair], *, takes_nonfinite: bool) -> Checkpoint:
     """A checkpoint that has passed all checks, so that loading it cannot fail.
+
+    Args:
+        takes_nonfinite: Also if some of it is NaN or infinite.
 
     Raises:
         DamagedCheckpoint: The file was damaged after it was written.
-        CheckpointError: It cannot be read, or is of another model, optimizer or job.
+        CheckpointError: It cannot be read, is of another model, optimizer or job, or not finite.
     """
     try:
         checkpoint = Checkpoint.read(path)
@@ -164,7 +178,22 @@ def read_fitting(path: Path, pairs: Sequence[Pair]) -> Checkpoint:
         check_pairs(checkpoint.tensors, checkpoint.facts, pairs)
     except ValueError as error:
         raise misfit(path, error) from error
+    if not takes_nonfinite:
+        untrained = untrained_in(pairs)
+        refuse_nonfinite(path, pieces_of(checkpoint.tensors), untrained=untrained)
     return checkpoint
+
+
+def untrained_in(pairs: Sequence[Pair]) -> set[str]:
+    """Names in a checkpoint of buffers and frozen parameters, which may be infinite on purpose."""
+    untrained = set()
+    for number, pair in enumerate(pairs):
+        trained = {name for name, p in pair.model.named_parameters() if p.requires_grad}
+        section = section_name(number, len(pairs))
+        for name, _ in whole_state(pair.model):
+            if name not in trained:
+                untrained |= {f"{section}{kind}{name}" for kind in OF_MODEL}
+    return untrained
 
 
 def spread(

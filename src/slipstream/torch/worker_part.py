@@ -72,14 +72,22 @@ def write_part(
 
 
 def read_part(
-    path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], token: str
+    path: Path,
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    token: str,
+    *,
+    takes_nonfinite: bool,
 ) -> WorkerPart:
     """Read this worker's part of a checkpoint; nothing changes yet.
+
+    Args:
+        takes_nonfinite: Also if some of it is NaN or infinite.
 
     Raises:
         CheckpointError: There is none, it belongs to another checkpoint, or does not fit this job.
     """
-    checkpoint = read_fitting(path, pairs)
+    checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
     if checkpoint.facts.get("parts") != token:
         raise CheckpointError(f"{path} belongs to another checkpoint")
     try:

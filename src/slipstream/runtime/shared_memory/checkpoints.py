@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,14 @@ class Snapshot:
         """The number of updates that it contains."""
         return int(self.facts["step"])
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, accepted: Collection[str] = ()) -> None:
         """Write a draft in the same directory, then rename it: a reader sees the old or the new
-        file."""
-        refuse_to_lose(path, self.pieces, lambda: pieces_at(path))
+        file.
+
+        Args:
+            accepted: Names of tensors that were loaded as they are, although not finite.
+        """
+        refuse_to_lose(path, self.without(accepted), lambda: pieces_at(path))
         facts = json.dumps({"format": FORMAT, "random": [], **self.facts})
         about = {"slipstream": facts, "pairs": "[]", "crc": str(crc(facts, self.pieces))}
         entries: dict[str, Any] = {"__metadata__": about}
@@ -59,6 +63,10 @@ class Snapshot:
         header += b" " * (-len(header) % 8)
         whole = [len(header).to_bytes(8, "little"), header]
         write_whole(path, [*whole, *(piece.data for piece in self.pieces.values())])
+
+    def without(self, accepted: Collection[str]) -> dict[str, Piece]:
+        """The other tensors."""
+        return {name: piece for name, piece in self.pieces.items() if name not in accepted}
 
     @classmethod
     def read(cls, path: Path) -> Snapshot:
@@ -82,6 +90,32 @@ def refuse_to_lose(
                 f"no checkpoint is written to {where}: {name} is not finite, and it is in the one "
                 "that is there (to keep this one too, save it under another name)"
             )
+
+
+def refuse_nonfinite(
+    path: Path, pieces: Mapping[str, Piece], *, untrained: Collection[str] = ()
+) -> None:
+    """Refuse to load a checkpoint of a training that has diverged.
+
+    Args:
+        untrained: Names of tensors that may be infinite on purpose: buffers, frozen parameters.
+
+    Raises:
+        CheckpointError: A weight, or something of the optimizer's state, is NaN or infinite.
+    """
+    for name in nonfinite_in(pieces):
+        if name not in untrained:
+            raise CheckpointError(
+                f"{path}: {name} has values that are not finite, so nothing was loaded: load an "
+                "earlier checkpoint, or take this one as it is with "
+                "job.load(..., nonfinite='pass')"
+            )
+
+
+def nonfinite_in(pieces: Mapping[str, Piece]) -> list[str]:
+    """Names of tensors with NaN or infinity, a model's first."""
+    found = [name for name, piece in pieces.items() if not is_finite(piece)]
+    return sorted(found, key=lambda name: "model/" not in name)
 
 
 def is_finite(piece: Piece) -> bool:
@@ -109,12 +143,12 @@ def kept_in(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(filter(NAME.fullmatch, names), reverse=True)]
 
 
-def keep(directory: Path, snapshot: Snapshot) -> None:
-    """Write one more checkpoint, and delete the oldest ones."""
+def keep(directory: Path, snapshot: Snapshot, accepted: Collection[str] = ()) -> None:
+    """Write one more checkpoint, and delete the oldest ones; ``accepted``: see Snapshot.write."""
     path = directory / f"weights-{snapshot.version:015d}.safetensors"
     found = (pieces for each in kept_in(directory) if (pieces := pieces_at(each)))
-    refuse_to_lose(directory, snapshot.pieces, lambda: next(found, {}))
-    snapshot.write(path)
+    refuse_to_lose(directory, snapshot.without(accepted), lambda: next(found, {}))
+    snapshot.write(path, accepted)
     for old in older_than_needed(kept_in(directory), path):
         with contextlib.suppress(OSError):
             old.unlink()

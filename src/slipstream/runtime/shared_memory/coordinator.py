@@ -96,7 +96,7 @@ class SharedMemoryCoordinator:
     _filled: bool = False
     _shared: dict[str, Any] = field(default_factory=dict)
     _loading: list[Rank] = field(default_factory=list)  # learners that wait for a checkpoint
-    _loaded: dict[str, str] = field(default_factory=dict)  # by path: the error, or empty
+    _loaded: dict[messages.Load, str] = field(default_factory=dict)  # the error, or empty
     _batches: BatchDealer = field(default_factory=BatchDealer)
     _requests: ServerRequests = field(default_factory=ServerRequests)
     _began_at: int = 0  # the version at which the current server began
@@ -325,7 +325,7 @@ class SharedMemoryCoordinator:
     def _on_kept(self, rank: Rank | None, request: messages.Body, trouble: str) -> None:
         match request:
             case messages.Load():
-                self._loaded[request.path] = trouble
+                self._loaded[request] = trouble
                 for each in self._loading:
                     self._send(each, messages.Done(trouble))
                 self._loading.clear()
@@ -344,8 +344,8 @@ class SharedMemoryCoordinator:
         A restarted learner sends its request after training has begun: nothing is loaded then.
         """
         assert self.rings is not None
-        if body.path in self._loaded or (not self._loading and self.rings.version > 0):
-            self._send(rank, messages.Done(self._loaded.get(body.path, "")))
+        if body in self._loaded or (not self._loading and self.rings.version > 0):
+            self._send(rank, messages.Done(self._loaded.get(body, "")))
             return
         self._loading.append(rank)
         if not self._requests.loading:

@@ -83,9 +83,9 @@ class LauncherLine:
         """Have the server write a checkpoint; raises CheckpointError."""
         self._do(messages.Save(path), "job.save")
 
-    def load(self, path: str) -> None:
+    def load(self, path: str, *, takes_nonfinite: bool) -> None:
         """Have the server load a checkpoint; raises CheckpointError."""
-        self._do(messages.Load(path), "job.load")
+        self._do(messages.Load(path, takes_nonfinite), "job.load")
 
     def account(self) -> messages.Account:
         """The server's figures."""

@@ -62,9 +62,13 @@ class Save(Body, frozen=True):
 
 
 class Load(Body, frozen=True):
-    """Requests to continue from the checkpoint at a path."""
+    """Requests to continue from the checkpoint at a path.
+
+    ``takes_nonfinite``: also if some of it is NaN or infinite.
+    """
 
     path: str
+    takes_nonfinite: bool = False
 
 
 class Ask(Body, frozen=True):
@@ -182,10 +186,11 @@ class Keep(Body, frozen=True):
 
 
 class Restore(Body, frozen=True):
-    """Requests to continue from the checkpoint at a path."""
+    """Requests to continue from the checkpoint at a path; see Load."""
 
     number: int
     path: str
+    takes_nonfinite: bool = False
 
 
 class Finish(Body, frozen=True):

@@ -60,5 +60,5 @@ class ServerRequests:
             case messages.Save():
                 request = messages.Keep(number, body.path)
             case messages.Load():
-                request = messages.Restore(number, body.path)
+                request = messages.Restore(number, body.path, body.takes_nonfinite)
         self._send(request, None)

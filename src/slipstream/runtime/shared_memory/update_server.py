@@ -24,6 +24,7 @@ from pathlib import Path
 
 from slipstream._native import Rings
 from slipstream.errors import CheckpointError
+from slipstream.planning.segment import FROZEN
 from slipstream.runtime.files.checkpoint_format import (
     OptimizerState,
     Piece,
@@ -45,10 +46,15 @@ LOCK_S = 0.2
 
 
 class UpdateServer:
-    """Takes gradients from rings, and applies them to the weights with an optimizer."""
+    """Takes gradients from rings, and applies them to the weights with an optimizer.
+
+    Attributes:
+        accepted: Names of tensors in a checkpoint that were restored although not finite.
+    """
 
     def __init__(self, start: messages.Start, memory: SharedMemory) -> None:
         self._start, self._plan = start, start.plan
+        self.accepted: list[str] = []
         self.rings = Rings(memory.memory)
         self._weights = memory.view(self.rings.weights_at, start.plan.weights_nbytes)
         self._slots = [
@@ -150,6 +156,12 @@ class UpdateServer:
         }
         return Snapshot(pieces, facts)
 
+    @property
+    def untrained(self) -> set[str]:
+        """Names in a checkpoint of tensors that no update changes."""
+        frozen = (tensor.name for tensor in self._plan.tensors if tensor.group == FROZEN)
+        return {f"model/{name}" for name in frozen}
+
     def taken_by(self, snapshot: Snapshot) -> list[int]:
         """By learner: how many of its gradients in this job a snapshot contains."""
         if snapshot.facts.get("job") != self._start.job:
@@ -174,6 +186,7 @@ class UpdateServer:
                 piece = snapshot.pieces[f"model/{tensor.name}"]
                 self._weights[at : at + tensor.nbytes] = piece.data
             self.rings.version = snapshot.version
+        self.accepted = shared_checkpoint.nonfinite_in(snapshot.pieces)
         return [self._drop_pushed(learner) for learner in range(self.rings.learners)]
 
     def _fitting_state(self, snapshot: Snapshot) -> dict[str, dict[str, Piece]]:
@@ -295,7 +308,7 @@ class Checkpoints:
             trouble = ""
             try:
                 if path is None:
-                    shared_checkpoint.keep(self._directory, snapshot)
+                    shared_checkpoint.keep(self._directory, snapshot, self._server.accepted)
                 else:
                     snapshot.write(path)
                 self.written += 1
@@ -380,16 +393,18 @@ def answer(
             keep(None if body.path is None else Path(body.path), body.number)
         case messages.Restore():
             try:
-                restore_from(Path(body.path), server)
+                restore_from(Path(body.path), server, takes_nonfinite=body.takes_nonfinite)
             except CheckpointError as error:
                 control.send(messages.Kept(str(error), body.number))
             else:
                 keep(None, body.number)
 
 
-def restore_from(path: Path, server: UpdateServer) -> None:
+def restore_from(path: Path, server: UpdateServer, *, takes_nonfinite: bool = False) -> None:
     """Restore all of it; on an error, change nothing and raise."""
     snapshot = Snapshot.read(path)
+    if not takes_nonfinite:
+        shared_checkpoint.refuse_nonfinite(path, snapshot.pieces, untrained=server.untrained)
     try:
         server.restore(snapshot)
     except CheckpointError as error:

@@ -164,3 +164,17 @@ def test_restored_server_applies_only_rows_pushed_afterwards() -> None:
     assert after is not None
     table = np.frombuffer(after.pieces["model/table"].data, np.float32).reshape(5, 3)
     assert table.tolist() == [[-1.0 if row == 1 else 0.0] * 3 for row in range(5)]
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused_unless_asked(tmp_path: Path) -> None:
+    def diverged(_: object, tensors: dict[str, Any]) -> None:
+        tensors[f"model/{TENSORS[0].name}"].view(-1)[1] = float("nan")
+
+    changed(diverged)(GOOD, tmp_path / "file")
+    here = server()
+    before = everything(here)
+    with pytest.raises(CheckpointError, match=f"model/{TENSORS[0].name} has values that are not"):
+        restore_from(tmp_path / "file", here)
+    assert everything(here) == before
+    restore_from(tmp_path / "file", here, takes_nonfinite=True)
+    assert here.rings.version == 8
