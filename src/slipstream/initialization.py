@@ -78,7 +78,7 @@ def init(
     if env.launcher is not None:
         write_whole_lines()
     if env.world_size > 1:
-        env.require_secret()
+        env = env.with_secret()
     rules.append(lambda error: rank_reports(error, rank))
     presence = Presence(env.presence_fd)
     limits = Limits(start_limit_s, wait_limit_s, silence_limit_s)

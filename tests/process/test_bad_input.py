@@ -103,7 +103,7 @@ MISTAKES = [
     Mistake(
         "nothing",
         ("across hosts a job secret is needed", "SLIPSTREAM_SECRET"),
-        ranks=({"MASTER_ADDR": "192.0.2.1"},) * 2,
+        ranks=({"MASTER_ADDR": "192.0.2.1", "XDG_CONFIG_HOME": "/dev/null/config"},) * 2,
     ),
     Mistake("nothing", ("shorter than 16",), ranks=({"SLIPSTREAM_SECRET": "short"},) * 2),
     Mistake("nothing", ("RANK=7", "WORLD_SIZE=2"), ranks=({"RANK": "7", "WORLD_SIZE": "2"},)),

@@ -237,15 +237,37 @@ def test_idle_connections_do_not_use_up_the_descriptors(fork_server: ForkServer)
     assert_undisturbed(run, "mine")
 
 
-def test_torchruns_store_takes_a_secret(launch: Callable[..., Launch]) -> None:
-    """It listens on all addresses, so no token may lie there."""
-    elastic = (TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}")
-    refused = launch(*elastic, str(WORKER), "tag")
-    admitted = launch(*elastic[:2], f"--master-port={free_port()}", str(WORKER), "tag", env=SECRET)
+def test_torchrun_takes_the_users_own_secret(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    """Torchrun's store listens on all addresses, so no token may lie there."""
+    elastic = (TORCHRUN, "--nproc-per-node=2")
+    homes = {"XDG_CONFIG_HOME": str(tmp_path)}, {"XDG_CONFIG_HOME": "/dev/null/config"}, SECRET
+    own, refused, given = (
+        launch(*elastic, f"--master-port={free_port()}", str(WORKER), "tag", env=env)
+        for env in homes
+    )
+    assert own.wait() == 0, own.stderr
+    assert given.wait() == 0, given.stderr
+    assert (own.folder / "shared.1").exists()
+    made = tmp_path / "slipstream" / "secret"
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(made.parent) == ["secret"], "of two ranks that made one, one counts"
     assert refused.wait() != 0
     assert any("SLIPSTREAM_SECRET=" in line for line in refused.own_lines), refused.stderr
-    assert admitted.wait() == 0, admitted.stderr
-    assert (admitted.folder / "shared.1").exists()
+    assert any("/dev/null/config/slipstream/secret" in line for line in refused.own_lines)
+
+
+def test_hosts_whose_own_secrets_differ_are_told_so(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    interface = {"MASTER_ADDR": "localhost", "SLIPSTREAM_INTERFACE": "127.0.0.1"}
+    ranks = [interface | {"XDG_CONFIG_HOME": str(tmp_path / str(rank))} for rank in range(2)]
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    run = fork_server.run(WORKER, "tag", ranks=ranks)
+    assert all(run.codes.values()), run.told()
+    told = " ".join(run.own_lines())
+    assert "not signed with this job's secret: this rank took your own, " in told
+    assert "copy it to all hosts, or set SLIPSTREAM_SECRET" in told
 
 
 def test_the_launcher_needs_no_secret_from_the_user(launch: Callable[..., Launch]) -> None:

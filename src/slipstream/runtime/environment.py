@@ -6,12 +6,13 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, LaunchError, SecretError
 from slipstream.input_files import read_limited
+from slipstream.runtime.user_secret import user_secret, user_secret_path
 
 Nonfinite = Literal["pass", "refuse", "stop"]
 
@@ -111,6 +112,8 @@ class Environment:
     incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
     agent_store: bool = False  # the rendezvous store is torchrun's, or torch's default group's
     secret: bytes | None = None
+    user_secret_file: Path | None = None  # where the user's own secret is, or will be
+    secret_from: Path | None = None  # this file, if the secret is the user's own
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Environment:
@@ -126,7 +129,12 @@ class Environment:
                 if text := env.get(variable.name):
                     found[name] = variable.read(text, variable.name)
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        read = cls(**found, agent_store=agent_store, secret=read_secret(env))
+        read = cls(
+            **found,
+            agent_store=agent_store,
+            secret=read_secret(env),
+            user_secret_file=user_secret_path(env),
+        )
         if not 0 <= read.rank < read.world_size:
             raise LaunchError(f"RANK={read.rank} does not fit WORLD_SIZE={read.world_size}")
         if read.world_size > 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
@@ -179,23 +187,42 @@ class Environment:
         # Many systems give a host's own name a loopback address; other hosts need the real one.
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
-    def require_secret(self) -> None:
-        """Raise SecretError if a secret is missing and strangers could join the job."""
-        if self.secret is not None:
-            return
+    def with_secret(self) -> Environment:
+        """This environment; with the user's own secret, if one is needed and none was given.
+
+        Raises:
+            SecretError: strangers could join the job without a secret, and there is none.
+        """
+        reason, path = self._why_secret, self.user_secret_file
+        if self.secret is not None or not reason:
+            return self
+        if path is None:
+            own = "HOME is not set, so you have no secret of your own"
+        else:
+            try:
+                secret = secret_of(user_secret(path))
+            except SecretError as error:
+                own = f"your own cannot be used: {error}"
+            else:
+                return replace(self, secret=secret, secret_from=path)
+        raise SecretError(
+            f"{reason}; {own}. Or set SLIPSTREAM_SECRET to the same random text on every host "
+            "(SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ...), or SLIPSTREAM_SECRET_FILE "
+            "to a file that holds it"
+        )
+
+    @property
+    def _why_secret(self) -> str:
+        """Why strangers could join this job without a secret; empty if they could not."""
         if not self.one_host:
-            raise SecretError(
-                f"MASTER_ADDR={self.master_addr} is another host: across hosts a job secret is "
-                "needed; set SLIPSTREAM_SECRET to the same random text on every host, or "
-                "SLIPSTREAM_SECRET_FILE to a file that holds it"
-            )
+            host = self.master_addr
+            return f"MASTER_ADDR={host} is another host: across hosts a job secret is needed"
         if self.agent_store:
-            raise SecretError(
+            return (
                 "torch's store (torchrun's, or that of init_process_group) listens on every "
-                "address of this host, so a job secret is needed: start with "
-                "SLIPSTREAM_SECRET=$(openssl rand -hex 32) torchrun ..., or with `slipstream run`, "
-                "which makes a secret of its own"
+                "address of this host, so a job secret is needed"
             )
+        return ""
 
 
 def read_secret(env: Mapping[str, str]) -> bytes | None:

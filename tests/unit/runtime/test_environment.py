@@ -168,7 +168,7 @@ def test_an_interface_of_a_job_that_meets_on_loopback_takes_a_secret() -> None:
     env = Environment.read(told)
     assert (env.listen_host(), env.encrypts) == ("192.0.2.4", True)
     with pytest.raises(SecretError):
-        env.require_secret()
+        env.with_secret()
 
 
 def test_an_agents_store_takes_a_secret_on_one_host_too() -> None:
@@ -176,8 +176,8 @@ def test_an_agents_store_takes_a_secret_on_one_host_too() -> None:
     env = Environment.read(told)
     assert env.store_address == env.master_addr, "it is where the agent listens"
     with pytest.raises(SecretError, match=r"SLIPSTREAM_SECRET=\$\(openssl rand -hex 32\) torchrun"):
-        env.require_secret()
-    Environment.read({**told, "SLIPSTREAM_SECRET": SECRET}).require_secret()
+        env.with_secret()
+    Environment.read({**told, "SLIPSTREAM_SECRET": SECRET}).with_secret()
 
 
 def test_an_interface_wins_over_the_route() -> None:
@@ -222,10 +222,10 @@ def test_across_hosts_a_secret_is_required_and_the_message_says_how() -> None:
     with pytest.raises(
         SecretError, match=r"MASTER_ADDR=10\.0\.0\.7 .*SLIPSTREAM_SECRET .*SLIPSTREAM_SECRET_FILE"
     ):
-        env.require_secret()
-    Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": SECRET}).require_secret()
-    Environment.read({**TOGETHER, "LOCAL_WORLD_SIZE": "4"}).require_secret()
-    Environment.read({**TOGETHER, "MASTER_ADDR": "localhost"}).require_secret()
+        env.with_secret()
+    Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": SECRET}).with_secret()
+    Environment.read({**TOGETHER, "LOCAL_WORLD_SIZE": "4"}).with_secret()
+    Environment.read({**TOGETHER, "MASTER_ADDR": "localhost"}).with_secret()
 
 
 def test_a_secret_may_be_in_a_file(tmp_path: Path) -> None:
@@ -245,8 +245,10 @@ def test_an_empty_secret_means_none(tmp_path: Path) -> None:
     file.write_text(SECRET)
     both = {"SLIPSTREAM_SECRET": "", "SLIPSTREAM_SECRET_FILE": str(file)}
     assert read_secret(both) == SECRET.encode()
-    with pytest.raises(SecretError, match=r"set SLIPSTREAM_SECRET to the same random text"):
-        Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": ""}).require_secret()
+    with pytest.raises(
+        SecretError, match=r"HOME is not set.* set SLIPSTREAM_SECRET to the same random text"
+    ):
+        Environment.read({**TOGETHER, "SLIPSTREAM_SECRET": ""}).with_secret()
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 15])

@@ -134,9 +134,9 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
     def require_secret(self, local_size: int, num_nodes: int) -> None:
         """Raise SecretError if the job needs a secret, and has none."""
         if self._env is not None:
-            self._env.require_secret()
+            self._env.with_secret()
         elif num_nodes > 1:
-            Environment.read({**os.environ, **self.numbers(local_size)}).require_secret()
+            Environment.read({**os.environ, **self.numbers(local_size)}).with_secret()
 
     @contextmanager
     def for_init(self, local_size: int) -> Iterator[None]:

@@ -74,7 +74,7 @@ def join(env: Environment, limits: Limits, store: Any = None) -> Membership:
     """
     if default_group_store(env) is not None:
         env = replace(env, agent_store=True)  # torch's: it may listen on every address
-    env.require_secret()
+    env = env.with_secret()
     await_name(env, limits.start_s)
     host = env.listen_host()
     try:

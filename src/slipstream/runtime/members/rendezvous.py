@@ -88,7 +88,7 @@ class Rendezvous:
     def _shared_token(self) -> bytes:
         """Without a secret, rank 0 generates one; anyone who reaches the store can read it.
 
-        ``Environment.require_secret`` has made sure that the store listens on loopback only.
+        ``Environment.with_secret`` has made sure that the store listens on loopback only.
         """
         if self._env.rank == 0:
             self._ask("set", "token", secrets.token_hex(32))
@@ -197,6 +197,17 @@ class Rendezvous:
         key."""
         return msgspec.msgpack.encode((self._prefix, key, content))
 
+    @property
+    def _same_secret(self) -> str:
+        """How all ranks get the same secret."""
+        if (own := self._env.secret_from) is not None:
+            return (
+                f"this rank took your own, {own}, and hosts without a shared home have different "
+                "ones: copy it to all hosts, or set SLIPSTREAM_SECRET to the same text on every "
+                "rank"
+            )
+        return "set SLIPSTREAM_SECRET (or the secret file) to the same text on every rank"
+
     def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
         signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
         if not credentials.genuine(self._claim(key, content), signature):
@@ -205,9 +216,9 @@ class Rendezvous:
             else:
                 named = f"the value of rank {rank}"
             raise SecretError(
-                f"{named} in the store at {self._where} is not signed with this job's secret: set "
-                "SLIPSTREAM_SECRET (or the secret file) to the same text on every rank; if it is "
-                "the same, another job uses this port, or another program writes to it",
+                f"{named} in the store at {self._where} is not signed with this job's secret: "
+                f"{self._same_secret}; if it is the same, another job uses this port, or another "
+                "program writes to it",
                 # Rank 0 detects it too, unless it is in a job that has begun.
                 only_here=rank == self._env.rank or self._has(["address/0"]),
             )
