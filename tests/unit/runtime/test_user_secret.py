@@ -77,7 +77,7 @@ def test_secret_that_others_may_read_is_refused(mode: int, path: Path) -> None:
 def test_folder_that_others_may_write_is_refused(path: Path) -> None:
     user_secret(path)
     path.parent.chmod(0o777)
-    with pytest.raises(SecretError, match="others may write to .*chmod 700"):
+    with pytest.raises(SecretError, match=r"others may write to .*chmod 700"):
         user_secret(path)
 
 
@@ -85,7 +85,7 @@ def test_symbolic_link_is_refused(path: Path, tmp_path: Path) -> None:
     user_secret(path)
     path.rename(tmp_path / "other")
     path.symlink_to(tmp_path / "other")
-    with pytest.raises(SecretError, match="is a symbolic link.*SLIPSTREAM_SECRET_FILE"):
+    with pytest.raises(SecretError, match=r"is a symbolic link.*SLIPSTREAM_SECRET_FILE"):
         user_secret(path)
     (tmp_path / "other").unlink()
     with pytest.raises(SecretError, match="is a symbolic link"):
@@ -95,7 +95,7 @@ def test_symbolic_link_is_refused(path: Path, tmp_path: Path) -> None:
 def test_secret_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user_secret(path)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(SecretError, match="belongs to user .* runs as"):
+    with pytest.raises(SecretError, match=r"belongs to user .* runs as"):
         user_secret(path)
 
 
