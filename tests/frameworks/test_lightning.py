@@ -398,6 +398,7 @@ def test_several_nodes_need_an_address_and_a_secret(alone: pytest.MonkeyPatch) -
     for name, value in {"ADDR": "192.0.2.7", "PORT": "20000"}.items():
         alone.setenv(f"MASTER_{name}", value)
     alone.setenv("NODE_RANK", "1")
+    alone.setenv("XDG_CONFIG_HOME", "/dev/null/config")  # where no secret can be made
     with pytest.raises(SecretError, match="set SLIPSTREAM_SECRET to the same random text"):
         trainer("slipstream_push_pull", num_nodes=2)
     known = SlipstreamStrategy("push_pull", secret=SECRET["SLIPSTREAM_SECRET"])
@@ -406,6 +407,7 @@ def test_several_nodes_need_an_address_and_a_secret(alone: pytest.MonkeyPatch) -
 
 def test_torchruns_store_needs_a_secret(alone: pytest.MonkeyPatch) -> None:
     started(alone, WORLD_SIZE="2", TORCHELASTIC_USE_AGENT_STORE="True")
+    alone.setenv("XDG_CONFIG_HOME", "/dev/null/config")
     with pytest.raises(SecretError, match="openssl rand"):
         trainer("slipstream_push_pull")
 

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(why_not()), reason=wh
 SCRIPT = str(Path(__file__).with_name("ways_worker.py"))
 SRUN = ("srun", "--quiet", "--nodes")
 FIGURES = {"SLIPSTREAM_JSON": "figures.json"}
+NO_HOME = {"XDG_CONFIG_HOME": "/dev/null/config"}  # where no secret can be made
 ON_LOOPBACK = {"MASTER_ADDR": "127.0.0.1"}  # both nodes are this machine
 
 
@@ -41,7 +42,7 @@ def jobs(cluster: SlurmCluster, launch: Callable[..., Launch]) -> dict[str, Laun
     return {
         "one node": launch(*SRUN, "1", "--ntasks=3", *python, env=env),
         "two nodes": launch(*SRUN, "2", "--ntasks=3", *python, env=env | ON_LOOPBACK),
-        "no secret": launch(*SRUN, "2", "--ntasks=2", *python, env=env),
+        "no secret": launch(*SRUN, "2", "--ntasks=2", *python, env=env | NO_HOME),
         "batch script": launch(*submit, env=env),
     }
 
