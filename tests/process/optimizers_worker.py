@@ -88,9 +88,14 @@ def halve(optimizer: Optimizer, *_: Any) -> None:
 
 
 def hooks(loop: Loop) -> Any:
-    """A pre-hook changes gradients; post-hooks on either object read the weights of the step."""
+    """A pre-hook changes gradients, late; post-hooks on either object read the step's weights."""
     optimizer, seen = sgd(loop.model), [[], []]
-    optimizer.register_step_pre_hook(halve)
+
+    def halve_later(optimizer: Optimizer, *_: Any) -> None:
+        if len(seen[0]) >= 5:  # where no hook ran, gradients would leave in backward by now
+            halve(optimizer)
+
+    optimizer.register_step_pre_hook(halve_later)
     optimizer.register_step_post_hook(lambda *_: seen[0].append(weights(loop.model)))
     optimizer = loop.distribute(optimizer)
     optimizer.register_step_post_hook(lambda *_: seen[1].append(weights(loop.model)))
