@@ -40,6 +40,7 @@ SAME = [
     ("average", (BY_SERVERS, FIRST_OF)),
     ("vector", (BY_SERVERS,)),
     ("clamped_late", (BY_SERVERS,)),
+    ("read_nan", (ASYNC,)),
     ("cleared", (BY_SERVERS,)),
     ("new_state", (BY_SERVERS,)),
 ]

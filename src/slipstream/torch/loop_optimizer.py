@@ -131,8 +131,11 @@ class LoopOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.local.load_state_dict(state_dict)
 
-    def zero_grad(self, *arguments: Any, **named: Any) -> None:
-        self.local.zero_grad(*arguments, **named)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self.local.zero_grad()  # as the user's own has no argument, maybe
+        else:
+            self.local.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.local.add_param_group(param_group)

@@ -120,7 +120,8 @@ class ServerUpdates:
             if tensor._version != version or tensor.data_ptr() != place
         }
         for (i, tensor), before in zip(self._trained, self._sums, strict=False):
-            if not torch.equal(tensor.detach().sum(), before):
+            total = tensor.detach().sum()
+            if not torch.equal(total, before) and not bool(total.isnan() & before.isnan()):
                 changed.add(i)
         return changed
 
