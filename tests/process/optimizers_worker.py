@@ -88,9 +88,14 @@ def halve(optimizer: Optimizer, *_: Any) -> None:
 
 
 def hooks(loop: Loop) -> Any:
-    """A pre-hook changes gradients; post-hooks on either object read the weights of the step."""
+    """A pre-hook changes gradients, late; post-hooks on either object read the step's weights."""
     optimizer, seen = sgd(loop.model), [[], []]
-    optimizer.register_step_pre_hook(halve)
+
+    def halve_later(optimizer: Optimizer, *_: Any) -> None:
+        if len(seen[0]) >= 5:  # where no hook ran, gradients would leave in backward by now
+            halve(optimizer)
+
+    optimizer.register_step_pre_hook(halve_later)
     optimizer.register_step_post_hook(lambda *_: seen[0].append(weights(loop.model)))
     optimizer = loop.distribute(optimizer)
     optimizer.register_step_post_hook(lambda *_: seen[1].append(weights(loop.model)))
@@ -326,6 +331,17 @@ def clamped_late(loop: Loop) -> Any:
     return weights(loop.model)
 
 
+def read_nan(loop: Loop) -> Any:
+    """Weights that are NaN, and read after each step, have not changed since."""
+    optimizer = loop.distribute(sgd(loop.model))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loop.loss(step) * float("nan")).backward()
+        optimizer.step()
+        found = weights(loop.model)
+    return [number != number for number in found]
+
+
 def cleared(loop: Loop) -> Any:
     """Momentum begins anew after four steps."""
     optimizer = loop.distribute(sgd(loop.model))
@@ -357,7 +373,7 @@ HABITS: dict[str, Callable[[Loop], Any]] = {
     for habit in (
         hooks, hooks_of_scaled, replaced, replaced_wholly, scheduled, second_phase, wrapped,
         wrapping, lookahead, stateless, attributes, changing_method, average, vector,
-        clamped_late, cleared, new_state, state_by_hand,
+        clamped_late, read_nan, cleared, new_state, state_by_hand,
     )
 }  # fmt: skip
 
@@ -372,6 +388,7 @@ def main() -> None:
     for number, (strategy, habit) in enumerate(json.loads(plan.read_text())):
         told: dict[str, Any] = {}
         try:
+            warnings.filterwarnings("ignore", ".*is not finite")
             with slipstream.init(wait_limit_s=120) as job:
                 loop = Loop(job, strategy)
                 told["seen"] = HABITS[habit](loop)

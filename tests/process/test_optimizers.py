@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fork_server import ForkServer
+from launches import SLIPSTREAM, Launch
 from optimizers_worker import STEPS, WORKERS, alone
 
 pytestmark = pytest.mark.process
@@ -38,6 +40,7 @@ SAME = [
     ("average", (BY_SERVERS, FIRST_OF)),
     ("vector", (BY_SERVERS,)),
     ("clamped_late", (BY_SERVERS,)),
+    ("read_nan", (ASYNC,)),
     ("cleared", (BY_SERVERS,)),
     ("new_state", (BY_SERVERS,)),
 ]
@@ -144,3 +147,35 @@ def test_optimizer_habit_runs_where_workers_are_not_one_process(
     if habit == "hooks":
         counts = [[len(calls) for calls in each["seen"]] for each in told]
         assert counts == [[STEPS, STEPS]] * WORKERS
+
+
+LEARNERS = {
+    "hooks": (),
+    "replaced": ("ConfigError", "SGD.step was replaced"),
+    "second_phase": ("RuntimeFault", "SGD has made a step on '0.weight'"),
+}
+
+
+def test_learner_with_each_optimizer_habit_runs_it_or_refuses_it_by_name(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    """A learner alone, so that its own steps are all."""
+    runs = {}
+    for habit in LEARNERS:
+        folder = tmp_path / habit
+        folder.mkdir()
+        (folder / "plan.json").write_text(json.dumps([("gadei", habit)]))
+        arguments = "--workers=1", "--strategy=gadei", str(WORKER), str(folder / "plan.json")
+        runs[habit] = launch(SLIPSTREAM, "run", *arguments, str(folder))
+    for habit, run in runs.items():
+        says, code = LEARNERS[habit], run.wait()
+        assert says or code == 0, run.stderr
+        (told,) = read(tmp_path / habit, 0, workers=1)
+        if says:
+            assert all(fragment in told["error"] for fragment in says), told
+        else:
+            before, after = told["seen"]
+            assert len(before) == STEPS
+            assert_same(before, after)
+            assert len({tuple(weights) for weights in before}) == STEPS
+            assert_same(before[-1], told["weights"])

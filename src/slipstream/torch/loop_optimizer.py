@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -122,7 +123,7 @@ class LoopOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies, also pickled ones, are of the user's optimizer."""
-        return self.local.__reduce_ex__(protocol)
+        return itself, (copy.copy(self.local),)
 
     def state_dict(self) -> dict[str, Any]:
         return self.local.state_dict()
@@ -130,8 +131,11 @@ class LoopOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.local.load_state_dict(state_dict)
 
-    def zero_grad(self, *arguments: Any, **named: Any) -> None:
-        self.local.zero_grad(*arguments, **named)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self.local.zero_grad()  # as the user's own has no argument, maybe
+        else:
+            self.local.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.local.add_param_group(param_group)
@@ -182,6 +186,11 @@ class LoopOptimizer(torch.optim.Optimizer):
         elif scale is not None:
             for parameter in trained:
                 parameter.grad.div_(scale.to(parameter.grad.device))
+
+
+def itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What a copy of a ``LoopOptimizer`` is made by."""
+    return optimizer
 
 
 def appearance(parameter: torch.Tensor) -> tuple[int, int, bytes]:

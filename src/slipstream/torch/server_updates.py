@@ -93,7 +93,7 @@ class ServerUpdates:
     def begin_step(self) -> None:
         # Arrived weights are written without autograd's knowledge: a changed version is the user's
         # write, and so is other memory.
-        self._seen = [place_of(tensor) for _, tensor in self._trained]
+        self._seen = [(tensor._version, tensor.data_ptr()) for _, tensor in self._trained]
         self._sums: list[torch.Tensor] = []
 
     def _before_reading(self) -> None:
@@ -114,9 +114,14 @@ class ServerUpdates:
     def _changed_weights(self) -> set[int]:
         """The tensors that the loop has changed since this step began."""
         known = zip(self._trained, self._seen, strict=True)
-        changed = {i for (i, tensor), seen in known if place_of(tensor) != seen}
+        changed = {
+            i
+            for (i, tensor), (version, place) in known
+            if tensor._version != version or tensor.data_ptr() != place
+        }
         for (i, tensor), before in zip(self._trained, self._sums, strict=False):
-            if not torch.equal(tensor.detach().sum(), before):
+            total = tensor.detach().sum()
+            if not torch.equal(total, before) and not bool(total.isnan() & before.isnan()):
                 changed.add(i)
         return changed
 
@@ -214,11 +219,6 @@ class ServerUpdates:
             f"servers, since the first {PROBED_STEPS} steps changed none: call job.wait() before "
             "you change weights"
         )
-
-
-def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's values are, and their version: both change if the loop writes them."""
-    return tensor._version, tensor.data_ptr()
 
 
 class StateAtServers:

@@ -1,10 +1,13 @@
 """Weights are awaited before they are read, and no earlier than that."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from slipstream.torch.forward_gate import ForwardGate
 
@@ -19,7 +22,10 @@ class Gate:
         self.begun = 0
         self.order = list(self.names)
         places = {key: i for i, key in enumerate(self.order)}
-        ForwardGate(model, places, self._wait, self._begin, lambda: self._wait(None))
+        self.plain = copy.deepcopy(model)
+        self.gate = ForwardGate(
+            model, places, self._wait, self._begin, read=lambda: self._wait(None)
+        )
 
     def _begin(self) -> None:
         self.begun += 1
@@ -112,3 +118,41 @@ def test_only_the_outermost_forward_begins_one() -> None:
     gate.run(torch.ones(1, 2))
     gate.run(torch.ones(1, 2))
     assert gate.begun == 2
+
+
+def average_of(gate: Gate) -> None:
+    AveragedModel(gate.plain).update_parameters(gate.model)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda gate: list(gate.model.parameters()),
+        lambda gate: dict(gate.model.named_parameters()),
+        lambda gate: list(gate.model[1].buffers()),
+        lambda gate: gate.model.get_parameter("0.weight"),
+        average_of,
+    ],
+)
+def test_forward_gate_asking_for_parameters_waits_for_all_of_them(read: Any) -> None:
+    gate = Gate(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    read(gate)
+    assert gate.waits
+    assert all(len(waited) == len(gate.order) for waited in gate.waits)
+
+
+def test_forward_gate_zero_grad_waits_for_nothing() -> None:
+    gate = Gate(nn.Linear(2, 2))
+    gate.model.weight.grad = torch.ones(2, 2)
+    gate.model.zero_grad()
+    assert gate.model.weight.grad is None
+    assert gate.waits == []
+
+
+def test_forward_gate_removed_leaves_a_plain_module() -> None:
+    plain = sorted(vars(nn.Linear(2, 2)))
+    gate = Gate(nn.Linear(2, 2))
+    gate.gate.remove()
+    assert sorted(vars(gate.model)) == plain
+    list(gate.model.parameters())
+    assert gate.waits == []

@@ -93,3 +93,8 @@ def test_gradients_leave_during_backward_only_if_none_was_changed_before_step(
         between(parameter)
         watch.examine()
     assert told == (["overlap"] if overlaps else [])
+
+
+def test_loop_watch_step_pre_hook_with_layers_in_compact_form_is_refused() -> None:
+    with pytest.raises(RuntimeFault, match=r"step pre-hook.*route all layers dense"):
+        LoopWatch(synchronizer("fc"), hooked=lambda: True).examine()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.remote_optimizer import RemoteOptimizer, State, check_own_state
 
@@ -86,6 +88,130 @@ def test_incomplete_state_is_refused() -> None:
     del setting.local.state[setting.model[1].bias]
     with pytest.raises(ConfigError, match=r"no optimizer state of '1.bias'"):
         check_own_state(setting.local, trained)
+
+
+def test_remote_optimizer_reset_state_is_the_keepers_too() -> None:
+    setting = Setting()
+    taken: list[State] = []
+    setting.keeper.take = taken.append  # type: ignore[method-assign,assignment]
+    setting.remote.state.clear()  # before a step there is nothing to reset
+    assert taken == []
+    setting.step()
+    setting.remote.state.clear()
+    setting.step()
+    setting.remote.state = collections.defaultdict(dict)
+    assert taken == [{}, {}]
+    setting.step()
+    setting.remote.step()
+    assert setting.remote.state is setting.local.state
+
+
+def test_remote_optimizer_state_of_a_kind_that_begins_with_one_is_not_reset() -> None:
+    setting = Setting(torch.optim.Adagrad)
+    setting.step()
+    with pytest.raises(ConfigError, match=r"Adagrad cannot be reset.*load_state_dict"):
+        setting.remote.state.clear()
+
+
+def set_entry(optimizer: Any) -> None:
+    parameter = optimizer.param_groups[0]["params"][-1]
+    optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+
+
+def load_local(optimizer: Any) -> None:
+    optimizer.local.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("change", [set_entry, load_local])
+def test_remote_optimizer_state_changed_by_hand_is_named(change: Any) -> None:
+    setting = Setting()
+    setting.step()
+    setting.remote.step()
+    change(setting.remote)
+    with pytest.raises(RuntimeFault, match=r"changed by hand.*load_state_dict"):
+        setting.remote.step()
+
+
+def test_remote_optimizer_replaced_step_is_named_also_later() -> None:
+    setting = Setting()
+    setting.remote.step()
+    setting.local.step = lambda: None
+    with pytest.raises(ConfigError, match=r"Adam.step was replaced"):
+        setting.remote.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_remote_optimizer_copies_are_plain_ones_with_the_state(copied: Any) -> None:
+    setting = Setting()
+    setting.step()
+    plain = copied(setting.remote)
+    assert type(plain) is torch.optim.Adam
+    assert str(plain.state_dict()) == str(setting.keeper.optimizer.state_dict())
+    setting.remote.keeper = None
+    assert type(copied(setting.remote)) is torch.optim.Adam
+    assert type(copied(setting.local)) is torch.optim.Adam
+
+
+class Own(torch.optim.SGD):
+    """The user's own class, with more than torch's have."""
+
+    rate = 2.0
+    zeroed = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.zeroed += 1
+        super().zero_grad()
+
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"rate": self.rate}
+
+    def norm(self, scale: float = 1.0) -> float:
+        return scale * self.rate
+
+    @torch.no_grad()
+    def halve(self, how: str) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if how == "in place":
+                parameter.mul_(0.5)
+            elif how == "data":
+                parameter.data.mul_(0.5)
+            else:
+                parameter.data = parameter.data * 0.5
+
+
+def own_loop() -> tuple[Own, Any]:
+    local = Own([nn.Parameter(torch.ones(300))], lr=0.1)
+    return local, LoopOptimizer(local)
+
+
+def test_loop_optimizer_has_attributes_and_methods_of_the_users() -> None:
+    local, loop = own_loop()
+    loop.rate = 3.0
+    loop.zero_grad()
+    assert (local.rate, loop.norm(scale=2.0), local.zeroed) == (3.0, 6.0, 1)
+    assert loop.state_dict()["rate"] == 3.0
+    with pytest.raises(AttributeError, match="'Own' object has no attribute 'first_step'"):
+        loop.first_step()
+    loop.note = 1
+    assert not hasattr(local, "note")
+    assert str(loop) == str(local)
+    assert type(copy.deepcopy(loop)) is Own
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "other memory"])
+def test_loop_optimizer_method_that_changes_weights_is_named(how: str) -> None:
+    _, loop = own_loop()
+    with pytest.raises(RuntimeFault, match=r"Own.halve\(\) has changed weights.*\(300,\)"):
+        loop.halve(how)
+
+
+def test_loop_optimizer_state_dict_hooks_run_once_on_either_object() -> None:
+    local, loop = own_loop()
+    called: list[str] = []
+    local.register_state_dict_pre_hook(lambda _: called.append("local"))
+    loop.register_state_dict_pre_hook(lambda _: called.append("loop"))
+    loop.state_dict()
+    assert called == ["local", "loop"]
 
 
 class Scaling:
