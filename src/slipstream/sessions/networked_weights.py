@@ -293,6 +293,8 @@ class OwnWeights(Weights):
         different order; and of a dead worker's updates some may have received more than others."""
         ((model, _),), (replica,) = self._parts.pairs, self._parts.replicas
         membership = self._parts.membership
+        if replica.flat is not None:
+            replica.flat.begin()
         with replica.chain.opened():
             while True:
                 lost = [rank_of(name) for name in membership.member.lost]
