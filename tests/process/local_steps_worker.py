@@ -7,6 +7,8 @@ import math
 import os
 import sys
 import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,21 @@ def answer_of(job: Any) -> tuple[int, int] | tuple[None, None]:
     return state.committed - 1, int(state.covered[0] > 1)
 
 
+def changed_alone(names: dict[str, list[str]], rank: int, model: nn.Module) -> list[Tensor]:
+    """What this rank alone changes after its last step, as an optimizer's ``eval()`` may do."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [state[name] for name in names.get(str(rank), [])]
+
+
+def recorded(
+    wanted: dict[str, Any],
+) -> AbstractContextManager[list[warnings.WarningMessage] | None]:
+    """Warnings, where they are told of."""
+    if "changed" not in wanted:
+        return nullcontext()
+    return warnings.catch_warnings(record=True)
+
+
 def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> None:
     start_servers_by_fork()
     dtype = getattr(torch, dtype_name)
@@ -175,11 +192,15 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
     optimizer = inner(model, wanted.get("inner", "SGD"))
     moves = Moves(model, optimizer)  # before distribute, so that its hook runs before a merge
     nonfinite = wanted.get("nonfinite", "pass")
-    with slipstream.init(start_limit_s=60, wait_limit_s=60, nonfinite=nonfinite) as job:
+    with (
+        recorded(wanted) as caught,
+        slipstream.init(start_limit_s=60, wait_limit_s=60, nonfinite=nonfinite) as job,
+    ):
         model, optimizer = job.distribute(model, optimizer, parse(strategy))
         if (path := wanted.get("load")) is not None:
             job.load(path)
-        if (seed := wanted.get("load_state")) is not None:
+        seed = wanted.get("load_state")
+        if seed is not None and job.rank in wanted.get("load_on", [job.rank]):
             model.load_state_dict(build(dtype, kind, seed).state_dict())
         told: dict[str, Any] = {}
         if "load" in wanted:
@@ -209,6 +230,8 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
                 job.save(os.path.join(folder, "saved.safetensors"))
                 with job.outer_weights():
                     told["saved"] = digest(model)
+        for tensor in changed_alone(wanted.get("changed", {}), job.rank, model):
+            tensor.data.mul_(0.5)
         job.wait()
         told |= {"own": digest(model), "stats": job.stats()}
         told["own_is_finite"] = all(bool(p.isfinite().all()) for p in model.parameters())
@@ -220,6 +243,7 @@ def main(strategy: str, folder: str, dtype_name: str, options: str = "{}") -> No
         if wanted.get("flush", True):
             job.flush()
         told |= {"owed": owed(job), "flushed": weights(model)}
+    told["warned"] = [str(warning.message) for warning in caught or ()]
     told |= {"digest": digest(model), "begun": begun, "weights": weights(model)}
     told["moved"] = moves.as_lists()
     Path(folder, f"{job.rank}.json").write_text(json.dumps(told, default=str))

@@ -46,12 +46,17 @@ def evaluate_others(job: slipstream.Job, model: nn.Module) -> None:
     own = [weights.detach().clone() for weights in model.parameters()]
     for weights in model.parameters():
         weights.data.fill_(0.5)
+    await_updates(job)
+    for weights, values in zip(model.parameters(), own, strict=True):
+        weights.data.copy_(values)
+
+
+def await_updates(job: slipstream.Job) -> None:
+    """On rank 0."""
     before, deadline = received(job), time.monotonic() + 60
     while job.rank == 0 and received(job) == before:
         assert time.monotonic() < deadline, "nothing arrives"
         time.sleep(0.001)
-    for weights, values in zip(model.parameters(), own, strict=True):
-        weights.data.copy_(values)
 
 
 def received(job: slipstream.Job) -> int:
@@ -73,6 +78,9 @@ def count(asked: dict[str, Any], told: dict[str, Any]) -> None:
         # A power of two for workers, so that their share of an update is exact.
         optimizer = torch.optim.SGD(model.parameters(), lr=float(job.world_size))
         model, optimizer = job.distribute(model, optimizer, asked["strategy"])
+        if asked.get("loads"):
+            await_updates(job)
+            model.load_state_dict(Sums().state_dict())
         for step in job.steps(asked["steps"]):
             optimizer.zero_grad()
             model(float(factor(job.rank, step))).backward()

@@ -42,6 +42,7 @@ COUNTED = [
     {"name": "many", "strategy": "ako(partitions=11, staleness=2)"},
     {"name": "the same to all", "strategy": "ako(partitions=3, schedule='same')", "flushes": [7]},
     {"name": "one slow link's worth", "strategy": "ako(rate='20mbit')", "flushes": [30]},
+    {"name": "loaded", "strategy": "ako(partitions=2)", "loads": True},
     {"name": "swapped", "strategy": "ako(partitions=2)", "swaps": [5, 6, 20], "in_block": True},
 ]
 BY_HAND = {**COUNTED[-1], "name": "swapped by hand", "in_block": False}
@@ -77,7 +78,7 @@ def test_weights_that_are_swapped_by_hand_are_named(counted: Path) -> None:
 
 
 def test_partitions_follow_from_the_rate_that_is_given(counted: Path) -> None:
-    for each in told(counted, COUNTED[-2], list(range(RANKS))):
+    for each in told(counted, COUNTED[-3], list(range(RANKS))):
         slices = each["slices"]
         assert slices["partitions"] > 1
         assert slices["link_bytes_s"] == 20e6 / 8

@@ -66,13 +66,58 @@ def test_weights_that_the_loop_loads_are_the_outer_ones(
     assert {each["digest"] for each in told} == {wanted[0]["digest"]}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ("diloco(every=3)", "plain"),
+        ("diloco(every=3)", "frozen"),  # which differs in layers that are not trained, too
+        ("diloco(every=3, first=3)", "plain"),
+    ],
+)
+def test_weights_that_one_rank_alone_loads_end_the_job(
+    strategy: str, model: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    options = json.dumps({"load_state": 8, "load_on": [0], "model": model})
+    run = fork_server.run(WORKER, strategy, str(tmp_path), "float32", options, ranks=RANKS)
+    assert 0 not in set(run.codes.values())
+    assert "weights were changed after job.distribute, and not alike" in run.told()
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["at the end", "flushed"])
+def test_weights_that_one_rank_changes_after_the_last_round_are_averaged(
+    flush: bool, run: Run
+) -> None:
+    """When all workers have just got the same."""
+    changed = {"1": ["0.weight"], "2": ["1.running_mean"]}
+    plain, told = (
+        run("diloco(every=3)", model="norm", flush=flush, changed=each) for each in ({}, changed)
+    )
+    assert len({each["digest"] for each in told}) == 1
+    assert "rank 1 has changed weights after the last outer round ('0.weight')" in str(
+        told[0]["warned"]
+    )
+    assert told[0]["own"] == plain[0]["digest"] == plain[0]["own"]
+    before, after = (torch.tensor(each[0]["weights"]["0.weight"]) for each in (plain, told))
+    torch.testing.assert_close(after, before * (1 - 0.5 / RANKS))
+    del before, plain[0]["weights"]["0.weight"], told[0]["weights"]["0.weight"]
+    assert told[0]["weights"] == plain[0]["weights"]
+
+
+def test_weights_that_all_ranks_change_alike_after_the_last_round_are_kept(run: Run) -> None:
+    """Such as those of an earlier epoch that was better; to the last bit."""
+    changed = {str(rank): ["0.weight", "1.running_mean"] for rank in range(RANKS)}
+    told = run("diloco(every=3)", model="norm", flush=False, changed=changed)
+    assert {each["digest"] for each in told} == {told[0]["own"]}
+    assert all(each["warned"] == [] for each in told)
+
+
 @pytest.mark.parametrize("strategy", ["diloco(every=3)", STREAMED])
 def test_lent_weights_are_not_trained_and_not_exchanged(strategy: str, run: Run) -> None:
     plain = run(strategy)
     told = run(strategy, misuse_after=6)  # while fragments are under way
     for each in told:
         flushed, stepped, saved, loaded = each["said"]
-        assert "job.flush() within job.outer_weights(): call it after the block" in flushed
+        assert "job.flush() within job.outer_weights(), where the models have other" in flushed
         assert "optimizer.step() within job.outer_weights()" in stepped
         assert "job.save() within job.outer_weights()" in saved
         assert "job.load() within job.outer_weights()" in loaded

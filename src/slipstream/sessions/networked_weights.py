@@ -23,10 +23,13 @@ from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
 from slipstream.torch.copying import copy_state
+from slipstream.torch.fingerprint import fingerprints
+from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.preparing import distinct_models
 from slipstream.torch.replica import Replica
 from slipstream.torch.sampler import in_turn
 from slipstream.torch.saving import save_job, save_servers, take_weights
+from slipstream.torch.script_lines import level_of_the_script
 from slipstream.torch.worker_part import applier_of, part_path, read_part, take_part, write_part
 
 Lease = Callable[[int, int], Batch]
@@ -123,14 +126,40 @@ class LocalWeights(Weights):
 
     def _synchronize(self, what: str) -> None:
         # Before any tensor is sent: fragments of different sizes would be summed with each other.
+        appliers = [applier_of(replica) for replica in self._parts.replicas]
         made = [replica.synchronizer.step for replica in self._parts.replicas]
         ended_after = sum(made) if what == "ended" else None
-        said = self._parts.calls.gather(what, made, ended_after=ended_after)
-        if any(steps != made for steps in said):
-            told = ", ".join(f"rank {rank} {sum(steps)}" for rank, steps in enumerate(said))
+        own = [made, [[each.has_steps, each.changed] for each in appliers]]
+        said = self._parts.calls.gather(what, own, ended_after=ended_after)
+        if any(steps != made for steps, _ in said):
+            told = ", ".join(f"rank {rank} {sum(steps)}" for rank, (steps, _) in enumerate(said))
             raise RuntimeFault(f"workers ran different numbers of steps: {told}; {SAME_STEPS}")
-        for replica in self._parts.replicas:
-            applier_of(replica).synchronize()
+        for pair, applier in enumerate(appliers):
+            # All ranks decide alike: one that made no round would miss the others'.
+            changed = [states[pair][1] for _, states in said]
+            has_steps = any(states[pair][0] for _, states in said)
+            if has_steps or (any(changed) and not self._changed_alike(pair, applier, changed)):
+                applier.synchronize()
+
+    def _changed_alike(self, pair: int, applier: OuterUpdates, changed: Sequence[str]) -> bool:
+        """Whether all workers have the same weights, which their loops have changed since the last
+        round; if not, say who has.
+
+        Args:
+            changed: by rank, the first tensor; empty if there is none.
+        """
+        own = fingerprints(self._parts.pairs[pair].model).whole
+        if len(set(self._gather("job.flush, changed weights", own, "job.flush"))) == 1:
+            return applier.follow()
+        if self._parts.rank == 0:
+            rank, name = next((rank, name) for rank, name in enumerate(changed) if name)
+            warnings.warn(
+                f"rank {rank} has changed weights after the last outer round ({name!r}), and not "
+                "all ranks have done the same: all workers get the mean of their weights. Make the "
+                "same change on all ranks, or make it after the `with` block",
+                stacklevel=level_of_the_script(),
+            )
+        return False
 
     def settle(self) -> None:
         self._parts.wait()
@@ -266,6 +295,8 @@ class OwnWeights(Weights):
         different order; and of a dead worker's updates some may have received more than others."""
         ((model, _),), (replica,) = self._parts.pairs, self._parts.replicas
         membership = self._parts.membership
+        if replica.flat is not None:
+            replica.flat.begin()
         with replica.chain.opened():
             while True:
                 lost = [rank_of(name) for name in membership.member.lost]

@@ -24,6 +24,9 @@ class FlatWeights:
 
     The vector has the values in the order of rows, whatever the layout in memory.
 
+    What peers add before this worker's first step waits for it, since the loop may load weights
+    until then.
+
     Args:
         constant: Whether only updates change a parameter.
 
@@ -42,6 +45,8 @@ class FlatWeights:
         self._parameters = [tensor for _, tensor in named]
         self._starts = [0, *accumulate(live(p).numel() for p in self._parameters)]
         self._apart: list[Tensor] | None = None  # while the model has other weights
+        self._begun = False
+        self._early: Floats | None = None  # what peers have added before the first step
         self._lock = threading.Lock()
         self.written = WrittenWeights([name for name, _ in named], self._parameters, constant)
 
@@ -83,24 +88,43 @@ class FlatWeights:
     def add(self, start: int, values: Floats) -> None:
         """Add to the weights from ``start`` on; from another thread, during forward and
         backward."""
-        stop = start + len(values)
         with self._lock:
-            at = bisect_right(self._starts, start) - 1
-            while start < stop:
-                weights, first = self._live(at), self._starts[at]
-                upto = min(stop, first + weights.numel())
-                if self._apart is None:
-                    self.written.look(at)
-                add_to(weights, start - first, values[: upto - start])
-                if self._apart is None:
-                    self.written.note(at)
-                values, start, at = values[upto - start :], upto, at + 1
+            if self._begun:
+                self._add(start, values)
+                return
+            if self._early is None:
+                self._early = np.zeros(self.numel, np.float32)
+            self._early[start : start + len(values)] += values
+
+    def _add(self, start: int, values: Floats) -> None:
+        stop = start + len(values)
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            weights, first = self._live(at), self._starts[at]
+            upto = min(stop, first + weights.numel())
+            if self._apart is None:
+                self.written.look(at)
+            add_to(weights, start - first, values[: upto - start])
+            if self._apart is None:
+                self.written.note(at)
+            values, start, at = values[upto - start :], upto, at + 1
+
+    def begin(self) -> None:
+        """The loop loads no more weights: peers add to those that there are."""
+        with self._lock:
+            self._begin()
+
+    def _begin(self) -> None:
+        early, self._early, self._begun = self._early, None, True
+        if early is not None:
+            self._add(0, early)
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
         """Run ``step`` and scale its change of the weights by the coefficient; return that
         change."""
         update = torch.empty(self.numel, dtype=torch.float32)
         with self._lock, torch.no_grad():
+            self._begin()
             self.written.look_at_all()
             before = [weights.clone() for weights in self._all()]
             step()
@@ -116,6 +140,7 @@ class FlatWeights:
         """A copy of the current weights."""
         vector = torch.empty(self.numel, dtype=torch.float32)
         with self._lock:
+            self._begin()
             for weights, part in zip(self._all(), self._parts(vector), strict=True):
                 part.view(weights.shape).copy_(weights)
         found: Floats = vector.numpy()
@@ -124,6 +149,7 @@ class FlatWeights:
     def clear(self) -> None:
         """Set all weights to zero; received weights are then added."""
         with self._lock:
+            self._begun, self._early = True, None
             for weights in self._all():
                 weights.zero_()
 

@@ -13,6 +13,7 @@ from slipstream.codecs.residual import Floats
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.finite_gradients import before_use
+from slipstream.torch.loaded_weights import LoadedWeights
 from slipstream.torch.outer_weights import OuterWeights
 from slipstream.torch.staging import as_real, shaped_as
 from slipstream.torch.synchronizer import Synchronizer
@@ -67,6 +68,7 @@ class OuterUpdates:
     Args:
         optimizer: The user's own.
         outer: The weights that all workers have in common.
+        loaded: Takes weights that were loaded before the first step.
         links: The channel whose codecs may keep a part of an outer gradient back, if there is one.
 
     Attributes:
@@ -79,11 +81,13 @@ class OuterUpdates:
         synchronizer: Synchronizer,
         optimizer: torch.optim.Optimizer,
         outer: OuterWeights,
+        loaded: LoadedWeights,
         links: RoundChannel | None,
     ) -> None:
         assert synchronizer.plan.local_steps is not None
         self._local: LocalSteps = synchronizer.plan.local_steps
         self._synchronizer, self._outer, self._links = synchronizer, outer, links
+        self._loaded = loaded
         self._servers_apply = synchronizer.plan.update.holder_applies
         self._kept_before: dict[int, Tensor | float] = {}  # when a fragment was sent
         self._under_way: list[int] = []  # fragments, in the order in which they were sent
@@ -118,7 +122,7 @@ class OuterUpdates:
 
     def _take_loaded_weights(self) -> None:
         """Go on from the weights that the loop has loaded since job.distribute, if it has."""
-        loaded = self._outer.follow_model()
+        loaded = self._loaded.take()
         if loaded and self._servers_apply:
             self.hand_loaded_weights(loaded)
 
@@ -149,11 +153,10 @@ class OuterUpdates:
         """Give all workers the same weights; every rank calls it after the same step.
 
         They are the mean of the workers' weights: the outer optimizer is for whole rounds. Where
-        servers apply, it is a round like any other.
+        servers apply, it is a round like any other. If no worker ``has_steps`` or has ``changed``
+        weights, there is nothing to exchange.
         """
         self.wait()
-        if self.is_alike:
-            return
         tensors, outer = self._synchronizer.inventory.tensors, self._outer
         everything = range(len(self._synchronizer.plan.fragments))
         self._send(everything)
@@ -235,10 +238,28 @@ class OuterUpdates:
 
     # ---- what a worker has of its own, for checkpoints
 
+    def follow(self) -> bool:
+        """All workers have changed their weights alike: these are the outer ones from now on.
+
+        Returns:
+            False where servers have the outer weights: they need a round.
+        """
+        if not self._servers_apply:
+            self._outer.follow(self._outer.loaded())
+            self._synchronizer.slots.know_buffers()
+        return not self._servers_apply
+
     @property
-    def is_alike(self) -> bool:
-        """Whether all workers have the outer weights, so that there is nothing to exchange."""
-        return self._alike_after == self._synchronizer.step
+    def has_steps(self) -> bool:
+        """Whether workers have made steps since all of them got the outer weights."""
+        return bool(self._under_way) or self._alike_after != self._synchronizer.step
+
+    @property
+    def changed(self) -> str:
+        """The first tensor that the loop has changed since then; empty if there is none."""
+        names = [spec.name for spec in self._synchronizer.plan.specs]
+        changed = [*self._outer.loaded(), *self._synchronizer.slots.changed_buffers()]
+        return names[changed[0]] if changed else ""
 
     def standing(self) -> Standing:
         """What is under way, and what codecs have kept back where nobody else saves it.
@@ -250,7 +271,7 @@ class OuterUpdates:
         kept = {i: a.kept for i, a in self._arrived.items() if isinstance(a.kept, Tensor)}
         return Standing(
             repr(self._local),
-            self.is_alike,
+            not (self.has_steps or self.changed),
             list(self._under_way),
             {names[i]: a.result for i, a in self._arrived.items() if a.result is not None},
             [names[i] for i, a in self._arrived.items() if a.counted],

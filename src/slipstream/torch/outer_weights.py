@@ -3,7 +3,7 @@ optimizers in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -55,16 +55,19 @@ class OuterWeights:
         trained = {name: i for i, name in self._names.items() if name in momenta}
         self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
 
-    def follow_model(self) -> list[int]:
-        """The loop may have loaded other weights, the same on all ranks: go on from these.
+    @property
+    def trained(self) -> Collection[Tensor]:
+        """The model's own parameters."""
+        return self._trained.values()
 
-        Returns:
-            The tensors of which it has.
-        """
-        loaded = [i for i, p in self._trained.items() if not torch.equal(self.seen(i), p)]
+    def loaded(self) -> list[int]:
+        """The tensors of which the model has other weights than θ."""
+        return [i for i, p in self._trained.items() if not torch.equal(self.seen(i), p)]
+
+    def follow(self, loaded: Sequence[int]) -> None:
+        """Go on from the model's weights of these tensors, the same on all ranks."""
         for i in loaded:
             self.weights[i].copy_(self._trained[i].detach())
-        return loaded
 
     def seen(self, tensor: int) -> Tensor:
         """θ in the model's own format: what a worker begins its local steps with."""

@@ -51,6 +51,7 @@ from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerRe
 from slipstream.torch.inventory import Inventory, groups_of, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
+from slipstream.torch.loaded_weights import LoadedWeights, PostedDigests
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.outer_weights import OuterState, OuterWeights, as_torch
@@ -421,7 +422,11 @@ class Wiring:
         """The optimizer that the loop uses, and a function that makes the applier."""
         plan, own, links, slices = self._plan, self._optimizer, channels.links, channels.partial
         if self._outer is not None:
-            return own, partial(OuterUpdates, optimizer=own, outer=self._outer, links=links)
+            digests = PostedDigests(self._membership, self._key("first step"))
+            loaded = LoadedWeights(self._model, self._outer, digests)
+            return own, partial(
+                OuterUpdates, optimizer=own, outer=self._outer, loaded=loaded, links=links
+            )
         if plan.update.holder_applies:
             sender = links or channels.rounds  # a worker whose host another one speaks for has none
             assert sender is not None

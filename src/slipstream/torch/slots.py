@@ -225,6 +225,10 @@ class LiveTensors:
         for tensor, known in self._known.items():
             known.copy_(self._live(tensor))
 
+    def changed_buffers(self) -> list[int]:
+        """The buffers of which this worker has others than all had in common last."""
+        return [i for i, known in self._known.items() if not torch.equal(self._live(i), known)]
+
     def known_buffers(self) -> dict[str, Tensor]:
         """By name: the buffers that all workers had in common last."""
         return {self._specs[tensor].name: known for tensor, known in self._known.items()}

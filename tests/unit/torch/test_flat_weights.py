@@ -33,6 +33,7 @@ def weights_of(net: nn.Module) -> FlatWeights:
 def test_slices_end_up_where_they_belong() -> None:
     net = mixed()
     weights = weights_of(net)
+    weights.begin()
     assert weights.numel == 12 + 6 + 4 + 1
     weights.add(10, np.arange(1, 12, dtype=np.float32))
     assert net.a.flatten().tolist() == [0.0] * 10 + [1.0, 2.0]
@@ -71,7 +72,9 @@ def test_autograd_does_not_mind_what_arrives_between_its_passes() -> None:
     """A pass under way may read weights of different age; that is no error of the user's."""
     net = nn.Linear(3, 2)
     loss = net(torch.ones(4, 3, requires_grad=True)).sum()
-    weights_of(net).add(0, np.ones(8, np.float32))
+    weights = weights_of(net)
+    weights.begin()
+    weights.add(0, np.ones(8, np.float32))
     loss.backward()
 
 
@@ -106,6 +109,8 @@ def test_weights_in_another_layout_are_the_same_vector() -> None:
     plain, turned = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
     turned.load_state_dict(plain.state_dict())
     both = [weights_of(net) for net in (plain, turned)]
+    for weights in both:
+        weights.begin()
     turned.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert not turned.weight.is_contiguous()
     added = np.arange(90, dtype=np.float32)
@@ -144,6 +149,32 @@ def test_what_arrives_while_the_model_has_other_weights_is_kept() -> None:
     np.testing.assert_array_equal(weights.whole(), before + 1)
     step(weights, net)
     assert weights.written.found == ""
+
+
+def test_what_arrives_before_the_first_step_is_added_to_weights_that_the_loop_loads() -> None:
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    weights.add(2, np.ones(3, np.float32))
+    weights.add(3, np.ones(2, np.float32))
+    net.load_state_dict({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+    weights.stepped(lambda: None, 1.0)
+    np.testing.assert_array_equal(weights.whole(), [0, 0, 1, 2, 2, 0, 0, 0])
+    weights.add(0, np.ones(8, np.float32))
+    np.testing.assert_array_equal(weights.whole(), [1, 1, 2, 3, 3, 1, 1, 1])
+
+
+@pytest.mark.parametrize("begin", [FlatWeights.begin, FlatWeights.whole])
+def test_what_has_arrived_before_the_first_step_is_in_what_others_get(
+    begin: Callable[[FlatWeights], object],
+) -> None:
+    """At a flush, and for a worker that is started again."""
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    before = torch.cat([p.detach().flatten() for p in net.parameters()])
+    weights.add(0, np.ones(8, np.float32))
+    begin(weights)
+    after = torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert torch.equal(after, before + 1)
 
 
 # ---- weights that the loop writes itself
