@@ -218,6 +218,6 @@ def sum_of(tensor: Tensor) -> int:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.detach().resolve_neg().view(INTEGERS[tensor.element_size()])
     return int(bits.sum(dtype=bits.dtype))

@@ -20,6 +20,13 @@ def test_sum_of_equal_bits_is_equal_in_any_layout(dtype: torch.dtype) -> None:
     assert sum_of(values) == sum_of(torch.cat([torch.zeros(1, dtype=dtype), values.ravel()])[1:])
 
 
+def test_sum_of_lazily_conjugated_and_negated_values_is_that_of_the_values() -> None:
+    values = torch.randn(6, 4, dtype=torch.complex64)
+    for lazy in (values.conj(), values.conj().imag):
+        assert lazy.is_conj() or lazy.is_neg()
+        assert sum_of(lazy) == sum_of(lazy.resolve_conj().resolve_neg().clone())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_of_a_changed_value_differs(dtype: torch.dtype) -> None:
     values = torch.ones(1000).to(dtype)
