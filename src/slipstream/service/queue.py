@@ -194,11 +194,15 @@ def record(
 
 
 def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:
-    """End a job as done, failed or cancelled. False if it is another's by now."""
+    """End a job. One that was to be cancelled and failed is cancelled, and that is no error.
+
+    False if it is another's by now.
+    """
     return held.change(
         database,
         "state = CASE WHEN cancel = 1 AND :state = 'failed' THEN 'cancelled' ELSE :state END,"
-        " error = :error, finished = :now, owner = NULL, lease_until = NULL",
+        " error = CASE WHEN cancel = 1 AND :state = 'failed' THEN NULL ELSE :error END,"
+        " finished = :now, owner = NULL, lease_until = NULL",
         state=state,
         error=error,
         now=now,

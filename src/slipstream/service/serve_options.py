@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from slipstream.service.keys import QUOTA
 from slipstream.service.rows import Limits
 
 MIB: Final = 1024 * 1024
@@ -25,6 +26,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: int = 64
     epochs: int = 200
     rate: int = 1500
+    quota: int = QUOTA  # of classifiers made without a key
     limits: Limits = Limits()
     max_body: int = 96 * MIB
     max_model: int = 256 * MIB

@@ -240,7 +240,7 @@ class Trainer:
 
     def _fail(self, held: queue.Claim, reason: str) -> None:
         queue.finish(self._database, held, "failed", reason, now_ms())
-        LOG.warning("job %s of %s: failed: %s", held.id, held.classifier, reason)
+        LOG.warning("job %s of %s ended: %s", held.id, held.classifier, reason)
         # If it is tried again, it begins anew.
         remove(self._directory.version(held.classifier, held.version) / "checkpoints")
 

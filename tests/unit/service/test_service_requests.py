@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from service_requests import ask, prepared
-from test_service_classifiers import create
+from test_service_classifiers import CSV, PART, create
 
 from slipstream.service import downloads, keys, metrics
 from slipstream.service.context import Service
@@ -18,6 +18,8 @@ from slipstream.service.database import Database, Row
 from slipstream.service.routes import OPERATIONS, description
 
 FORM = "application/x-www-form-urlencoded"
+UPLOAD = (PART.format("metadata", "{}") + PART.format("data", CSV) + "--b--\r\n").encode()
+UPLOAD_TYPE = "multipart/form-data; boundary=b"
 GRANT = "grant_type=urn:ibm:params:oauth:grant-type:apikey&response_type=cloud_iam&apikey="
 
 
@@ -282,3 +284,13 @@ def test_data_for_an_unknown_classifier_is_not_read(service: Service) -> None:
     path = "PUT /api/classifiers/abcdefx0123456789-nlc-9/data"
     answer = ask(service, path, b"no multipart", content_type="text/plain")
     assert (answer.code, answer.json["error"]) == (404, "Not found")
+
+
+def test_the_quota_of_those_without_a_key(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data", quota=9, queue=20) as service:
+        for _ in range(9):
+            ask(service, "POST /v1/classifiers", UPLOAD, content_type=UPLOAD_TYPE)
+        assert len(ask(service, "GET /v1/classifiers").json["classifiers"]) == 9
+        refused = ask(service, "POST /v1/classifiers", UPLOAD, content_type=UPLOAD_TYPE)
+        assert refused.json["error"] == "Entitlement error"
+        assert "('slipstream serve --quota N')" in refused.json["description"]
