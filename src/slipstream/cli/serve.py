@@ -14,14 +14,19 @@ from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
 from slipstream.service.keys import add_key, any_key, list_keys, revoke_key, take_local
 from slipstream.service.rows import Limits
-from slipstream.service.serve_options import MIB, ServeOptions
+from slipstream.service.serve_options import (
+    DATABASE_VARIABLE,
+    METRICS_KEY_VARIABLE,
+    MIB,
+    ServeOptions,
+)
 
 DEFAULTS = ServeOptions(data="slipstream-data")
 Data = Annotated[str, typer.Option(help="The data directory.")]
 DatabaseAddress = Annotated[
     str,
     typer.Option(
-        envvar="SLIPSTREAM_DATABASE",
+        envvar=DATABASE_VARIABLE,
         help="postgresql://…; by default SQLite in the data directory.",
     ),
 ]
@@ -77,7 +82,7 @@ def serve(
     ] = False,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve without keys.")] = False,
     metrics_key: Annotated[
-        str, typer.Option(envvar="SLIPSTREAM_METRICS_KEY", help="Bearer key of /metrics.")
+        str, typer.Option(envvar=METRICS_KEY_VARIABLE, help="Bearer key of /metrics.")
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="Check the data, then end.")] = False,
 ) -> None:

@@ -12,6 +12,9 @@ from slipstream.service.rows import Limits
 
 MIB: Final = 1024 * 1024
 LEASE_MS: Final = 30_000
+DATABASE_VARIABLE: Final = "SLIPSTREAM_DATABASE"
+METRICS_KEY_VARIABLE: Final = "SLIPSTREAM_METRICS_KEY"
+SECRET_VARIABLES: Final = (DATABASE_VARIABLE, METRICS_KEY_VARIABLE)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,3 +39,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     behind_proxy: bool = False
     no_auth: bool = False
     metrics_key: str = ""
+
+
+class TrainerStart(msgspec.Struct, frozen=True):
+    """What the API process writes to the trainer's standard input."""
+
+    options: ServeOptions
+    owner: str  # of the database
