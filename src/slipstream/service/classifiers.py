@@ -39,7 +39,7 @@ AVAILABLE: Final = (
     "The classifier instance is now available and is ready to take classifier requests."
 )
 NEWEST_JOBS: Final = """
-SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes,
+SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes, v.cut,
   v.report AS accuracy
 FROM classifiers c
 JOIN jobs j ON j.id = (
@@ -79,11 +79,22 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
 
 def check_rows(call: Call, upload: Upload) -> dict[str, object]:
     """Check the rows of an upload; returns what the table of versions keeps."""
-    count, classes = rows.check(upload.blocks(), call.service.options.limits)
+    cut_to, limits = asked_cut(call), call.service.options.limits
+    counts = rows.check(upload.blocks(), limits, cut_to or rows.WHOLE)
     with upload.path.open("rb") as file:
         os.fsync(file.fileno())
         nbytes = os.fstat(file.fileno()).st_size
-    return {"rows": count, "classes": classes, "sha256": upload.sha256(), "bytes": nbytes}
+    sent = {"sha256": upload.sha256(), "bytes": nbytes, "cut_to": cut_to}
+    return {**counts._asdict(), **sent}
+
+
+def asked_cut(call: Call) -> int:
+    """How many characters of a text an upload with ``?long=cut`` keeps; 0 without that."""
+    asked = call.query_params.get("long", "")
+    if asked not in ("", "cut"):
+        reason = f"The parameter 'long' is {asked[:40]!r}; it can only be 'cut'."
+        raise ApiError("Malformed query", reason)
+    return call.service.options.limits.text_chars if asked else 0
 
 
 # ---- writing

@@ -40,6 +40,7 @@ class JobState(msgspec.Struct, frozen=True):
     version: int
     rows: int
     classes: int
+    cut: int
     bytes: int
     started: int | None
     finished: int | None

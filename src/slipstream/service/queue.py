@@ -66,6 +66,7 @@ class Claim(msgspec.Struct, frozen=True):
     attempt: int
     fruitless: int
     resumed_from: int
+    cut_to: int = 0  # characters that longer texts are cut to; 0: none are
 
     def change(self, database: Database, change: str, also: str = "", **values: object) -> bool:
         """Change the job. False if it is another's by now, or was deleted."""
@@ -173,6 +174,11 @@ def claim(database: Database, me: str, now: int) -> Claim | None:
     # On the tenant, since the job may be deleted.
     turn = "UPDATE tenants SET last_start = :now WHERE id = :tenant"
     database.run(turn, now=now, tenant=row["tenant"])
+    of_version = "SELECT COALESCE(MAX(cut_to), 0) AS n FROM versions"
+    which = {"classifier": row["classifier"], "version": row["version"]}
+    row["cut_to"] = database.number(
+        f"{of_version} WHERE classifier = :classifier AND number = :version", **which
+    )
     return msgspec.convert(row, Claim)
 
 

@@ -59,7 +59,9 @@ class Running:
         self.unwritten: list[Progress] = []
         self._first: Progress | None = None
         self._kill_at, self._gone = float("inf"), False
-        job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
+        job = JobSetting(
+            epochs=options.epochs, max_model_bytes=options.max_model, cut_to=held.cut_to
+        )
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
         self._progress, self._log = directory / "progress.jsonl", directory / "train.log"
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
