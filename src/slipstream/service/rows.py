@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from slipstream.service.bad_rows import TOO_LONG, BadRows
 from slipstream.service.csv_records import malformed, records
 from slipstream.service.errors import ApiError
 from slipstream.service.words import CONTROLS, cut_text, plain
@@ -28,8 +29,6 @@ COMMON_SHARE = 0.9  # of the rows: a class on more, beside others, tells nothing
 HEADER_TEXTS = {"text", "phrase", "sentence", "utterance", "question", "query", "message"}
 HEADER_CLASSES = {"class", "class_name", "label", "labels", "category", "intent", "target"}
 MOST_NAMED = 5  # classes that a warning names
-TOO_LONG = "Phrase too long"
-MOST_LINES = 20  # of rows that cannot be used, that a refusal names
 WHOLE = sys.maxsize  # what texts are cut to if they are not
 
 
@@ -77,39 +76,6 @@ class Cleaned(NamedTuple):
     text: str
     classes: list[str]
     is_cut: bool
-
-
-class BadRows:
-    """The rows that cannot be used: the reason of the first, the lines of some, and how many."""
-
-    def __init__(self) -> None:
-        self._first: ApiError | None = None
-        self._lines: list[int] = []
-        self._count = 0
-
-    def add(self, line: int, reason: ApiError) -> None:
-        """Count a row."""
-        self._first = self._first or reason
-        self._count += 1
-        if self._count <= MOST_LINES:
-            self._lines.append(line)
-
-    def refusal(self, within: str, after: str) -> ApiError | None:
-        """The reason of the first row; of several, with their lines. None if there is no row.
-
-        ``within`` says which rows were checked, ``after`` why no more were, if not all.
-        """
-        first = self._first
-        if first is None or self._count == 1:
-            return first
-        lines = ", ".join(f"{line:,}" for line in self._lines)
-        some = f"the first {MOST_LINES} at lines" if self._count > MOST_LINES else "at lines"
-        reason = f"{first.description} {within}{self._count:,} rows cannot be used, {some} {lines}."
-        if after:
-            reason += f" The rows after them were not read: {after}"
-        if first.error == TOO_LONG:
-            reason += " With ?long=cut the service cuts long texts after a word."
-        return ApiError(first.error, reason)
 
 
 def check(stream: Iterable[bytes], limits: Limits, cut_to: int = WHOLE) -> Counts:
