@@ -458,7 +458,7 @@ function showChosen() {
   if (!long) return showCheck(`${file.name}: ${summary(data)}`);
   const part = `${count(long.count)} of ${count(data.rows)} texts (${share(long.count / data.rows)})`;
   at("cut-help").textContent =
-    `${part} have more than ${count(LIMITS.text)} characters. Each is cut after its last whole word that fits.`;
+    `${part} have more than ${count(LIMITS.text)} characters. This cuts each after the last whole word that fits.`;
   if (at("cut").checked) return showCheck(`${file.name}: ${summary(data)}`);
   try {
     return data.refuseLong();
