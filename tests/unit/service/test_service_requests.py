@@ -18,6 +18,7 @@ from slipstream.service.context import Service
 from slipstream.service.database import Database, Row
 from slipstream.service.examples import EXAMPLES, ID, PARAMETERS
 from slipstream.service.routes import OPERATIONS, description
+from slipstream.service.rows import Limits
 
 FORM = "application/x-www-form-urlencoded"
 GRANT = "grant_type=urn:ibm:params:oauth:grant-type:apikey&response_type=cloud_iam&apikey="
@@ -260,8 +261,10 @@ def test_pages_of_the_description(service: Service) -> None:
         assert f"</strong> {path}</code>".encode() in docs.body
 
 
-def test_limits_are_told(service: Service) -> None:
-    assert ask(service, "GET /api/limits").json == msgspec.to_builtins(service.options.limits)
+def test_limits_are_told(tmp_path: Path) -> None:
+    limits = Limits(max_rows=12, text_chars=2000)
+    with prepared(tmp_path / "data", limits=limits) as service:
+        assert ask(service, "GET /api/limits").json == msgspec.to_builtins(limits)
 
 
 def test_every_operation_has_a_tag_and_each_tag_a_description() -> None:

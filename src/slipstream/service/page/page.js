@@ -496,7 +496,7 @@ async function send() {
 
 /** IBM's API has four statuses. The sentence beside them tells how far training is, and of a cancel. */
 export function listStatus({ status, status_description: sentence }) {
-  if (sentence === "Training failed: cancelled.") return "Cancelled";
+  if (status === "Failed" && sentence.endsWith(" cancelled.")) return "Cancelled";
   const progress = status === "Training" && /\((.+)\)$/.exec(sentence);
   return progress ? `${status}, ${progress[1]}` : status;
 }
@@ -732,9 +732,9 @@ const EXPLAINED = {
   macroF1: "F1 joins two shares of a class in one number from 0 to 1: how many of the answers with this class "
     + "are right (precision), and how many of its rows are found (recall). Macro F1 is the mean over the classes: "
     + "a rare class counts as much as a frequent one. Far below the accuracy, it says that rare classes are missed.",
-  calibration: "How far confidence is from the truth. With an error of 0, of 100 answers with confidence 0.8 "
-    + "80 are right; with 0.1, it is on average 10 more or fewer. “Before” is the error before the confidence was fitted to "
-    + "held-out rows.",
+  calibration: "How far confidence is from the truth. With an error of 0, 80 of 100 answers with confidence 0.8 "
+    + "are right; with 0.1, it is on average 10 more or fewer. “Before” is the error before the confidence was "
+    + "fitted to held-out rows.",
 };
 
 /** A figure that opens to what it means: by pointer, touch and keyboard. */
