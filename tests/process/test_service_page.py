@@ -15,7 +15,7 @@ import pytest
 from service_process import ServiceProcess
 
 from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import Limits, check, read
+from slipstream.service.rows import HEADER_CLASSES, HEADER_TEXTS, Limits, check, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 PAGE = resources.files("slipstream.service") / "page"
@@ -266,6 +266,7 @@ def test_the_page_doubts_a_header_as_the_report_does(tmp_path) -> None:
         "text,b",
         "hello,class ",
     ]
+    firsts += [*(f"{word},a" for word in HEADER_TEXTS), *(f"one,{word}" for word in HEADER_CLASSES)]
     datas = [first + "\ntwo,b\nthree,a\nfour,b\nfive,c\n" for first in firsts]
     script = """
 const { TrainingData } = await import(process.argv[1]);
