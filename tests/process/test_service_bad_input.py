@@ -194,7 +194,9 @@ def test_ids(service: ServiceProcess, given: str) -> None:
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b'"x"', b"[" * 60_000, b'{"name": NaN}'])
 def test_metadata_that_is_no_object(service: ServiceProcess, raw: bytes) -> None:
-    refused(post(service, part("training_metadata", raw) + DATA + END), 400, "Missing metadata")
+    answer = post(service, part("training_metadata", raw) + DATA + END)
+    refused(answer, 400, "Missing metadata")
+    assert "should contain 'language' and 'name'" in answer.json()["description"]
 
 
 def test_of_duplicate_keys_the_last_counts(service: ServiceProcess) -> None:

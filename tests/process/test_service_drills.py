@@ -156,7 +156,11 @@ def test_cancel_and_retry(tmp_path: Path) -> None:
         url = f"{service.url}/api/classifiers/{classifier}"
         assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
         service.wait_status(classifier, "Failed")
-        assert service.state(classifier)["state"] == "cancelled"
+        shown = service.get(f"/v1/classifiers/{classifier}").json()
+        assert shown["status_description"] == "Training failed: it was cancelled."
+        state = service.state(classifier)
+        assert (state["state"], state["error"]) == ("cancelled", None)
+        assert ": failed" not in service.log.read_text()
         assert requests.post(f"{url}/cancel", timeout=30).status_code == 200
         service.go()
         assert requests.post(f"{url}/retry", timeout=30).status_code == 200

@@ -91,13 +91,16 @@ def test_a_job_whose_processes_are_all_killed_goes_on(tmp_path: Path) -> None:
 
 def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> None:
     folder = tmp_path / "version"
-    prepare(folder, 2, JobSetting(epochs=1))
+    prepare(folder, 2, JobSetting(epochs=1, cut_to=60))
+    with (folder / "data.csv").open("a") as data:
+        data.write(f"\nis there snow {20 * 'or not '},weather")
     launch = start(folder, "job")
     assert launch.wait() == 0, (launch.folder / "err").read_text()
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
-    assert (report.rows, report.held_out, report.accuracy) == (30, 0, None)
+    assert (report.rows, report.held_out, report.accuracy) == (31, 0, None)
+    assert report.cut == 1
     log = (launch.folder / "out").read_text()
-    assert "job: 30 rows (0 held out), 3 classes" in log
+    assert "job: 31 rows (0 held out), 3 classes" in log
     assert "job: all updates are made" in log
     model = Model.load(folder / "model.safetensors")
     assert model.classify(["is there snow"])[0][0][0] == "weather"

@@ -21,7 +21,7 @@ def predict(
         typer.Argument(metavar="TEXT", help="Texts to classify; by default lines of stdin."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object a text.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 10,
+    top: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many classes to name.")] = 10,
 ) -> None:
     """Classify texts with a model that the service has trained."""
     # Imported here, because numpy is slow to import and --help does not need it.
@@ -48,7 +48,13 @@ def _given(texts: list[str] | None) -> Iterator[str]:
     if texts:
         yield from texts
         return
+    if sys.stdin.isatty():
+        print("No TEXT given: type texts, one a line; Ctrl-D ends.", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    given = False
     for line in sys.stdin:
         if line.strip():
+            given = True
             yield line.strip()
+    if not given:
+        raise ConfigError("no text to classify: give TEXT, or lines of texts on stdin")

@@ -14,37 +14,77 @@ from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
 from slipstream.service.keys import add_key, any_key, list_keys, revoke_key, take_local
 from slipstream.service.rows import Limits
-from slipstream.service.serve_options import MIB, ServeOptions
+from slipstream.service.serve_options import (
+    DATABASE_VARIABLE,
+    METRICS_KEY_VARIABLE,
+    MIB,
+    ServeOptions,
+)
 
 DEFAULTS = ServeOptions(data="slipstream-data")
 Data = Annotated[str, typer.Option(help="The data directory.")]
 DatabaseAddress = Annotated[
-    str, typer.Option(help="postgresql://…; by default SQLite in the data directory.")
+    str,
+    typer.Option(
+        envvar=DATABASE_VARIABLE,
+        help="postgresql://…; by default SQLite in the data directory.",
+    ),
 ]
+MOST_CLASSIFIERS = 1_000_000  # a quota: in effect, no limit
+MOST_TEXT = 100_000  # characters; a collection of 30 such texts still fits into memory
 keys = typer.Typer(name="keys", help="API keys of the service.", no_args_is_help=True)
 
 
 def serve(
     data: Data = DEFAULTS.data,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = DEFAULTS.host,
-    port: Annotated[int, typer.Option(help="0: any free one.")] = DEFAULTS.port,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = DEFAULTS.port,
     database: DatabaseAddress = "",
-    learners: Annotated[int, typer.Option(min=1, help="Processes a job.")] = DEFAULTS.learners,
-    jobs: Annotated[int, typer.Option(min=1, help="Jobs at once.")] = DEFAULTS.jobs,
-    queue: Annotated[int, typer.Option(min=1, help="Jobs that may wait.")] = DEFAULTS.queue,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs a job.")] = DEFAULTS.epochs,
-    rate: Annotated[int, typer.Option(min=1, help="Requests a minute, tenant.")] = DEFAULTS.rate,
-    max_rows: Annotated[int, typer.Option(min=5)] = Limits().max_rows,
-    max_classes: Annotated[int, typer.Option(min=2)] = Limits().max_classes,
-    max_body: Annotated[int, typer.Option(min=1, help="MiB an upload.")] = DEFAULTS.max_body // MIB,
-    max_model: Annotated[int, typer.Option(min=1, help="MiB a model.")] = DEFAULTS.max_model // MIB,
-    connections: Annotated[int, typer.Option(min=8)] = DEFAULTS.connections,
+    learners: Annotated[
+        int, typer.Option(min=1, max=1_024, help="Processes a job.")
+    ] = DEFAULTS.learners,
+    jobs: Annotated[int, typer.Option(min=1, max=1_024, help="Jobs at once.")] = DEFAULTS.jobs,
+    queue: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Jobs that may wait.")
+    ] = DEFAULTS.queue,
+    epochs: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Epochs a job.")
+    ] = DEFAULTS.epochs,
+    rate: Annotated[
+        int, typer.Option(min=1, max=1_000_000_000, help="Requests a minute, tenant.")
+    ] = DEFAULTS.rate,
+    quota: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_CLASSIFIERS, help="Classifiers made without a key."),
+    ] = DEFAULTS.quota,
+    max_rows: Annotated[
+        int, typer.Option(min=5, max=100_000_000, help="Rows of training data.")
+    ] = Limits().max_rows,
+    max_classes: Annotated[
+        int, typer.Option(min=2, max=1_000_000, help="Classes of training data.")
+    ] = Limits().max_classes,
+    max_text: Annotated[
+        int, typer.Option(min=1, max=MOST_TEXT, help="Characters of a row's text.")
+    ] = Limits().text_chars,
+    max_body: Annotated[
+        int, typer.Option(min=1, max=1_048_576, help="MiB an upload.")
+    ] = DEFAULTS.max_body // MIB,
+    max_model: Annotated[
+        int, typer.Option(min=1, max=1_048_576, help="MiB a model.")
+    ] = DEFAULTS.max_model // MIB,
+    connections: Annotated[
+        int, typer.Option(min=8, max=1_000_000, help="Open connections.")
+    ] = DEFAULTS.connections,
     public_url: Annotated[str, typer.Option(help="What 'url' fields begin with.")] = "",
     allow_host: Annotated[list[str] | None, typer.Option(help="Without keys: a host name.")] = None,
-    behind_proxy: Annotated[bool, typer.Option(help="Believe X-Forwarded-*.")] = False,
-    no_auth: Annotated[bool, typer.Option(help="Serve without keys.")] = False,
-    metrics_key: Annotated[str, typer.Option(help="Bearer key of /metrics.")] = "",
-    check: Annotated[bool, typer.Option(help="Check the data, then end.")] = False,
+    behind_proxy: Annotated[
+        bool, typer.Option("--behind-proxy", help="Believe X-Forwarded-*.")
+    ] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve without keys.")] = False,
+    metrics_key: Annotated[
+        str, typer.Option(envvar=METRICS_KEY_VARIABLE, help="Bearer key of /metrics.")
+    ] = "",
+    check: Annotated[bool, typer.Option("--check", help="Check the data, then end.")] = False,
 ) -> None:
     """Serve training and classification of texts (Watson NLC's API)."""
     try:
@@ -63,7 +103,8 @@ def serve(
         queue=queue,
         epochs=epochs,
         rate=rate,
-        limits=Limits(max_rows=max_rows, max_classes=max_classes),
+        quota=quota,
+        limits=Limits(max_rows=max_rows, max_classes=max_classes, text_chars=max_text),
         max_body=max_body * MIB,
         max_model=max_model * MIB,
         connections=connections,
@@ -103,7 +144,8 @@ def _is_of_service(data: str) -> bool:
 def add(
     name: Annotated[str, typer.Argument(help="The tenant; it may have several keys.")],
     quota: Annotated[
-        int | None, typer.Option(min=1, help="Classifiers; 8 for a new tenant.")
+        int | None,
+        typer.Option(min=1, max=MOST_CLASSIFIERS, help="Classifiers; 8 for a new tenant."),
     ] = None,
     data: Data = DEFAULTS.data,
     database: DatabaseAddress = "",

@@ -17,16 +17,20 @@ from typing import Final
 import msgspec
 
 from slipstream.runtime.files.whole_files import sync_directory
-from slipstream.service import queue, rows
+from slipstream.service import keys, queue, rows
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
 from slipstream.service.database import Database, DatabaseUnavailable, Row, now_ms
-from slipstream.service.errors import ApiError, not_found
+from slipstream.service.errors import MISSING_METADATA, ApiError, not_found
 from slipstream.service.upload import BOM, Upload
 
 ID: Final = re.compile(r"[0-9a-f]{6}x[0-9a-f]{10}-nlc-[1-9][0-9]{0,8}")
 LANGUAGES: Final = ("ar", "de", "en", "es", "fr", "it", "ja", "ko", "pt")
 NAME: Final = re.compile(r"[^\0\r\n]{0,256}")
+NO_JSON: Final = (
+    "The part training_metadata is no JSON object such as "
+    """{"language": "en", "name": "mail"}."""
+)
 DAY_MS: Final = 24 * 3600 * 1000
 TRAINING: Final = (
     "The classifier instance is in its training phase, not yet ready to accept classify requests"
@@ -35,7 +39,7 @@ AVAILABLE: Final = (
     "The classifier instance is now available and is ready to take classifier requests."
 )
 NEWEST_JOBS: Final = """
-SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes,
+SELECT j.*, c.name, c.language, c.created, c.active, v.rows, v.classes, v.bytes, v.cut,
   v.report AS accuracy
 FROM classifiers c
 JOIN jobs j ON j.id = (
@@ -59,7 +63,7 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
     try:
         fields = msgspec.json.decode(raw.removeprefix(BOM), type=dict[str, object])
     except (ValueError, RecursionError):
-        reason = """The part training_metadata is no JSON object such as {"name": "mail"}."""
+        reason = f"{MISSING_METADATA} {NO_JSON}"
         raise ApiError("Missing metadata", reason) from None
     name, language = fields.get("name"), fields.get("language", "en")
     language = "null" if language is None else language  # as the client wrote it
@@ -75,11 +79,22 @@ def parse_metadata(raw: bytes) -> dict[str, str | None]:
 
 def check_rows(call: Call, upload: Upload) -> dict[str, object]:
     """Check the rows of an upload; returns what the table of versions keeps."""
-    count, classes = rows.check(upload.blocks(), call.service.options.limits)
+    cut_to, limits = asked_cut(call), call.service.options.limits
+    counts = rows.check(upload.blocks(), limits, cut_to or rows.WHOLE)
     with upload.path.open("rb") as file:
         os.fsync(file.fileno())
         nbytes = os.fstat(file.fileno()).st_size
-    return {"rows": count, "classes": classes, "sha256": upload.sha256(), "bytes": nbytes}
+    sent = {"sha256": upload.sha256(), "bytes": nbytes, "cut_to": cut_to}
+    return {**counts._asdict(), **sent}
+
+
+def asked_cut(call: Call) -> int:
+    """How many characters of a text an upload with ``?long=cut`` keeps; 0 without that."""
+    asked = call.query_params.get("long", "")
+    if asked not in ("", "cut"):
+        reason = f"The parameter 'long' is {asked[:40]!r}; it can only be 'cut'."
+        raise ApiError("Malformed query", reason)
+    return call.service.options.limits.text_chars if asked else 0
 
 
 # ---- writing
@@ -114,10 +129,11 @@ def create(call: Call, upload: Upload, key: str | None) -> str:
             database.run("LOCK TABLE classifiers IN SHARE ROW EXCLUSIVE MODE")
         owned = "SELECT COUNT(*) AS n FROM classifiers WHERE tenant = :tenant"
         if database.number(owned, tenant=tenant.id) >= tenant.quota:
+            more = "serve" if tenant.id == keys.LOCAL else "keys add NAME"
             reason = (
                 "This user or service instance has the maximum number of classifiers: "
-                f"{tenant.quota}. Delete one, or ask the operator for more ('slipstream keys add "
-                "NAME --quota N')."
+                f"{tenant.quota}. Delete one, or ask the operator for more ('slipstream {more} "
+                "--quota N')."
             )
             raise ApiError("Entitlement error", reason)
         serial = database.number("SELECT COALESCE(MAX(serial), 0) + 1 AS n FROM classifiers")
@@ -230,7 +246,7 @@ def status(call: Call, job: Row) -> tuple[str, str]:
             return "Available", AVAILABLE
         return "Unavailable", f"The model file is damaged: {damage}."
     if job["state"] in ("failed", "cancelled"):
-        reason = "cancelled" if job["state"] == "cancelled" else job["error"] or "unknown"
+        reason = "it was cancelled" if job["state"] == "cancelled" else job["error"] or "unknown"
         return "Failed", f"Training failed: {reason.rstrip('.')}."
     if job["state"] == "waiting":
         return "Training", f"{TRAINING} (waiting, {queue.ahead(call.service.database, job)} ahead)"

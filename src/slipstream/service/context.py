@@ -50,7 +50,7 @@ class Service:
         # Where there are keys (--no-auth), a wrong one is not taken for none.
         if self.needs_key() or (key_hash and keys.any_key(self.database)):
             return None
-        return keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
+        return keys.Tenant(keys.LOCAL, keys.LOCAL, self.options.quota)
 
     def close(self) -> None:
         """End the threads and close the database."""

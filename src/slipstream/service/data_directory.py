@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.runtime.files.whole_files import read_own, replace_file
-from slipstream.service.database import Database
+from slipstream.service.database import Database, is_postgres
 
 MODEL = "model.safetensors"
 
@@ -45,18 +45,19 @@ class DataDirectory:
         """The files of one version."""
         return self.classifiers / classifier / str(number)
 
-    def database(self, address: str) -> Database:
+    def database(self, address: str, owner: str = "") -> Database:
         """The database at an address; by default SQLite in the directory."""
-        return Database(address or str(self.path / "service.db"))
+        return Database(address or str(self.path / "service.db"), owner)
 
-    def migrated(self, address: str) -> Database:
+    def migrated(self, address: str, place: str = "") -> Database:
         """The database, with the newest schema; ConfigError if it is that of another directory.
 
-        A start removes files that have no row; with the wrong database, that is all of them.
+        A start removes files that have no row; with the wrong database, that is all of them. With a
+        ``place`` the database belongs to the service there; ConfigError if it is another's.
         """
         database = self.database(address)
         try:
-            database.migrate(lambda schema: self._refuse_unknown(database, schema))
+            database.migrate(lambda schema: self._refuse_unknown(database, schema), place)
         except BaseException:
             database.close()
             raise
@@ -66,13 +67,19 @@ class DataDirectory:
         """Raise ConfigError if a database knows none of the classifiers here.
 
         If it knows no classifier at all, only models count: a create that was killed leaves a
-        directory without a model, a delete one that is to be purged.
+        directory without a model, a delete one that is to be purged. If it knows some, and none is
+        here, it is the database of another directory, whose jobs a start would take.
         """
         found = {path.name for path in self.classifiers.iterdir()}
         ids = database.run("SELECT id FROM classifiers") if schema else []
         known = {row["id"] for row in ids}
         if found & known:
             return
+        if known and not found:
+            raise ConfigError(
+                f"this database has the classifiers of another directory than {self.path}; was "
+                "--data forgotten?"
+            )
         if schema and not known:
             trained = {path.parent.parent.name for path in self.classifiers.glob(f"*/*/{MODEL}")}
             found = trained - {row["path"] for row in database.run("SELECT path FROM purges")}
@@ -81,10 +88,18 @@ class DataDirectory:
                 f"this database does not know the directory {self.path}; was --database forgotten?"
             )
 
-    def lock(self) -> None:
-        """Make this process the only service of the directory, until it ends."""
+    def lock(self, address: str = "") -> None:
+        """Make this process the only service of the directory, and of its SQLite file.
+
+        That holds until the process ends. The file may be elsewhere, by its ``address``.
+        """
+        self._lock(self.path / "lock", f"the data directory {self.path}", "--data")
+        if address and not is_postgres(address):
+            self._lock(Path(f"{address}.lock"), f"the database {address}", "--database")
+
+    def _lock(self, path: Path, what: str, option: str) -> None:
         try:
-            file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
@@ -92,8 +107,8 @@ class DataDirectory:
             owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
             os.close(file)
             raise ConfigError(
-                f"another service (process {owner}) uses the data directory {self.path}; stop it, "
-                "or give another one (--data)"
+                f"another service (process {owner}) uses {what}; stop it, or give another one "
+                f"({option})"
             ) from None
         except OSError as error:
             raise self._unusable(error) from error

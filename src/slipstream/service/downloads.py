@@ -6,9 +6,12 @@ import contextlib
 import csv
 import io
 import os
+import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
+from urllib.parse import quote
 
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -17,14 +20,17 @@ from starlette.types import Message, Receive, Scope, Send
 from slipstream.service import classifiers
 from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL
+from slipstream.service.database import Row
 from slipstream.service.errors import ApiError, not_found
 
 LOG_NBYTES: Final = 64 * 1024
-FILES: Final = {  # by the end of the path: name, type, and the name if it is to be saved
-    "data": ("data.csv", "text/csv", "data.csv"),
-    "model": (MODEL, "application/octet-stream", MODEL),
-    "report": ("report.json", "application/json", None),
+FILES: Final = {  # by the end of the path: name, type, and whether it is saved or shown
+    "data": ("data.csv", "text/csv", "attachment"),
+    "model": (MODEL, "application/octet-stream", "attachment"),
+    "report": ("report.json", "application/json", "inline"),
 }
+UNSAFE: Final = re.compile(r"[^\w.()+-]+")  # in names of files, here or on other systems
+MOST_NAME: Final = 50  # characters of a classifier's name; in UTF-8 with the rest, below 255 bytes
 RANGE_ERRORS: Final = {
     400: ("Malformed range", "The header Range is not of the form bytes=FIRST-LAST."),
     416: ("Range not satisfiable", "The file has no such bytes."),
@@ -32,14 +38,14 @@ RANGE_ERRORS: Final = {
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
-def _file(call: Call, name: str) -> Path:
-    """A file of the active version; the log, of the newest."""
+def _file(call: Call, name: str) -> tuple[Path, Row]:
+    """A file of the active version (the log, of the newest), and the classifier's job."""
     job = classifiers.find_job(call)
     newest = name == "train.log" or job["active"] is None
     path = call.version_folder(job["version"] if newest else job["active"]) / name
     if not path.is_file():
         raise not_found(f"There is no {name} yet.")
-    return path
+    return path, job
 
 
 @contextlib.contextmanager
@@ -77,13 +83,41 @@ class Download(FileResponse):
 
 def download(call: Call) -> Response:
     """The data as it was sent, the model file, or the report on held-out rows."""
-    name, kind, shown_as = FILES[call.route.rpartition("/")[2]]
-    return Download(_file(call, name), media_type=kind, filename=shown_as)
+    name, kind, use = FILES[call.route.rpartition("/")[2]]
+    path, job = _file(call, name)
+    headers = {"Content-Disposition": f"{use}; {_names(job, name)}"}
+    return Download(path, media_type=kind, headers=headers)
+
+
+def _names(job: Row, file: str) -> str:
+    return file_names(job["name"], job["classifier"], file)
+
+
+def file_names(name: str | None, otherwise: str, file: str) -> str:
+    """The names under which a file is saved, as parameters of Content-Disposition (RFC 6266).
+
+    They begin with the classifier's name; where nothing of it is left, with its id. The first is
+    ASCII, for old clients; the second, if it differs, is what others use (RFC 5987).
+
+    >>> file_names("Trips / 2024", "id", "data.csv")
+    'filename="Trips_2024-data.csv"'
+    >>> print(file_names("Café", "id", "data.csv"))
+    filename="Cafe-data.csv"; filename*=UTF-8''Caf%C3%A9-data.csv
+    """
+    composed, decomposed = (unicodedata.normalize(form, name or "") for form in ("NFC", "NFKD"))
+    old = _safe(decomposed.encode("ascii", "ignore").decode()) or otherwise
+    new = _safe(composed) or otherwise
+    names = f'filename="{old}-{file}"'
+    return names if new == old else f"{names}; filename*=UTF-8''{quote(f'{new}-{file}', safe='')}"
+
+
+def _safe(name: str) -> str:
+    return UNSAFE.sub("_", name).strip("_.-")[:MOST_NAME]
 
 
 def report_csv(call: Call) -> Response:
     """The report's figures of each class."""
-    path = _file(call, "report.json")
+    path, job = _file(call, "report.json")
     with _unless_deleted():
         rows = msgspec.json.decode(path.read_bytes()).get("per_class") or []
     names = list(rows[0]) if rows else ["class"]
@@ -91,7 +125,7 @@ def report_csv(call: Call) -> Response:
     writer = csv.writer(out)
     writer.writerow(names)
     writer.writerows([safe_cell(row.get(name)) for name in names] for row in rows)
-    headers = {"Content-Disposition": 'attachment; filename="report.csv"'}
+    headers = {"Content-Disposition": f"attachment; {_names(job, 'report.csv')}"}
     return Response(out.getvalue().encode(), media_type="text/csv", headers=headers)
 
 
@@ -106,7 +140,7 @@ def safe_cell(value: object) -> object:
 
 def log(call: Call) -> Response:
     """The log of the newest job: its last 64 KiB, or all of it with ``?all=1``."""
-    path = _file(call, "train.log")
+    path, _ = _file(call, "train.log")
     with _unless_deleted():
         file = path.open("rb")
     if call.query_params.get("all") != "1":

@@ -33,7 +33,7 @@ from slipstream.service.model_file import Array, ModelHead, write_model
 from slipstream.service.net import TextBatch, WideAndDeep
 from slipstream.service.progress import NOTE, ProgressFile
 from slipstream.service.report import Report, measured, right_answers, unmeasured
-from slipstream.service.rows import read
+from slipstream.service.rows import WHOLE, read
 from slipstream.service.settings import JobSetting, Schedule, TextSetting
 from slipstream.service.temperatures import Scores, Temperatures
 
@@ -50,9 +50,9 @@ class Task:
     """What a version's directory asks for, the same for every learner."""
 
     def __init__(self, folder: Path) -> None:
-        with (folder / "data.csv").open("rb") as file:
-            self.rows = read(iter(lambda: file.read(BLOCK_NBYTES), b""))
         self.job = msgspec.json.decode((folder / "job.json").read_bytes(), type=JobSetting)
+        with (folder / "data.csv").open("rb") as file:
+            self.rows = read(iter(lambda: file.read(BLOCK_NBYTES), b""), self.job.cut_to or WHOLE)
         self.folder, self.setting = folder, TextSetting()
         self.temperatures = Temperatures(*self.setting.temperatures)  # if no rows choose others
         classes = len(self.rows.labels)

@@ -40,6 +40,7 @@ class JobState(msgspec.Struct, frozen=True):
     version: int
     rows: int
     classes: int
+    cut: int
     bytes: int
     started: int | None
     finished: int | None
@@ -196,11 +197,13 @@ def cancel(call: Call) -> JobState:
 
 
 def retry(call: Call) -> JobState:
-    """Train again on the same data, after a job that failed."""
+    """Train again on the same data, after a job that failed or was cancelled."""
     with call.service.database.transaction() as database:
         job = classifiers.find_job(call)
         if job["state"] not in ("failed", "cancelled"):
-            raise ApiError("Classifier not available", "Only what failed can be retried.")
+            raise ApiError(
+                "Classifier not available", "Only what failed or was cancelled can be retried."
+            )
         remove(call.version_folder(job["version"]) / "checkpoints")
         earlier = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
         database.run(earlier, id=call.id, version=job["version"])

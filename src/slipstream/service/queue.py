@@ -66,6 +66,7 @@ class Claim(msgspec.Struct, frozen=True):
     attempt: int
     fruitless: int
     resumed_from: int
+    cut_to: int = 0  # characters that longer texts are cut to; 0: none are
 
     def change(self, database: Database, change: str, also: str = "", **values: object) -> bool:
         """Change the job. False if it is another's by now, or was deleted."""
@@ -173,6 +174,11 @@ def claim(database: Database, me: str, now: int) -> Claim | None:
     # On the tenant, since the job may be deleted.
     turn = "UPDATE tenants SET last_start = :now WHERE id = :tenant"
     database.run(turn, now=now, tenant=row["tenant"])
+    of_version = "SELECT COALESCE(MAX(cut_to), 0) AS n FROM versions"
+    which = {"classifier": row["classifier"], "version": row["version"]}
+    row["cut_to"] = database.number(
+        f"{of_version} WHERE classifier = :classifier AND number = :version", **which
+    )
     return msgspec.convert(row, Claim)
 
 
@@ -194,11 +200,15 @@ def record(
 
 
 def finish(database: Database, held: Claim, state: str, error: str | None, now: int) -> bool:
-    """End a job as done, failed or cancelled. False if it is another's by now."""
+    """End a job. One that was to be cancelled and failed is cancelled, and that is no error.
+
+    False if it is another's by now.
+    """
     return held.change(
         database,
         "state = CASE WHEN cancel = 1 AND :state = 'failed' THEN 'cancelled' ELSE :state END,"
-        " error = :error, finished = :now, owner = NULL, lease_until = NULL",
+        " error = CASE WHEN cancel = 1 AND :state = 'failed' THEN NULL ELSE :error END,"
+        " finished = :now, owner = NULL, lease_until = NULL",
         state=state,
         error=error,
         now=now,

@@ -89,6 +89,7 @@ class Report(msgspec.Struct):
     baseline: float  # the share of rows that the most frequent class is right for
     accuracy: float | None = None
     interval: tuple[float, float] | None = None  # of accuracy, 95% (Wilson)
+    cut: int = 0  # texts that were too long, and were cut
     macro_f1: float | None = None  # the mean over classes of held-out rows or answers
     per_class: list[ClassReport] = []
     confusion: list[tuple[str, str, int]] = []  # true class, answer, how many
@@ -106,6 +107,7 @@ def unmeasured(rows: Rows, temperatures: Temperatures) -> Report:
         warnings=rows.warnings,
         note=NO_HELD_OUT,
         baseline=max(counts.values()) / len(rows.classes),
+        cut=rows.cut,
     )
 
 

@@ -97,10 +97,11 @@ def guide(call: Call) -> Response:
 
 ALL, ONE, OWN = "/v1/classifiers", "/v1/classifiers/{id}", "/api/classifiers/{id}"
 TEXT, WHOLE = Parameter("text", "query", required=True), Parameter("all", "query")
+LONG = Parameter("long", "query")  # "cut": texts that are too long are cut
 ONCE, AFTER = Parameter("Idempotency-Key", "header"), Parameter("Last-Event-ID", "header")
 REPORT = "slipstream.service.report:Report"  # of the training job; loaded when it is asked for
 OPERATIONS: Final = (
-    Operation("POST", ALL, v1.create, v1.Classifier, TrainingParts, (ONCE,), trains=True),
+    Operation("POST", ALL, v1.create, v1.Classifier, TrainingParts, (ONCE, LONG), trains=True),
     Operation("GET", ALL, v1.list_all, v1.ClassifierList),
     Operation("GET", ONE, v1.show, v1.Classifier),
     Operation("DELETE", ONE, classifiers.delete),
@@ -120,7 +121,7 @@ OPERATIONS: Final = (
     Operation("GET", f"{OWN}/report.csv", downloads.report_csv),
     Operation("GET", f"{OWN}/log", downloads.log, more=(WHOLE,)),
     Operation("GET", f"{OWN}/data", downloads.download),
-    Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, TrainingParts, trains=True),
+    Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, TrainingParts, (LONG,), trains=True),
     Operation("GET", f"{OWN}/model", downloads.download),
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),

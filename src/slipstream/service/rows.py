@@ -12,12 +12,13 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 from slipstream.service.csv_records import malformed, records
 from slipstream.service.errors import ApiError
-from slipstream.service.words import CONTROLS, plain
+from slipstream.service.words import CONTROLS, cut_text, plain
 
 CLASS_BREAKS = re.compile(r"[\t\n\r\x85\u2028\u2029]")
 PATH = re.compile(r"[\w.~:/\\ -]+\.(?:csv|tsv|txt|xlsx?)")
@@ -27,6 +28,9 @@ COMMON_SHARE = 0.9  # of the rows: a class on more, beside others, tells nothing
 HEADER_TEXTS = {"text", "phrase", "sentence", "utterance", "question", "query", "message"}
 HEADER_CLASSES = {"class", "class_name", "label", "labels", "category", "intent", "target"}
 MOST_NAMED = 5  # classes that a warning names
+TOO_LONG = "Phrase too long"
+MOST_LINES = 20  # of rows that cannot be used, that a refusal names
+WHOLE = sys.maxsize  # what texts are cut to if they are not
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -56,31 +60,92 @@ class Rows(msgspec.Struct):
     classes: list[list[int]]  # for each text, the numbers of its labels; at least one
     labels: list[str]  # sorted
     warnings: list[str]  # for the report
+    cut: int = 0  # texts that were too long, and were cut
 
 
-def check(stream: Iterable[bytes], limits: Limits) -> tuple[int, int]:
-    """Check the bytes of a CSV, cut anywhere; ApiError with the line that is wrong.
+class Counts(NamedTuple):
+    """How many rows, classes and cut texts training data has."""
 
-    Returns:
-        How many rows and how many classes it has.
+    rows: int
+    classes: int
+    cut: int
+
+
+class Cleaned(NamedTuple):
+    """A row."""
+
+    text: str
+    classes: list[str]
+    is_cut: bool
+
+
+class BadRows:
+    """The rows that cannot be used: the reason of the first, the lines of some, and how many."""
+
+    def __init__(self) -> None:
+        self._first: ApiError | None = None
+        self._lines: list[int] = []
+        self._count = 0
+
+    def add(self, line: int, reason: ApiError) -> None:
+        """Count a row."""
+        self._first = self._first or reason
+        self._count += 1
+        if self._count <= MOST_LINES:
+            self._lines.append(line)
+
+    def refusal(self, within: str, after: str) -> ApiError | None:
+        """The reason of the first row; of several, with their lines. None if there is no row.
+
+        ``within`` says which rows were checked, ``after`` why no more were, if not all.
+        """
+        first = self._first
+        if first is None or self._count == 1:
+            return first
+        lines = ", ".join(f"{line:,}" for line in self._lines)
+        some = f"the first {MOST_LINES} at lines" if self._count > MOST_LINES else "at lines"
+        reason = f"{first.description} {within}{self._count:,} rows cannot be used, {some} {lines}."
+        if after:
+            reason += f" The rows after them were not read: {after}"
+        if first.error == TOO_LONG:
+            reason += " With ?long=cut the service cuts long texts after a word."
+        return ApiError(first.error, reason)
+
+
+def check(stream: Iterable[bytes], limits: Limits, cut_to: int = WHOLE) -> Counts:
+    """Check the bytes of a CSV, cut anywhere; ApiError with the lines that are wrong.
+
+    Texts of more than ``cut_to`` characters are cut, and are not too long then.
 
     >>> check([b"hi,greeting\\nbye,parting\\nhello,greeting\\nci", b"ao,parting\\nhey,x"], Limits())
-    (5, 3)
+    Counts(rows=5, classes=3, cut=0)
     """
     names: set[str] = set()
-    count, found = 0, records(stream)
-    for count, (line, fields) in enumerate(found, start=1):
-        if count > limits.max_rows:
-            count += sum(1 for _ in found)
-            break
-        _, own = clean(line, fields, limits)
-        if len(names) <= max(MOST_COUNTED_CLASSES, limits.max_classes):
-            names.update(own)
-    _check_counts(count, len(names), limits)
-    return count, len(names)
+    bad = BadRows()
+    end: ApiError | None = None
+    count, cut, found = 0, 0, records(stream)
+    try:
+        for count, (line, fields) in enumerate(found, start=1):
+            if count > limits.max_rows:
+                break
+            try:
+                row = clean(line, fields, limits, cut_to)
+            except ApiError as reason:
+                bad.add(line, reason)
+                continue
+            cut += row.is_cut
+            if len(names) <= max(MOST_COUNTED_CLASSES, limits.max_classes):
+                names.update(row.classes)
+    except ApiError as error:  # it is no CSV from there on
+        end = error
+    within = f"Of the first {limits.max_rows:,} rows, " if count > limits.max_rows else ""
+    if refused := bad.refusal(within, end.description if end else "") or end:
+        raise refused
+    _check_counts(count + sum(1 for _ in found), len(names), limits)
+    return Counts(count, len(names), cut)
 
 
-def read(stream: Iterable[bytes]) -> Rows:
+def read(stream: Iterable[bytes], cut_to: int = WHOLE) -> Rows:
     """The rows of a CSV that ``check`` has accepted.
 
     >>> read([b"hi,greeting\\nbye,parting\\nciao,greeting,parting"]).classes
@@ -89,24 +154,29 @@ def read(stream: Iterable[bytes]) -> Rows:
     lines: list[int] = []
     texts: list[str] = []
     names: list[list[str]] = []
+    cut = 0
     for line, fields in records(stream):
-        text, own = clean(line, fields, NO_LIMITS)
+        row = clean(line, fields, NO_LIMITS, cut_to)
         lines.append(line)
-        texts.append(text)
-        names.append(own)
+        texts.append(row.text)
+        names.append(row.classes)
+        cut += row.is_cut
     labels = sorted({name for own in names for name in own})
     place = {label: number for number, label in enumerate(labels)}
     classes = [sorted(map(place.__getitem__, own)) for own in names]
-    return Rows(texts, classes, labels, warnings_of(lines, texts, classes, labels))
+    return Rows(texts, classes, labels, warnings_of(lines, texts, classes, labels), cut)
 
 
-def clean(line: int, fields: list[str], limits: Limits) -> tuple[str, list[str]]:
-    """The text and the classes of a row."""
+def clean(line: int, fields: list[str], limits: Limits, cut_to: int = WHOLE) -> Cleaned:
+    """The text and the classes of a row; ApiError if it cannot be used."""
     if len(fields) > limits.columns:
         most = f"larger than the permitted maximum of {limits.columns:,}."
         raise malformed(f"The row at line {line:,} has {len(fields):,} columns which is {most}")
-    text = clean_text(line, fields[0], limits.text_chars)
-    return text, clean_classes(line, fields, limits.class_chars)
+    whole = clean_text(line, fields[0])
+    text = cut_text(whole, cut_to)
+    check_length(TOO_LONG, f"phrase at line {line:,}", text, limits.text_chars)
+    classes = clean_classes(line, fields, limits.class_chars)
+    return Cleaned(text, classes, len(text) < len(whole))
 
 
 def _check_counts(rows: int, classes: int, limits: Limits) -> None:
@@ -127,16 +197,15 @@ def _check_counts(rows: int, classes: int, limits: Limits) -> None:
         raise ApiError("Too few classes", f"The training data has {classes} class; {least}")
 
 
-def clean_text(line: int, field: str, limit: int) -> str:
+def clean_text(line: int, field: str) -> str:
     """A row's text, trimmed; control characters and written escapes become spaces.
 
-    >>> clean_text(1, " two\\nlines", 1024)
+    >>> clean_text(1, " two\\nlines")
     'two lines'
     """
     text = plain(field).strip()
     if not text:
         raise malformed(f"The 'text' value at line {line:,} and column 1 is 'empty'.")
-    check_length("Phrase too long", f"phrase at line {line:,}", text, limit)
     return text
 
 

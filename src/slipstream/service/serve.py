@@ -22,9 +22,9 @@ from slipstream.service import keys, queue
 from slipstream.service.app import LOOPBACK, Gate
 from slipstream.service.context import Service
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
-from slipstream.service.database import now_ms
+from slipstream.service.database import Replaced, now_ms
 from slipstream.service.deadlines import HEADER_NBYTES, with_limit
-from slipstream.service.serve_options import ServeOptions
+from slipstream.service.serve_options import SECRET_VARIABLES, ServeOptions, TrainerStart
 
 LOG = logging.getLogger("slipstream.service")
 REQUESTS_STOP_S: Final = 10
@@ -37,8 +37,9 @@ def prepare(options: ServeOptions) -> Service:
     """Lock the directory and open its database."""
     os.umask(0o077)
     directory = DataDirectory(options.data)
-    directory.lock()
-    database = directory.migrated(options.database)
+    directory.lock(options.database)
+    place = f"process {os.getpid()} on {socket.gethostname()}, data directory {directory.path}"
+    database = directory.migrated(options.database, place)
     return Service(options, directory, database, directory.secret(), keys.RateLimit(options.rate))
 
 
@@ -73,7 +74,7 @@ class TrainerProcess:
         service.trainer_silent_s = lambda: time.monotonic() - self._beat
 
     async def keep(self) -> None:
-        """Run it until the service stops."""
+        """Run it until the service stops; raises Replaced if its database is another's by now."""
         pause_s, stopping = 1.0, self._service.stopping
         while True:
             began = time.monotonic()
@@ -82,6 +83,8 @@ class TrainerProcess:
                 await asyncio.to_thread(release, database, now_ms(), blameless=False)
                 if not stopping.is_set():
                     await self._watch(self._start())
+            except Replaced:
+                raise
             except Exception as error:
                 # Whatever it is (disk, database, no process left) may pass; jobs must not wait on.
                 LOG.warning("the trainer cannot be run: %s", error)
@@ -97,17 +100,27 @@ class TrainerProcess:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start it from the main thread: it lives as long as the thread that is its parent."""
-        arguments = msgspec.json.encode(self._service.options).decode()
-        self._process = start_process(
-            [sys.executable, "-P", "-m", "slipstream.service.trainer", arguments],
-            inherited_environment(),
+        """Start it from the main thread: it lives as long as the thread that is its parent.
+
+        Options go through its standard input: every user of the machine may read arguments, and
+        the database's address has a password.
+        """
+        environment = inherited_environment()
+        for name in SECRET_VARIABLES:
+            environment.pop(name, None)
+        self._process = process = start_process(
+            [sys.executable, "-P", "-m", "slipstream.service.trainer"],
+            environment,
             Placement(),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         self._beat = time.monotonic()
-        return self._process
+        assert process.stdin is not None
+        start = TrainerStart(self._service.options, self._service.database.owner)
+        with process.stdin as pipe:
+            pipe.write(msgspec.json.encode(start))
+        return process
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Read its pulse until it ends."""
@@ -134,7 +147,10 @@ class TrainerProcess:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM; ConfigError if the service cannot start like this."""
+    """Serve until SIGTERM; ConfigError if the service cannot start like this.
+
+    Raises Replaced if another service has taken the database while it was away.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     with contextlib.closing(prepare(options)) as service:
         recover(service)
@@ -175,6 +191,8 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
 
     def stop() -> None:
+        if service.stopping.is_set():
+            return
         LOG.info("stopping")
         service.stopping.set()
         trainer.stop()
@@ -183,11 +201,11 @@ async def _serve(service: Service, listener: socket.socket) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     keeping = asyncio.create_task(trainer.keep())
+    keeping.add_done_callback(lambda _: stop())  # also if the database is another service's
     host = f"[{options.host}]" if ":" in options.host else options.host
     LOG.info("ready at http://%s:%d", host, listener.getsockname()[1])
     await server.serve(sockets=[listener])
-    if not service.stopping.is_set():  # it ended by itself
-        stop()
+    stop()  # it may have ended by itself
     await asyncio.to_thread(trainer.end, TRAINER_STOP_S)
     await keeping
 

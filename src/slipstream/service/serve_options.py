@@ -7,10 +7,14 @@ from typing import Final
 
 import msgspec
 
+from slipstream.service.keys import QUOTA
 from slipstream.service.rows import Limits
 
 MIB: Final = 1024 * 1024
 LEASE_MS: Final = 30_000
+DATABASE_VARIABLE: Final = "SLIPSTREAM_DATABASE"
+METRICS_KEY_VARIABLE: Final = "SLIPSTREAM_METRICS_KEY"
+SECRET_VARIABLES: Final = (DATABASE_VARIABLE, METRICS_KEY_VARIABLE)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +29,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue: int = 64
     epochs: int = 200
     rate: int = 1500
+    quota: int = QUOTA  # of classifiers made without a key
     limits: Limits = Limits()
     max_body: int = 96 * MIB
     max_model: int = 256 * MIB
@@ -34,3 +39,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     behind_proxy: bool = False
     no_auth: bool = False
     metrics_key: str = ""
+
+
+class TrainerStart(msgspec.Struct, frozen=True):
+    """What the API process writes to the trainer's standard input."""
+
+    options: ServeOptions
+    owner: str  # of the database

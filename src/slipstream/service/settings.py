@@ -76,6 +76,7 @@ class JobSetting(msgspec.Struct, frozen=True):
     batch: int | None = None
     seed: int = 0
     max_model_bytes: int = 256 << 20
+    cut_to: int = 0  # characters that longer texts are cut to; 0: none are
 
 
 class Schedule(NamedTuple):

@@ -25,10 +25,10 @@ from slipstream.runtime.launch.processes import Placement, inherited_environment
 from slipstream.service import queue
 from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
-from slipstream.service.database import Database, DatabaseUnavailable, now_ms
+from slipstream.service.database import Database, DatabaseUnavailable, Replaced, now_ms
 from slipstream.service.errors import Damaged
 from slipstream.service.progress import NOTE, Progress
-from slipstream.service.serve_options import MIB, ServeOptions
+from slipstream.service.serve_options import MIB, ServeOptions, TrainerStart
 from slipstream.service.settings import NET_FORM, JobSetting
 
 LOG = logging.getLogger("slipstream.service.trainer")
@@ -59,7 +59,9 @@ class Running:
         self.unwritten: list[Progress] = []
         self._first: Progress | None = None
         self._kill_at, self._gone = float("inf"), False
-        job = JobSetting(epochs=options.epochs, max_model_bytes=options.max_model)
+        job = JobSetting(
+            epochs=options.epochs, max_model_bytes=options.max_model, cut_to=held.cut_to
+        )
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
         self._progress, self._log = directory / "progress.jsonl", directory / "train.log"
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
@@ -149,6 +151,8 @@ class Trainer:
                 running.end("stopped", STOP_S)
             try:
                 self._tick()
+            except Replaced:
+                raise
             except DatabaseUnavailable as error:
                 LOG.warning("%s", error)  # the jobs go on; the next tick tries again
                 time.sleep(WRITE_S)
@@ -240,7 +244,7 @@ class Trainer:
 
     def _fail(self, held: queue.Claim, reason: str) -> None:
         queue.finish(self._database, held, "failed", reason, now_ms())
-        LOG.warning("job %s of %s: failed: %s", held.id, held.classifier, reason)
+        LOG.warning("job %s of %s ended: %s", held.id, held.classifier, reason)
         # If it is tried again, it begins anew.
         remove(self._directory.version(held.classifier, held.version) / "checkpoints")
 
@@ -270,16 +274,19 @@ def _result(directory: Path) -> _Result | None:
 
 
 def main() -> None:
-    """``python -m slipstream.service.trainer OPTIONS``, as the API process starts it."""
+    """``python -m slipstream.service.trainer``, as the API process starts it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     os.umask(0o077)
-    options = msgspec.json.decode(sys.argv[1], type=ServeOptions)
-    directory = DataDirectory(options.data)
-    with directory.database(options.database) as database:
-        trainer = Trainer(options, database, directory)
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=TrainerStart)
+    directory = DataDirectory(start.options.data)
+    with directory.database(start.options.database, start.owner) as database:
+        trainer = Trainer(start.options, database, directory)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(trainer, "stopping", True))
-        trainer.run()
+        try:
+            trainer.run()
+        except Replaced as error:  # its jobs end with it
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

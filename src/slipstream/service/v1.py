@@ -19,13 +19,14 @@ from slipstream.service.context import Call
 from slipstream.service.database import Row
 from slipstream.service.errors import ApiError, Damaged
 from slipstream.service.rows import check_length
-from slipstream.service.upload import malformed, read_body, read_json, received
+from slipstream.service.upload import JSON_NBYTES, malformed, read_body, read_json, received
 
 GRANT: Final = "urn:ibm:params:oauth:grant-type:apikey"
 TEXT_CHARACTERS: Final = 2048
 PHRASES: Final = 30
 # Python's json writes a character as up to 12 bytes: a pair of escapes.
-COLLECTION_NBYTES: Final = PHRASES * (12 * TEXT_CHARACTERS + 1024)
+CHARACTER_NBYTES: Final = 12
+MORE_NBYTES: Final = 1024  # a text, for what is around it
 UNKNOWN_KEY: Final = {
     "errorCode": "BXNIM0415E",
     "errorMessage": "Provided API key could not be found.",
@@ -178,20 +179,20 @@ def timestamp(at_ms: int) -> str:
 async def classify(call: Call) -> Classification:
     """Classify a text."""
     if call.method == "POST":
-        text = (await read_json(call)).get("text")
+        text = (await read_json(call, max(JSON_NBYTES, most_nbytes(call)))).get("text")
     else:
         query = call.scope["query_string"]
         try:
             text = parse_qs(query.decode("ascii"), errors="strict").get("text", [None])[0]
         except ValueError:
             raise malformed("The query is not percent-encoded UTF-8.") from None
-    [item] = await _in_thread(call, [check_text(text, "'text'")])
+    [item] = await _in_thread(call, [check_text(text, "'text'", most_characters(call))])
     return Classification(call.id, call.url_of(call.id), item.text, item.top_class, item.classes)
 
 
 async def classify_collection(call: Call) -> ClassificationCollection:
     """Classify several texts."""
-    phrases = (await read_json(call, COLLECTION_NBYTES)).get("collection")
+    phrases = (await read_json(call, PHRASES * most_nbytes(call))).get("collection")
     if not isinstance(phrases, list) or not phrases:
         raise ApiError("Missing collection", "The field 'collection' is not a list of texts.")
     if len(phrases) > PHRASES:
@@ -199,17 +200,30 @@ async def classify_collection(call: Call) -> ClassificationCollection:
         reason = f"The field 'collection' has {len(phrases)} phrases which is {most}"
         raise ApiError("Too many phrases", reason)
     given = [phrase.get("text") if isinstance(phrase, dict) else None for phrase in phrases]
-    texts = [check_text(text, f"'collection[{place}].text'") for place, text in enumerate(given)]
+    longest = most_characters(call)
+    texts = [
+        check_text(text, f"'collection[{place}].text'", longest) for place, text in enumerate(given)
+    ]
     items = await _in_thread(call, texts)
     return ClassificationCollection(call.id, call.url_of(call.id), items)
 
 
-def check_text(value: object, place: str) -> str:
+def most_characters(call: Call) -> int:
+    """How long a text may be: as long as one to train on, at least."""
+    return max(TEXT_CHARACTERS, call.service.options.limits.text_chars)
+
+
+def most_nbytes(call: Call) -> int:
+    """How long such a text may be as JSON."""
+    return CHARACTER_NBYTES * most_characters(call) + MORE_NBYTES
+
+
+def check_text(value: object, place: str, most: int) -> str:
     """A text to classify; ApiError if it is missing, empty or too long."""
     if not isinstance(value, str) or not value.strip():
         reason = f"The field {place} is missing, is no text, or has no words."
         raise ApiError("Missing text", reason)
-    check_length("Phrase too long", f"field {place}", value.strip(), TEXT_CHARACTERS)
+    check_length("Phrase too long", f"field {place}", value.strip(), most)
     return value
 
 

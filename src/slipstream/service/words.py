@@ -19,7 +19,7 @@ _SPACES = re.compile(rf"\\[tnr]|{CONTROLS}")
 
 _SINGLE = "\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _LETTERS = rf"[^\W{_SINGLE}]+"
-_WORD = re.compile(rf"[{_SINGLE}]|{_LETTERS}(?:'{_LETTERS})?|[^\w\s]")
+WORD = re.compile(rf"[{_SINGLE}]|{_LETTERS}(?:'{_LETTERS})?|[^\w\s]")
 
 
 def plain(text: str) -> str:
@@ -38,4 +38,19 @@ def words_of(text: str, most: int) -> list[str]:
     ["don't", 'panic', ',', 'abc', '東', '京', '!']
     """
     normal = unicodedata.normalize("NFKC", plain(text)).lower().replace("\u2019", "'")
-    return [match[0] for match in islice(_WORD.finditer(normal[:MOST_CHARACTERS]), most)]
+    return [match[0] for match in islice(WORD.finditer(normal[:MOST_CHARACTERS]), most)]
+
+
+def cut_text(text: str, most: int) -> str:
+    """A text of ``most`` characters or fewer; a longer one ends after the last whole word.
+
+    >>> cut_text("it isn't so", 6), cut_text("東京の天気", 3), cut_text("abc", 2)
+    ('it', '東京の', 'ab')
+    """
+    if len(text) <= most:
+        return text
+    start = text.rfind(" ", 0, most + 1) + 1
+    # Two more characters show whether a word goes on, also after an apostrophe.
+    ends = [start + found.end() for found in WORD.finditer(text[start : most + 2])]
+    end = max((end for end in ends if end <= most), default=start)
+    return text[:end].strip() or text[:most]  # it may begin with a longer word

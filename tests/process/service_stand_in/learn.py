@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from slipstream.runtime.files.whole_files import write_whole
-from slipstream.service.rows import read
+from slipstream.service.rows import WHOLE, read
 
 
 def is_held(update: int, total: int) -> bool:
@@ -27,8 +27,8 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     directory = Path(sys.argv[1])
-    rows = read([(directory / "data.csv").read_bytes()])
     job = json.loads((directory / "job.json").read_bytes())
+    rows = read([(directory / "data.csv").read_bytes()], job["cut_to"] or WHOLE)
     if rows.texts[0] == "refuse me":
         print("refused: the model would be too large", file=sys.stderr)
         sys.exit(3)

@@ -35,7 +35,8 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def call(service: Service, classifier: str = "", **headers: str) -> Call:
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    made = Call({"type": "http", "headers": raw, "path_params": {"id": classifier}})
+    scope = {"type": "http", "headers": raw, "query_string": b""}
+    made = Call({**scope, "path_params": {"id": classifier}})
     made.service, made.tenant = service, keys.Tenant(keys.LOCAL, keys.LOCAL, keys.QUOTA)
     return made
 

@@ -167,7 +167,9 @@ def test_cancel(database: Database) -> None:
         queue.cancel(transaction, runs, 11)
         assert not queue.beat(transaction, held, 12)
         assert queue.finish(transaction, held, "failed", "cancelled", 13)
-    assert (state(database, waits), state(database, runs)) == ("cancelled", "cancelled")
+        assert transaction.run("SELECT DISTINCT state, error FROM jobs") == [
+            {"state": "cancelled", "error": None}
+        ]
     assert claim(database, 10**9) is None
 
 

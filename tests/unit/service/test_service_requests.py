@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from base64 import b64encode
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 from service_requests import ask, prepared
-from test_service_classifiers import create
+from test_service_classifiers import CSV, PART, create
 
-from slipstream.service import classifiers, downloads, keys, metrics
+from slipstream.service import classifiers, downloads, keys, metrics, queue
 from slipstream.service.context import Service
 from slipstream.service.database import Database, Row
 from slipstream.service.examples import EXAMPLES, ID, PARAMETERS
@@ -21,6 +22,9 @@ from slipstream.service.routes import OPERATIONS, description
 from slipstream.service.rows import Limits
 
 FORM = "application/x-www-form-urlencoded"
+UPLOAD = (PART.format("metadata", "{}") + PART.format("data", CSV) + "--b--\r\n").encode()
+JSON = {"content_type": "application/json"}
+UPLOAD_TYPE = "multipart/form-data; boundary=b"
 GRANT = "grant_type=urn:ibm:params:oauth:grant-type:apikey&response_type=cloud_iam&apikey="
 
 
@@ -328,3 +332,72 @@ def test_data_for_an_unknown_classifier_is_not_read(service: Service) -> None:
     path = "PUT /api/classifiers/abcdefx0123456789-nlc-9/data"
     answer = ask(service, path, b"no multipart", content_type="text/plain")
     assert (answer.code, answer.json["error"]) == (404, "Not found")
+
+
+def test_the_quota_of_those_without_a_key(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data", quota=9, queue=20) as service:
+        for _ in range(9):
+            ask(service, "POST /v1/classifiers", UPLOAD, content_type=UPLOAD_TYPE)
+        assert len(ask(service, "GET /v1/classifiers").json["classifiers"]) == 9
+        refused = ask(service, "POST /v1/classifiers", UPLOAD, content_type=UPLOAD_TYPE)
+        assert refused.json["error"] == "Entitlement error"
+        assert "('slipstream serve --quota N')" in refused.json["description"]
+
+
+# ---- texts that are too long
+
+
+def long_upload(lines: str) -> bytes:
+    return (PART.format("metadata", "{}") + PART.format("data", lines) + "--b--\r\n").encode()
+
+
+def trained(service: Service) -> queue.Claim:
+    """The job that waited."""
+    with service.database.transaction() as database:
+        held = queue.claim(database, "me", 1)
+        assert held is not None
+        queue.finish(database, held, "done", None, 2)
+        return held
+
+
+def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
+    rows = CSV + "two words and more,class0\nfits ten c,class1\n"
+    with prepared(tmp_path / "data", limits=Limits(text_chars=10)) as service:
+        sent = {"body": long_upload(rows), "content_type": UPLOAD_TYPE}
+        refused = ask(service, "POST /v1/classifiers", **sent)
+        assert refused.json["error"] == "Phrase too long"
+        made = ask(service, "POST /v1/classifiers?long=cut", **sent).json["classifier_id"]
+        own = f"/api/classifiers/{made}"
+        state = ask(service, f"GET {own}").json
+        assert (state["cut"], state["rows"]) == (1, 8)
+        assert ask(service, f"GET {own}/data").body.decode() == rows  # as it was sent
+        assert trained(service).cut_to == 10
+        again = {"body": long_upload(CSV), "content_type": UPLOAD_TYPE}
+        assert ask(service, f"PUT {own}/data", **sent).json["error"] == "Phrase too long"
+        assert ask(service, f"PUT {own}/data?long=cut", **sent).json == {"version": 2}
+        assert ask(service, f"GET {own}").json["cut"] == 1
+        trained(service)
+        assert ask(service, f"PUT {own}/data", **again).json == {"version": 3}
+        assert ask(service, f"GET {own}").json["cut"] == 0
+        assert trained(service).cut_to == 0
+
+
+def test_long_can_only_be_cut(service: Service) -> None:
+    refused = ask(service, "POST /v1/classifiers?long=Cut", UPLOAD, content_type=UPLOAD_TYPE)
+    assert (refused.code, refused.json["error"]) == (400, "Malformed query")
+    assert refused.json["description"] == "The parameter 'long' is 'Cut'; it can only be 'cut'."
+
+
+@pytest.mark.parametrize(("text_chars", "most"), [(9, 2048), (50_000, 50_000)])
+def test_a_text_to_classify_may_be_as_long_as_one_to_train_on(
+    tmp_path: Path, text_chars: int, most: int
+) -> None:
+    with prepared(tmp_path / "data", limits=Limits(text_chars=text_chars)) as service:
+        classifier = create(service) if text_chars > 9 else "0"
+        url = f"POST /v1/classifiers/{classifier}"
+        for length, error in ((most, {"Classifier not available", "Not found"}), (most + 1, None)):
+            text = {"text": "\N{GRINNING FACE}" * length}  # 12 bytes each in this JSON
+            single = ask(service, f"{url}/classify", json.dumps(text).encode(), **JSON)
+            body = json.dumps({"collection": [text] * 30}).encode()
+            for answer in (single, ask(service, f"{url}/classify_collection", body, **JSON)):
+                assert answer.json["error"] in (error or {"Phrase too long"})

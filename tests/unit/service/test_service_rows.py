@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.service.errors import ApiError as Refused
 from slipstream.service.rows import Limits, Rows, check, read
+from slipstream.service.words import cut_text, words_of
 
 FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"
 FIVE = FOUR + b"five,a\n"
@@ -21,7 +22,7 @@ FIVE = FOUR + b"five,a\n"
 def rows(data: bytes, limits: Limits | None = None) -> Rows:
     counts = check([data], limits or Limits())
     found = read([data])
-    assert counts == (len(found.texts), len(found.labels))
+    assert counts == (len(found.texts), len(found.labels), 0)
     return found
 
 
@@ -141,7 +142,7 @@ def test_many_short_rows_take_little_memory() -> None:
 def test_long_rows_take_little_memory_while_they_are_checked() -> None:
     block = "".join(f"{'😀' * 1000}{number},{'abc'[number % 3]}\n" for number in range(50)).encode()
     tracemalloc.start()
-    assert check([block] * 200, Limits()) == (10_000, 3)  # 40 MB
+    assert check([block] * 200, Limits()) == (10_000, 3, 0)  # 40 MB
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 << 20
@@ -259,3 +260,65 @@ def test_a_row_that_the_operator_permits_is_read() -> None:
     limits = Limits(max_classes=5_000, text_chars=2_000, class_chars=300)
     data = FIVE + wide.encode() + b"t" * 2_000 + b"," + b"c" * 300 + b"\n"
     assert len(rows(data, limits).classes[5]) == 3_500
+
+
+# ---- several rows that cannot be used, and texts that are too long
+
+
+def bad_rows(count: int) -> bytes:
+    """A row that can be used, and one that cannot, in turn; the latter are on the even lines."""
+    return b"".join(b"text,a\n,b\n" for _ in range(count))
+
+
+def test_all_rows_that_cannot_be_used_are_named() -> None:
+    first = "The 'text' value at line 2 and column 1 is 'empty'."
+    assert refusal(bad_rows(1)).description == first
+    said = refusal(bad_rows(3) + b"alone\n").description
+    assert said == f"{first} 4 rows cannot be used, at lines 2, 4, 6, 7."
+    lines = ", ".join(str(2 * number) for number in range(1, 21))
+    assert refusal(bad_rows(20)).description.endswith(f" 20 rows cannot be used, at lines {lines}.")
+    said = refusal(bad_rows(1_000)).description
+    assert said == f"{first} 1,000 rows cannot be used, the first 20 at lines {lines}."
+
+
+def test_rows_that_cannot_be_used_before_what_cannot_be_read() -> None:
+    said = refusal(bad_rows(2) + b'"a"b,c\n').description
+    assert (
+        "2 rows cannot be used, at lines 2, 4. The rows after them were not read: The row" in said
+    )
+    assert refusal(bad_rows(1) + b'"a"b,c\n').description.endswith("is 'empty'.")
+    said = refusal(bad_rows(9), Limits(max_rows=8)).description
+    assert "Of the first 8 rows, 4 rows cannot be used, at lines 2, 4, 6, 8." in said
+
+
+def test_of_texts_that_are_too_long_the_way_out_is_named() -> None:
+    said = refusal(FIVE + b"x" * 9 + b",a\n" + b"y" * 7 + b",a\n", Limits(text_chars=6)).description
+    assert said == (
+        "The phrase at line 6 has 9 characters which is larger than the permitted maximum of "
+        "6 characters. 2 rows cannot be used, at lines 6, 7. With ?long=cut the service cuts long "
+        "texts after a word."
+    )
+
+
+def test_long_texts_are_cut_after_a_word() -> None:
+    data = FIVE + "six seven,a\n\N{GRINNING FACE} 9 10 11 12,b\nshort,a\n".encode()
+    limits = Limits(text_chars=6)
+    assert check([data], limits, 6) == (8, 2, 2)
+    assert read([data], 6).texts[5:] == ["six", "\N{GRINNING FACE} 9 10", "short"]
+    assert read([data], 6).cut == 2
+    assert read([data]).cut == 0
+
+
+@given(
+    st.text("ab'\N{LATIN SMALL LETTER E WITH ACUTE}京か., \xa0_7", max_size=40), st.integers(1, 30)
+)
+def test_a_cut_text_has_the_first_words(text: str, most: int) -> None:
+    text = text.strip()
+    found = cut_text(text, most)
+    assert len(found) <= most
+    assert text.startswith(found)
+    if found != text:
+        whole, kept = words_of(text, 99), words_of(found, 99)
+        assert kept == whole[: len(kept)] or (len(kept) == 1 and len(found) == most)
+        rest = text[len(found) :].lstrip()
+        assert len(found) + len(text[len(found) :]) - len(rest) + len(words_of(rest, 1)[0]) > most

@@ -794,9 +794,16 @@ function table(caption, names, rows) {
 
 // ---- files
 
+/** The name in a Content-Disposition: the one in UTF-8, if there is one. */
+function savedName(header) {
+  const [, encoded, plain] = header?.match(/filename\*=UTF-8''(\S+)|filename="([^"]+)"$/) ?? [];
+  return encoded ? decodeURIComponent(encoded) : plain;
+}
+
 async function download({ currentTarget: button }) {
-  const blob = await (await request(`api/classifiers/${id}/${button.dataset.download}`)).blob();
-  const link = element("a", { href: URL.createObjectURL(blob), download: button.dataset.name });
+  const response = await request(`api/classifiers/${id}/${button.dataset.download}`);
+  const name = savedName(response.headers.get("Content-Disposition")) ?? button.dataset.name;
+  const link = element("a", { href: URL.createObjectURL(await response.blob()), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
