@@ -26,6 +26,9 @@ CLASSIFIER: Final = v1.Classifier(
 )
 JOB: Final = {
     "state": "running",
+    "phase": "training",
+    "phase_percent": 41,
+    "resumed_epoch": None,
     "ahead": 0,
     "percent": 41,
     "epoch": 82,
@@ -37,6 +40,7 @@ JOB: Final = {
     "version": 1,
     "rows": 128,
     "classes": 4,
+    "cut": 0,
     "bytes": 4711,
     "started": 1_700_000_000_042,
     "finished": None,

@@ -5,6 +5,7 @@
 
 // Until the service has said what its operator has set.
 export const LIMITS = { rows: [5, 20000], classes: [2, 3000], text: 1024, name: 256, record: 4 << 20 };
+const MOST_LINES = 20; // of rows that cannot be used, that a refusal names
 const LF = 10;
 const CR = 13;
 const ARCHIVES = [[0x50, 0x4b, 0x03, 0x04], [0xd0, 0xcf, 0x11, 0xe0]];
@@ -30,11 +31,13 @@ export class Refused extends Error {
 
 const malformed = (description) => new Refused("Malformed data", description);
 
-/** Training data as it is read: feed() its bytes, then end(). Both throw Refused. */
+/** Training data as it is read: feed() its bytes, then end(); refuse() throws why it cannot be used. */
 export class TrainingData {
   rows = 0;
   classes = new Map(); // how many rows each has
-  long = null; // texts that are too long: how many, and the first one's line and length
+  long = 0; // texts that are too long
+  #bad = []; // rows that cannot be used: {line, long, other}, the reason if the text is cut, and if not
+  #broken = null; // why it is no CSV from there on
   #signs = new Signs();
   #rest = new Uint8Array();
   #begun = false;
@@ -42,8 +45,19 @@ export class TrainingData {
   #decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
   #record = null; // while a quoted field is open: where it began, its fields and its text
 
-  /** False once there are too many rows: the rest need not be read. */
+  /** False once the rest need not be read. */
   feed(bytes, last = false) {
+    if (this.#broken) return false;
+    try {
+      return this.#feed(bytes, last);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      this.#broken = error;
+      return false;
+    }
+  }
+
+  #feed(bytes, last) {
     const block = new Uint8Array(this.#rest.length + bytes.length);
     block.set(this.#rest);
     block.set(bytes, this.#rest.length);
@@ -70,9 +84,17 @@ export class TrainingData {
   }
 
   end() {
-    if (this.rows <= LIMITS.rows[1]) this.feed(new Uint8Array(), true);
+    if (this.#broken || this.rows > LIMITS.rows[1]) return;
+    this.feed(new Uint8Array(), true);
+    if (this.#record) this.#broken ??= this.#unclosed();
+  }
+
+  /** Throws Refused if it cannot be used, with long texts cut or not. */
+  refuse(cut = false) {
+    const bad = this.#bad.filter(({ other }) => !cut || other);
+    if (bad.length) throw this.#unusable(bad.map((row) => ({ ...row, reason: (!cut && row.long) || row.other })));
+    if (this.#broken) throw this.#broken;
     if (this.rows > LIMITS.rows[1]) return;
-    if (this.#record) throw this.#unclosed();
     if (this.rows < LIMITS.rows[0]) {
       throw new Refused("Data too small", `The number of training entries received = ${this.rows}, `
         + `which is smaller than the required minimum of ${LIMITS.rows[0]}`);
@@ -83,12 +105,16 @@ export class TrainingData {
     }
   }
 
-  /** Throws Refused if texts are too long: a way out is to let the service cut them. */
-  refuseLong() {
-    if (!this.long) return;
-    const { line, length } = this.long;
-    throw new Refused("Phrase too long", `The phrase at line ${count(line)} has ${count(length)} `
-      + `characters which is larger than the permitted maximum of ${count(LIMITS.text)} characters.`);
+  /** The reason of the first bad row; of several, with their lines. */
+  #unusable(bad) {
+    const [{ reason }] = bad;
+    if (bad.length === 1) return reason;
+    const lines = bad.slice(0, MOST_LINES).map(({ line }) => count(line)).join(", ");
+    const within = this.rows > LIMITS.rows[1] ? `Of the first ${count(LIMITS.rows[1])} rows, ` : "";
+    const some = bad.length > MOST_LINES ? `the first ${MOST_LINES} at lines` : "at lines";
+    const after = this.#broken ? ` The rows after them were not read: ${this.#broken.description}` : "";
+    return new Refused(reason.error, `${reason.description} ${within}${count(bad.length)} rows cannot be used, `
+      + `${some} ${lines}.${after}`);
   }
 
   /** What looks like a mistake in data that can be used: sentences. */
@@ -177,19 +203,34 @@ export class TrainingData {
   #add({ line, fields }) {
     if (++this.rows > LIMITS.rows[1]) return;
     const text = strip(fields[0].replace(CONTROLS, " "));
-    if (!text) throw malformed(`The 'text' value at line ${count(line)} and column 1 is 'empty'.`);
-    if (text.length > LIMITS.text && characters(text) > LIMITS.text) {
-      this.long ??= { count: 0, line, length: characters(text) };
-      this.long.count++;
+    const long = tooLong(line, text);
+    if (long) this.long++;
+    let other = null;
+    try {
+      const names = classNames(line, text, fields);
+      for (const name of names) this.classes.set(name, (this.classes.get(name) ?? 0) + 1);
+      this.#signs.add(line, text, names);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      other = error;
     }
-    const names = [...new Set(
-      fields.slice(1).map((field, at) => className(line, at + 2, field)).filter(Boolean))];
-    if (!names.length) {
-      throw malformed(`The 'class' value at line ${count(line)} and column 2 is 'null'.${hint(fields)}`);
-    }
-    for (const name of names) this.classes.set(name, (this.classes.get(name) ?? 0) + 1);
-    this.#signs.add(line, text, names);
+    if (long || other) this.#bad.push({ line, long, other });
   }
+}
+
+function tooLong(line, text) {
+  if (text.length <= LIMITS.text || characters(text) <= LIMITS.text) return null;
+  return new Refused("Phrase too long", `The phrase at line ${count(line)} has ${count(characters(text))} `
+    + `characters which is larger than the permitted maximum of ${count(LIMITS.text)} characters.`);
+}
+
+function classNames(line, text, fields) {
+  if (!text) throw malformed(`The 'text' value at line ${count(line)} and column 1 is 'empty'.`);
+  const names = fields.slice(1).map((field, at) => className(line, at + 2, field)).filter(Boolean);
+  if (!names.length) {
+    throw malformed(`The 'class' value at line ${count(line)} and column 2 is 'null'.${hint(fields)}`);
+  }
+  return [...new Set(names)];
 }
 
 const HEADER_TEXTS = new Set(["text", "phrase", "sentence", "utterance", "question", "query", "message"]);
@@ -436,9 +477,9 @@ async function choose() {
     if (!name.value || name.value === suggested) {
       name.value = suggested = [...file.name.replace(/\.csv$/i, "")].slice(0, LIMITS.name).join("");
     }
-  } catch (error) {
+  } catch {
     if (file !== at("file").files[0]) return;
-    showCheck(`${file.name}: ${error instanceof Refused ? error.message : "it cannot be read."}`, true);
+    showCheck(`${file.name}: it cannot be read.`, true);
   }
 }
 
@@ -450,20 +491,24 @@ function showCheck(text, refused = false) {
 /** What was found in the chosen file, and whether it can be sent. */
 function showChosen() {
   const { file, data } = chosen ?? {};
-  const long = data?.long;
-  show("cut-choice", Boolean(long));
-  at("doubts").replaceChildren(...(data?.warnings() ?? []).map((text) => element("li", {}, text)));
-  at("send").disabled = !data || Boolean(long && !at("cut").checked);
+  const refused = data && refusalOf(data);
+  at("send").disabled = !data || Boolean(refused);
+  show("cut-choice", Boolean(data?.long));
+  const doubts = data && !refused ? data.warnings() : [];
+  at("doubts").replaceChildren(...doubts.map((text) => element("li", {}, text)));
   if (!data) return showCheck("");
-  if (!long) return showCheck(`${file.name}: ${summary(data)}`);
-  const part = `${count(long.count)} of ${count(data.rows)} texts (${share(long.count / data.rows)})`;
+  const part = `${count(data.long)} of ${count(data.rows)} texts (${share(data.long / data.rows)})`;
   at("cut-help").textContent =
     `${part} have more than ${count(LIMITS.text)} characters. This cuts each after the last whole word that fits.`;
-  if (at("cut").checked) return showCheck(`${file.name}: ${summary(data)}`);
+  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}`, Boolean(refused));
+}
+
+function refusalOf(data) {
   try {
-    return data.refuseLong();
+    return data.refuse(at("cut").checked);
   } catch (error) {
-    return showCheck(`${file.name}: ${error.message}`, true);
+    if (!(error instanceof Refused)) throw error;
+    return error;
   }
 }
 
