@@ -134,6 +134,7 @@ def test_long_texts_are_counted_and_cut_by_a_switch(tmp_path: Path) -> None:
     assert disabled
     assert out["checked"] == "long.csv: 5 rows, 2 classes."
     assert out["sent"] == ["/v1/classifiers?long=cut"]
+    assert out["facts"].endswith("5 rows, 2 classes. 2 long texts were cut.")
     assert out["hidden"]
 
 

@@ -15,7 +15,7 @@ import pytest
 from service_process import ServiceProcess
 
 from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import HEADER_CLASSES, HEADER_TEXTS, Limits, check, read
+from slipstream.service.rows import HEADER_CLASSES, HEADER_TEXTS, WHOLE, Limits, check, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 PAGE = resources.files("slipstream.service") / "page"
@@ -160,6 +160,7 @@ CASES = [
 ]
 CHECK = """
 const { Refused, TrainingData } = await import(process.argv[1]);
+const cut = process.argv[2] === "cut";
 const chunks = [];
 for await (const chunk of process.stdin) chunks.push(chunk);
 const cases = JSON.parse(Buffer.concat(chunks));
@@ -169,7 +170,7 @@ console.log(JSON.stringify(cases.map(([data, size]) => {
   try {
     for (let at = 0; at < bytes.length; at += size) found.feed(bytes.subarray(at, at + size));
     found.end();
-    found.refuse();
+    found.refuse(cut);
     return [found.rows, [...found.classes.keys()]];
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
@@ -179,21 +180,21 @@ console.log(JSON.stringify(cases.map(([data, size]) => {
 """
 
 
-def verdict(data: bytes) -> list[object]:
+def verdict(data: bytes, cut_to: int) -> list[object]:
     try:
-        check([data], Limits())
+        check([data], Limits(), cut_to)
     except Refused as refused:
         return [refused.error, refused.description]
     rows = read([data])
     return [len(rows.texts), rows.labels]
 
 
-def run_page(tmp_path, script: str, sent: object) -> object:
+def run_page(tmp_path, script: str, sent: object, *more: str) -> object:
     """What a script prints that has the page's own functions."""
     module = tmp_path / "page.mjs"
     module.write_bytes((PAGE / "page.js").read_bytes())
     done = subprocess.run(
-        ["node", "--input-type=module", "-e", script, str(module)],
+        ["node", "--input-type=module", "-e", script, str(module), *more],
         input=json.dumps(sent),
         capture_output=True,
         text=True,
@@ -291,14 +292,17 @@ console.log(JSON.stringify(JSON.parse(Buffer.concat(chunks)).map((data) => {
 
 @pytest.mark.process
 @needs_node
-def test_the_page_refuses_what_the_service_refuses(tmp_path) -> None:
+@pytest.mark.parametrize("long", ["refused", "cut"])
+def test_the_page_refuses_what_the_service_refuses(tmp_path, long: str) -> None:
     """In the same words, however the bytes are cut."""
     sizes = (1 << 16, 7, 1)
     runs = [(data, size) for data in CASES for size in sizes if len(data) < 10_000 * size]
     sent = [(base64.b64encode(data).decode(), size) for data, size in runs]
-    for (data, size), (first, second) in zip(runs, run_page(tmp_path, CHECK, sent), strict=True):
+    answers = run_page(tmp_path, CHECK, sent, long)
+    cut_to = Limits().text_chars if long == "cut" else WHOLE
+    for (data, size), (first, second) in zip(runs, answers, strict=True):
         found = [first, sorted(second) if isinstance(second, list) else second]
-        expected = verdict(data)
+        expected = verdict(data, cut_to)
         if isinstance(expected[1], str):  # the page has a switch for that
             expected[1] = expected[1].removesuffix(
                 " With ?long=cut the service cuts long texts after a word."

@@ -182,6 +182,8 @@ const scenarios = {
     await Promise.all([
       page.waitForResponse((one) => one.request().method() === "POST"), page.keyboard.press("Enter")]);
     out.sent = sent.map((one) => one.slice(url.length));
+    await says("one-facts", "cut");
+    out.facts = await text("one-facts");
     await page.goto(`${url}/docs`);
     await page.goto(url);
     await choose("short.csv", "one,a\ntwo,b\nthree,a\nfour,b\nfive,a\n");
