@@ -15,7 +15,7 @@ import pytest
 from service_process import ServiceProcess
 
 from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import Limits, check, read
+from slipstream.service.rows import HEADER_CLASSES, HEADER_TEXTS, WHOLE, Limits, check, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
 PAGE = resources.files("slipstream.service") / "page"
@@ -64,17 +64,38 @@ class Markup(HTMLParser):
             self.inline.append(data)
 
 
-def test_index_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+def read_markup(text: str) -> Markup:
     markup = Markup()
-    markup.feed((PAGE / "index.html").read_text("utf-8"))
-    assert len(markup.elements) > 50
+    markup.feed(text)
     assert markup.inline == []
+    return markup
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["docs", "guide"])
+def test_docs_are_in_the_style_of_the_page(service: ServiceProcess, name: str) -> None:
+    answer = service.get(f"/instances/any/{name}")
+    assert answer.headers["Content-Security-Policy"] == CSP
+    markup = read_markup(answer.text)
+    targets = [one["href"] for _, one in markup.elements if one.get("href")]
+    assert {"page.css", "./", "docs", "guide"} <= set(targets)  # relative: also below a prefix
+    assert not [one for _, one in markup.elements if "style" in one or "src" in one]
+
+
+@pytest.mark.process
+def test_docs_name_the_address_that_was_called(service: ServiceProcess) -> None:
+    assert f"url={service.url}/instances/any\n" in service.get("/instances/any/docs").text
+
+
+def test_index_has_nothing_inline_and_nothing_from_elsewhere() -> None:
+    markup = read_markup((PAGE / "index.html").read_text("utf-8"))
+    assert len(markup.elements) > 50
     for tag, attributes in markup.elements:
         assert tag != "style"
         assert not {name for name in attributes if name.startswith("on") or name == "style"}
         for name in ("src", "href", "action"):
             target = attributes.get(name) or "#"
-            assert target in ("#", "data:,", "docs", "page.js", "page.css"), (tag, target)
+            assert target in ("#", "data:,", "docs", "guide", "page.js", "page.css"), (tag, target)
         if "for" in attributes:
             assert attributes["for"] in {other.get("id") for _, other in markup.elements}
 
@@ -132,9 +153,14 @@ CASES = [
     b"PK\x03\x04" + bytes(100),
     FIVE + b'"' + b"x" * (5 << 20),
     FIVE + b"x" * (5 << 20),
+    FIVE + b"text,,\n" * 3,
+    FIVE + b"text,,\n" * 21,
+    FIVE + b"x" * 1025 + b",a\n,b\n" + b"y" * 1030 + b",\n",
+    FIVE + b"text,,\n" * 2 + b"a\0b,a\n" + b"text,,\n",
 ]
 CHECK = """
 const { Refused, TrainingData } = await import(process.argv[1]);
+const cut = process.argv[2] === "cut";
 const chunks = [];
 for await (const chunk of process.stdin) chunks.push(chunk);
 const cases = JSON.parse(Buffer.concat(chunks));
@@ -144,7 +170,8 @@ console.log(JSON.stringify(cases.map(([data, size]) => {
   try {
     for (let at = 0; at < bytes.length; at += size) found.feed(bytes.subarray(at, at + size));
     found.end();
-    return [found.rows, [...found.classes]];
+    found.refuse(cut);
+    return [found.rows, [...found.classes.keys()]];
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     return [error.error, error.description];
@@ -153,30 +180,131 @@ console.log(JSON.stringify(cases.map(([data, size]) => {
 """
 
 
-def verdict(data: bytes) -> list[object]:
+def verdict(data: bytes, cut_to: int) -> list[object]:
     try:
-        check([data], Limits())
+        check([data], Limits(), cut_to)
     except Refused as refused:
         return [refused.error, refused.description]
     rows = read([data])
     return [len(rows.texts), rows.labels]
 
 
-@pytest.mark.process
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_page_refuses_what_the_service_refuses(tmp_path) -> None:
-    """In the same words, however the bytes are cut."""
+def run_page(tmp_path, script: str, sent: object, *more: str) -> object:
+    """What a script prints that has the page's own functions."""
     module = tmp_path / "page.mjs"
     module.write_bytes((PAGE / "page.js").read_bytes())
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script, str(module), *more],
+        input=json.dumps(sent),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+CALL = """
+const page = await import(process.argv[1]);
+const chunks = [];
+for await (const chunk of process.stdin) chunks.push(chunk);
+const [name, cases] = JSON.parse(Buffer.concat(chunks));
+console.log(JSON.stringify(cases.map((given) => page[name](...given))));
+"""
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+JOB = {"state": "running", "ahead": 0, "percent": 0, "epoch": 0, "epochs": 0, "samples_s": 0.0}
+CUTS = [{}, {"cut": 0}, {"cut": 1}, {"cut": 3280}]
+TRAINS = {**JOB, "percent": 70, "epoch": 141, "epochs": 200, "samples_s": 1234.5, "eta_s": 90}
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_says_what_a_job_does(tmp_path) -> None:
+    """Also of a service that names no phases."""
+    figures = "70%, about 2 min left; epoch 141 of 200, 1,235 rows a second."
+    cases = {
+        "Waiting, 2 ahead.": {**JOB, "state": "waiting", "ahead": 2, "phase": "waiting"},
+        "Starting…": JOB,
+        "Reading rows…": {**JOB, "phase": "reading rows", "phase_percent": None},
+        "Building features: 40%.": {**JOB, "phase": "building features", "phase_percent": 40},
+        "Starting learners: 0%. Continuing from epoch 141.": {
+            **TRAINS,
+            "phase": "starting learners",
+            "phase_percent": 0,
+            "resumed_epoch": 141,
+        },
+        figures: TRAINS,
+        f"{figures} Continuing from epoch 0.": {
+            **TRAINS,
+            "phase": "training",
+            "phase_percent": 70,
+            "resumed_epoch": 0,
+        },
+        f"Final pass over all rows: {figures}": {**TRAINS, "phase": "final pass"},
+        "Measuring: 50%.": {**TRAINS, "phase": "measuring", "phase_percent": 50},
+        "Cancelled.": {**TRAINS, "state": "cancelled", "phase": None, "phase_percent": None},
+    }
+    said = run_page(tmp_path, CALL, ["jobText", [[job] for job in cases.values()]])
+    assert said == list(cases)
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_says_how_many_texts_were_cut(tmp_path) -> None:
+    one = {"status": "Available", "classifier_id": "id", "language": "en", "created": "2026-01-01"}
+    jobs = [{"state": "done", "rows": 9000, "classes": 20, **cut} for cut in CUTS]
+    said = run_page(tmp_path, CALL, ["factsText", [[one, job] for job in jobs]])
+    ends = [text.partition("20 classes.")[2] for text in said]
+    assert ends == ["", "", " 1 long text was cut.", " 3,280 long texts were cut."]
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_doubts_a_header_as_the_report_does(tmp_path) -> None:
+    """By the same words in the first row, however these are written."""
+    firsts = [
+        "text,class",
+        "TEXT,a",
+        "one,Intent",
+        "one,a,label",
+        "one,a",
+        "text,b",
+        "hello,class ",
+    ]
+    firsts += [*(f"{word},a" for word in HEADER_TEXTS), *(f"one,{word}" for word in HEADER_CLASSES)]
+    datas = [first + "\ntwo,b\nthree,a\nfour,b\nfive,c\n" for first in firsts]
+    script = """
+const { TrainingData } = await import(process.argv[1]);
+const chunks = [];
+for await (const chunk of process.stdin) chunks.push(chunk);
+console.log(JSON.stringify(JSON.parse(Buffer.concat(chunks)).map((data) => {
+  const found = new TrainingData();
+  found.feed(new TextEncoder().encode(data));
+  found.end();
+  return found.warnings().some((text) => text.includes("header"));
+})));
+"""
+    doubted = run_page(tmp_path, script, datas)
+    reported = [any("header" in text for text in read([data.encode()]).warnings) for data in datas]
+    assert doubted == reported
+    assert {True, False} == set(doubted)
+
+
+@pytest.mark.process
+@needs_node
+@pytest.mark.parametrize("long", ["refused", "cut"])
+def test_the_page_refuses_what_the_service_refuses(tmp_path, long: str) -> None:
+    """In the same words, however the bytes are cut."""
     sizes = (1 << 16, 7, 1)
     runs = [(data, size) for data in CASES for size in sizes if len(data) < 10_000 * size]
-    sent = json.dumps([(base64.b64encode(data).decode(), size) for data, size in runs])
-    command = ["node", "--input-type=module", "-e", CHECK, str(module)]
-    done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for (data, size), (first, second) in zip(runs, json.loads(done.stdout), strict=True):
+    sent = [(base64.b64encode(data).decode(), size) for data, size in runs]
+    answers = run_page(tmp_path, CHECK, sent, long)
+    cut_to = Limits().text_chars if long == "cut" else WHOLE
+    for (data, size), (first, second) in zip(runs, answers, strict=True):
         found = [first, sorted(second) if isinstance(second, list) else second]
-        expected = verdict(data)
-        if isinstance(expected[1], str):  # the page ends at the first row that cannot be used
-            expected[1] = expected[1][: len(found[1])]
+        expected = verdict(data, cut_to)
+        if isinstance(expected[1], str):  # the page has a switch for that
+            expected[1] = expected[1].removesuffix(
+                " With ?long=cut the service cuts long texts after a word."
+            )
         assert found == expected, (data[-80:], size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import pkgutil
 import re
 from collections.abc import Callable
@@ -16,7 +15,11 @@ from starlette.routing import compile_path
 
 from slipstream.service import classifiers, downloads, metrics, own, v1
 from slipstream.service.context import Call
+from slipstream.service.docs import docs_page
 from slipstream.service.errors import ApiError, ErrorBody, not_found
+from slipstream.service.examples import EXAMPLES, PARAMETERS, TAGS, tag_of
+from slipstream.service.guide import guide_page
+from slipstream.service.rows import Limits
 from slipstream.service.upload import TrainingParts
 
 PAGE_HEADERS: Final = {
@@ -70,25 +73,24 @@ def page(call: Call) -> Response:
     return Response(content, 200, PAGE_HEADERS, kind)
 
 
+def limits(call: Call) -> Limits:
+    """The limits of training data, as the operator has set them."""
+    return call.service.options.limits
+
+
 def openapi(call: Call) -> dict[str, Any]:
     """This description, by OpenAPI."""
     return description()
 
 
 def docs(call: Call) -> Response:
-    """This list."""
-    rows = "".join(
-        f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
-        f"<td>{html.escape(entry['summary'])}</td></tr>"
-        for path, methods in description()["paths"].items()
-        for method, entry in methods.items()
-    )
-    text = (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>slipstream serve</title>"
-        f"<h1>slipstream serve</h1><table>{rows}</table>"
-        "<p>Types: <a href=/openapi.json>/openapi.json</a></p></html>"
-    )
-    return Response(text, 200, PAGE_HEADERS, "text/html")
+    """This description, as a page."""
+    return Response(docs_page(description(), call.base), 200, PAGE_HEADERS, "text/html")
+
+
+def guide(call: Call) -> Response:
+    """The guide: how to use and to run the service."""
+    return Response(guide_page(), 200, PAGE_HEADERS, "text/html")
 
 
 # ---- the table
@@ -125,11 +127,13 @@ OPERATIONS: Final = (
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
     Operation("GET", f"{OWN}/versions", own.versions, own.Versions),
     Operation("POST", f"{OWN}/versions/{{number}}/activate", own.activate, own.Changed),
+    Operation("GET", "/api/limits", limits, Limits, is_open=True),
     Operation("GET", "/livez", metrics.live, is_open=True),
     Operation("GET", "/readyz", metrics.ready, is_open=True),
     Operation("GET", "/metrics", metrics.show, is_open=True),
     Operation("GET", "/openapi.json", openapi, is_open=True),
     Operation("GET", "/docs", docs, is_open=True),
+    Operation("GET", "/guide", guide, is_open=True),
     *(Operation("GET", path, page, is_open=True) for path in PAGE),
 )
 PATHS: Final = {
@@ -171,7 +175,7 @@ def description() -> dict[str, Any]:
         types, ref_template="#/components/schemas/{name}"
     )
     contents = {
-        name: {MEDIA_TYPES.get(name, "application/json"): {"schema": schema}}
+        name: {MEDIA_TYPES.get(name, "application/json"): {"schema": schema, **_example(name)}}
         for name, schema in zip(names, schemas, strict=True)
     }
     paths: dict[str, dict[str, Any]] = {}
@@ -180,6 +184,7 @@ def description() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "slipstream serve", "version": metadata.version("slipstream")},
+        "tags": [{"name": tag, "description": about} for tag, about in TAGS.values() if about],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -191,16 +196,24 @@ def description() -> dict[str, Any]:
     }
 
 
+def _example(name: Any) -> dict[str, Any]:
+    return {"example": msgspec.to_builtins(EXAMPLES[name])} if name in EXAMPLES else {}
+
+
+def _parameter(one: Parameter) -> dict[str, Any]:
+    meaning, example = PARAMETERS[one.name]
+    named = {"name": one.name, "in": one.place, "required": one.required}
+    return {**named, "description": meaning, "schema": {"type": "string"}, "example": example}
+
+
 def _entry(one: Operation, contents: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     _, path, names = compile_path(one.path)
     in_path = (Parameter(name, "path", required=True) for name in names)
     entry: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{path}").strip("_"),
+        "tags": [tag_of(one.path)],
         "summary": one.handler.__doc__,
-        "parameters": [
-            {"name": name, "in": place, "required": required, "schema": {"type": "string"}}
-            for name, place, required in (*in_path, *one.more)
-        ],
+        "parameters": [_parameter(known) for known in (*in_path, *one.more)],
         "responses": {
             "200": {"description": "Success", "content": contents.get(one.answer, {})},
             "default": {"description": "An error", "content": contents[ErrorBody]},

@@ -60,6 +60,7 @@ function watchCurve() {
   window.drawn = [];
   addEventListener("DOMContentLoaded", () => {
     const plot = document.getElementById("plot");
+    if (!plot) return; // it is another page
     const note = () => {
       const points = plot.querySelector("polyline.loss")?.getAttribute("points");
       if (points) window.drawn.push(points.split(" ").length);
@@ -100,6 +101,13 @@ const scenarios = {
     await page.locator("#answers li").first().waitFor();
     out.answers = await page.locator("#answers li").allTextContents();
     out.report = await text("report-summary");
+    out.explained = {};
+    for (const details of await page.locator("#report-summary details").all()) {
+      await details.locator("summary").focus();
+      await page.keyboard.press("Enter");
+      await details.locator("p").waitFor({ state: "visible" });
+      out.explained[await details.locator("summary").textContent()] = await details.locator("p").textContent();
+    }
     out.tables = await page.locator("#tables caption").allTextContents();
     await look("trained");
     const [download] = await Promise.all([
@@ -116,15 +124,118 @@ const scenarios = {
     await shown("list-empty");
     await train("to be cancelled");
     await shown("cancel");
+    await page.goBack();
+    await says("list", "30%");
+    out.listed = await text("list");
+    await page.goForward();
+    await shown("cancel");
     await tabTo("#cancel");
     await page.keyboard.press("Enter");
     await says("job", "Cancelled");
+    await shown("retry");
+    await says("one-facts", "Cancelled");
+    out.facts = await text("one-facts");
+    await page.goBack();
+    await says("list", "Cancelled");
+    out.cancelled = await text("list");
+    await page.goForward();
     await shown("retry");
     await look("cancelled");
     out.gone = await page.locator("#cancel").isHidden();
     await page.locator("#retry").click();
     await shown("try");
     await remove();
+  },
+
+  /** What the page says of a chosen file, before anything is sent. */
+  async preview() {
+    await page.goto(url);
+    await shown("list-empty");
+    out.doubts = {};
+    for (const [name, data] of Object.entries(JSON.parse(process.env.FILES))) {
+      await choose(name, data);
+      await says("check", `${name}: 8 rows`);
+      out.doubts[name] = [await text("doubts"), await page.locator("#send").isEnabled()];
+      if (out.doubts[name][0]) await look(name);
+    }
+    await choose("raised.csv", "one,a\ntwo,b\nthree,a\nfour,b\nfive,a\n".repeat(3));
+    await says("check", "raised.csv: more than");
+    out.raised = await text("check");
+  },
+
+  async long() {
+    const sent = [];
+    page.on("request", (request) => request.method() === "POST" && sent.push(request.url()));
+    await page.goto(url);
+    await shown("list-empty");
+    const data = `one,a\n${"long ".repeat(300)},b\nthree,a\n${"x".repeat(1025)},b\nfive,a\n`;
+    await choose("long.csv", data);
+    await shown("cut-choice");
+    out.refused = [await text("check"), await text("cut-help"), await page.locator("#send").isDisabled()];
+    await look("long");
+    await tabTo("#cut");
+    await page.keyboard.press("Space");
+    await says("check", "5 rows");
+    out.checked = await text("check");
+    await tabTo("#send");
+    await look("cut");
+    await Promise.all([
+      page.waitForResponse((one) => one.request().method() === "POST"), page.keyboard.press("Enter")]);
+    out.sent = sent.map((one) => one.slice(url.length));
+    await says("one-facts", "cut");
+    out.facts = await text("one-facts");
+    await page.goto(`${url}/docs`);
+    await page.goto(url);
+    await choose("short.csv", "one,a\ntwo,b\nthree,a\nfour,b\nfive,a\n");
+    await says("check", "5 rows");
+    out.hidden = await page.locator("#cut-choice").isHidden();
+  },
+
+  async missing() {
+    out.missing = [];
+    for (const named of ["unknown-id", "3f09c2x51c0a7e9d4-nlc-999"]) {
+      await page.goto("about:blank");
+      await page.goto(`${url}/#${named}`);
+      await shown("missing");
+      out.missing.push(await text("missing"));
+      await look("missing");
+      await tabTo("#missing a");
+      await page.keyboard.press("Enter");
+      await shown("home");
+    }
+    await train("to be deleted");
+    await page.request.delete(`${url}/v1/classifiers/${page.url().split("#")[1]}`);
+    await shown("missing");
+    out.deleted = await page.locator("#one").isHidden();
+  },
+
+  /** The pages that are made of the description and of the guide: size, colours, links, keyboard. */
+  async docs() {
+    const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    out.colours = {};
+    for (const colorScheme of ["light", "dark"]) {
+      await page.emulateMedia({ colorScheme });
+      out.colours[colorScheme] = [];
+      for (const name of ["", "docs", "guide"]) {
+        await page.goto(`${url}/${name}`);
+        out.colours[colorScheme].push(await background());
+        await look(`${name}-${colorScheme}`);
+      }
+    }
+    await page.goto(`${url}/docs`);
+    await tabTo("details summary");
+    await page.keyboard.press("Enter");
+    await page.locator("details[open] pre").first().waitFor();
+    await look("docs-open");
+    out.examples = await page.locator("section > pre").allTextContents();
+    out.text = await page.locator("main").textContent();
+    await page.locator("main a", { hasText: "guide" }).click();
+    await page.locator("h2", { hasText: "Training as a service" }).waitFor();
+    out.guide = await page.locator("main").textContent();
+    await page.locator("header a", { hasText: "API" }).click();
+    await page.locator("h2", { hasText: "Keys" }).waitFor();
+    await page.locator("header a", { hasText: "Classifiers" }).click();
+    await shown("list-empty");
   },
 
   async keys() {

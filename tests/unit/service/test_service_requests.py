@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from service_requests import ask, prepared
 from test_service_classifiers import CSV, PART, create
 
-from slipstream.service import downloads, keys, metrics, queue
+from slipstream.service import classifiers, downloads, keys, metrics, queue
 from slipstream.service.context import Service
 from slipstream.service.database import Database, Row
+from slipstream.service.examples import EXAMPLES, ID, PARAMETERS
 from slipstream.service.routes import OPERATIONS, description
 from slipstream.service.rows import Limits
 
@@ -249,7 +251,7 @@ def test_parameters_and_the_report_are_described() -> None:
     paths = description()["paths"]
     shown = paths["/v1/classifiers/{id}/classify"]["get"]["parameters"]
     text = {"name": "text", "in": "query", "required": True, "schema": {"type": "string"}}
-    assert text in shown
+    assert text.items() <= shown[1].items()
     report = paths["/api/classifiers/{id}/report"]["get"]["responses"]["200"]
     assert list(references(report)) == ["#/components/schemas/Report"]
 
@@ -260,7 +262,50 @@ def test_pages_of_the_description(service: Service) -> None:
     assert docs.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in docs.headers["content-security-policy"]
     for path in description()["paths"]:
-        assert f"<code>{path}</code>".encode() in docs.body
+        assert f"</strong> {path}</code>".encode() in docs.body
+
+
+def test_limits_are_told(tmp_path: Path) -> None:
+    limits = Limits(max_rows=12, text_chars=2000)
+    with prepared(tmp_path / "data", limits=limits) as service:
+        assert ask(service, "GET /api/limits").json == msgspec.to_builtins(limits)
+
+
+def test_every_operation_has_a_tag_and_each_tag_a_description() -> None:
+    found = description()
+    entries = [entry for methods in found["paths"].values() for entry in methods.values()]
+    used = {tag for entry in entries for tag in entry["tags"]}
+    assert used == {tag["name"] for tag in found["tags"]}
+    assert all(entry["tags"] for entry in entries)
+    assert all(tag["description"] for tag in found["tags"])
+
+
+def test_examples_are_of_their_types() -> None:
+    """Each body and answer in JSON has one, but for the report; it has every field."""
+    lacking = []
+    for one in OPERATIONS:
+        for kind in (one.answer, one.body):
+            if kind is None or isinstance(kind, str):
+                continue
+            example = msgspec.to_builtins(EXAMPLES[kind])
+            assert msgspec.to_builtins(msgspec.convert(example, kind)).items() <= example.items()
+            lacking += set(kind.__struct_fields__) - set(example)
+    assert lacking == []
+    assert classifiers.ID.fullmatch(ID)
+    assert PARAMETERS["id"][1] == ID
+
+
+def test_examples_are_in_the_description() -> None:
+    paths = description()["paths"]
+    classify = paths["/v1/classifiers/{id}/classify"]
+    body = classify["post"]["requestBody"]["content"]["application/json"]
+    assert body["example"] == {"text": "a cheap room in Oslo"}
+    upload = paths["/v1/classifiers"]["post"]["requestBody"]["content"]["multipart/form-data"]
+    assert set(upload["example"]) == {"training_metadata", "training_data"}
+    parameters = [
+        p for methods in paths.values() for e in methods.values() for p in e["parameters"]
+    ]
+    assert all(one["description"] and one["example"] for one in parameters)
 
 
 def test_only_the_use_of_a_key_is_noted(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

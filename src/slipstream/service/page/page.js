@@ -3,7 +3,9 @@
 
 // ---- training data: the checks of rows.py, so that a refusal shows before anything is sent
 
+// Until the service has said what its operator has set.
 export const LIMITS = { rows: [5, 20000], classes: [2, 3000], text: 1024, name: 256, record: 4 << 20 };
+const MOST_LINES = 20; // of rows that cannot be used, that a refusal names
 const LF = 10;
 const CR = 13;
 const ARCHIVES = [[0x50, 0x4b, 0x03, 0x04], [0xd0, 0xcf, 0x11, 0xe0]];
@@ -29,18 +31,33 @@ export class Refused extends Error {
 
 const malformed = (description) => new Refused("Malformed data", description);
 
-/** Training data as it is read: feed() its bytes, then end(). Both throw Refused. */
+/** Training data as it is read: feed() its bytes, then end(); refuse() throws why it cannot be used. */
 export class TrainingData {
   rows = 0;
-  classes = new Set();
+  classes = new Map(); // how many rows each has
+  long = 0; // texts that are too long
+  #bad = []; // rows that cannot be used: {line, long, other}, the reason if the text is cut, and if not
+  #broken = null; // why it is no CSV from there on
+  #signs = new Signs();
   #rest = new Uint8Array();
   #begun = false;
   #line = 0;
   #decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
   #record = null; // while a quoted field is open: where it began, its fields and its text
 
-  /** False once there are too many rows: the rest need not be read. */
+  /** False once the rest need not be read. */
   feed(bytes, last = false) {
+    if (this.#broken) return false;
+    try {
+      return this.#feed(bytes, last);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      this.#broken = error;
+      return false;
+    }
+  }
+
+  #feed(bytes, last) {
     const block = new Uint8Array(this.#rest.length + bytes.length);
     block.set(this.#rest);
     block.set(bytes, this.#rest.length);
@@ -67,9 +84,17 @@ export class TrainingData {
   }
 
   end() {
-    if (this.rows <= LIMITS.rows[1]) this.feed(new Uint8Array(), true);
+    if (this.#broken || this.rows > LIMITS.rows[1]) return;
+    this.feed(new Uint8Array(), true);
+    if (this.#record) this.#broken ??= this.#unclosed();
+  }
+
+  /** Throws Refused if it cannot be used, with long texts cut or not. */
+  refuse(cut = false) {
+    const bad = this.#bad.filter(({ other }) => !cut || other);
+    if (bad.length) throw this.#unusable(bad.map((row) => ({ ...row, reason: (!cut && row.long) || row.other })));
+    if (this.#broken) throw this.#broken;
     if (this.rows > LIMITS.rows[1]) return;
-    if (this.#record) throw this.#unclosed();
     if (this.rows < LIMITS.rows[0]) {
       throw new Refused("Data too small", `The number of training entries received = ${this.rows}, `
         + `which is smaller than the required minimum of ${LIMITS.rows[0]}`);
@@ -78,6 +103,23 @@ export class TrainingData {
       throw new Refused("Too few classes", `The training data has ${this.classes.size} class; `
         + `a classifier needs at least ${LIMITS.classes[0]}.`);
     }
+  }
+
+  /** The reason of the first bad row; of several, with their lines. */
+  #unusable(bad) {
+    const [{ reason }] = bad;
+    if (bad.length === 1) return reason;
+    const lines = bad.slice(0, MOST_LINES).map(({ line }) => count(line)).join(", ");
+    const within = this.rows > LIMITS.rows[1] ? `Of the first ${count(LIMITS.rows[1])} rows, ` : "";
+    const some = bad.length > MOST_LINES ? `the first ${MOST_LINES} at lines` : "at lines";
+    const after = this.#broken ? ` The rows after them were not read: ${this.#broken.description}` : "";
+    return new Refused(reason.error, `${reason.description} ${within}${count(bad.length)} rows cannot be used, `
+      + `${some} ${lines}.${after}`);
+  }
+
+  /** What looks like a mistake in data that can be used: sentences. */
+  warnings() {
+    return this.#signs.warnings(this);
   }
 
   #begin(block) {
@@ -161,19 +203,106 @@ export class TrainingData {
   #add({ line, fields }) {
     if (++this.rows > LIMITS.rows[1]) return;
     const text = strip(fields[0].replace(CONTROLS, " "));
-    if (!text) throw malformed(`The 'text' value at line ${count(line)} and column 1 is 'empty'.`);
-    if (text.length > LIMITS.text && characters(text) > LIMITS.text) {
-      throw new Refused("Phrase too long", `The phrase at line ${count(line)} has `
-        + `${count(characters(text))} characters which is larger than the permitted maximum of `
-        + `${count(LIMITS.text)} characters.`);
+    const long = tooLong(line, text);
+    if (long) this.long++;
+    let other = null;
+    try {
+      const names = classNames(line, text, fields);
+      for (const name of names) this.classes.set(name, (this.classes.get(name) ?? 0) + 1);
+      this.#signs.add(line, text, names);
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      other = error;
     }
-    const names = fields.slice(1).map((field, at) => className(line, at + 2, field)).filter(Boolean);
-    if (!names.length) {
-      throw malformed(`The 'class' value at line ${count(line)} and column 2 is 'null'.${hint(fields)}`);
-    }
-    for (const name of names) this.classes.add(name);
+    if (long || other) this.#bad.push({ line, long, other });
   }
 }
+
+function tooLong(line, text) {
+  if (text.length <= LIMITS.text || characters(text) <= LIMITS.text) return null;
+  return new Refused("Phrase too long", `The phrase at line ${count(line)} has ${count(characters(text))} `
+    + `characters which is larger than the permitted maximum of ${count(LIMITS.text)} characters.`);
+}
+
+function classNames(line, text, fields) {
+  if (!text) throw malformed(`The 'text' value at line ${count(line)} and column 1 is 'empty'.`);
+  const names = fields.slice(1).map((field, at) => className(line, at + 2, field)).filter(Boolean);
+  if (!names.length) {
+    throw malformed(`The 'class' value at line ${count(line)} and column 2 is 'null'.${hint(fields)}`);
+  }
+  return [...new Set(names)];
+}
+
+const HEADER_TEXTS = new Set(["text", "phrase", "sentence", "utterance", "question", "query", "message"]);
+const HEADER_CLASSES = new Set(["class", "class_name", "label", "labels", "category", "intent", "target"]);
+
+/** What tells mistakes from training data as it should be. */
+class Signs {
+  #texts = new Set();
+  #several = []; // rows of several classes
+  #lines = new Map(); // where each class is first
+  #first = null;
+  #likeFirst = 0; // rows of the same classes
+
+  add(line, text, names) {
+    this.#texts.add(text);
+    if (names.length > 1) this.#several.push({ line, names });
+    for (const name of names) if (!this.#lines.has(name)) this.#lines.set(name, line);
+    const key = [...names].sort().join("\n"); // no class has a line end
+    this.#first ??= { text, names, key };
+    if (key === this.#first.key) this.#likeFirst++;
+  }
+
+  warnings({ rows, classes }) {
+    const found = [];
+    if (this.#isHeader()) {
+      found.push("The first row looks like a header; it is taken as a row. Remove it if it is one.");
+    }
+    const [texts, names] = [this.#texts.size, classes.size];
+    // Texts are mostly different, and classes come again: here it is the other way round.
+    if (2 * texts <= rows && 2 * names >= rows && names >= 2 * texts) {
+      const columns = `${count(texts)} different values in the first column, ${count(names)} classes`;
+      found.push(`Text and class seem to be swapped: ${columns}. The text comes first, then the class.`);
+    } else {
+      found.push(...this.#commas(rows, classes));
+    }
+    return found;
+  }
+
+  #isHeader() {
+    const { text, names } = this.#first;
+    const named = HEADER_TEXTS.has(text.toLowerCase())
+      || names.some((name) => HEADER_CLASSES.has(name.toLowerCase()));
+    return named && this.#likeFirst === 1;
+  }
+
+  /** A comma in a text that is not in quotes makes a class of the rest of the text. */
+  #commas(rows, classes) {
+    const alone = [...classes].filter(([, its]) => its === 1).map(([name]) => name);
+    const unique = new Set(alone);
+    const spilt = this.#several.filter(({ names }) => names.some((name) => unique.has(name)));
+    const ask = "Is there a comma in the text? Then put the text in quotes.";
+    if (spilt.length && 2 * spilt.length >= this.#several.length) {
+      const { line, names } = spilt[0];
+      const shown = shorten(names.find((name) => unique.has(name)));
+      const subject = spilt.length === 1 ? "1 row has" : `${count(spilt.length)} rows have`;
+      return [`${subject} several classes, one of them in no other row; the first is line `
+        + `${count(line)}, class “${shown}”. ${ask}`];
+    }
+    if (2 * alone.length > rows) {
+      return [`${count(alone.length)} of ${count(classes.size)} classes have one row each; the first is `
+        + `line ${count(this.#lines.get(alone[0]))}, class “${shorten(alone[0])}”. ${ask}`];
+    }
+    const common = [...classes].find(([, its]) => its >= 0.9 * rows);
+    if (this.#several.length && classes.size > 2 && common) {
+      return [`The class “${shorten(common[0])}” is on nearly every row, beside others (line `
+        + `${count(this.#several[0].line)}). ${ask}`];
+    }
+    return [];
+  }
+}
+
+const shorten = (text) => (characters(text) > 40 ? `${[...text].slice(0, 40).join("")}…` : text);
 
 function comma(line, at) {
   const found = line.indexOf(",", at);
@@ -297,10 +426,20 @@ function duration(seconds) {
 
 // ---- a new classifier
 
-let chosen = null; // the file, once it was checked
+let chosen = null; // the file and its TrainingData, once it was read to its end
 let sendKey = null; // the same upload sent again after a broken connection makes one classifier
 
+/** What the operator permits; of a service that does not say it, the defaults. */
+async function learnLimits() {
+  const its = await json("api/limits").catch(() => null);
+  if (!its) return;
+  LIMITS.rows = [its.min_rows, its.max_rows];
+  LIMITS.classes = [its.min_classes, its.max_classes];
+  [LIMITS.text, LIMITS.name] = [its.text_chars, its.class_chars];
+}
+
 async function check(file) {
+  await learnLimits();
   const data = new TrainingData();
   const reader = file.stream().getReader();
   for (;;) {
@@ -325,26 +464,52 @@ let suggested = ""; // the name that the page has filled in
 async function choose() {
   const file = at("file").files[0];
   chosen = sendKey = null;
-  at("send").disabled = true;
+  at("cut").checked = false;
+  showChosen();
   if (!file) return;
-  const line = at("check");
-  line.className = "";
-  line.textContent = `${file.name}: reading…`;
+  showCheck(`${file.name}: reading…`);
   try {
     const data = await check(file);
     if (file !== at("file").files[0]) return;
-    chosen = file;
-    line.textContent = `${file.name}: ${summary(data)}`;
+    chosen = { file, data };
+    showChosen();
     const name = at("name");
     if (!name.value || name.value === suggested) {
       name.value = suggested = [...file.name.replace(/\.csv$/i, "")].slice(0, LIMITS.name).join("");
     }
-  } catch (error) {
+  } catch {
     if (file !== at("file").files[0]) return;
-    line.className = "refused";
-    line.textContent = `${file.name}: ${error instanceof Refused ? error.message : "it cannot be read."}`;
+    showCheck(`${file.name}: it cannot be read.`, true);
   }
-  at("send").disabled = chosen === null;
+}
+
+function showCheck(text, refused = false) {
+  at("check").className = refused ? "refused" : "";
+  at("check").textContent = text;
+}
+
+/** What was found in the chosen file, and whether it can be sent. */
+function showChosen() {
+  const { file, data } = chosen ?? {};
+  const refused = data && refusalOf(data);
+  at("send").disabled = !data || Boolean(refused);
+  show("cut-choice", Boolean(data?.long));
+  const doubts = data && !refused ? data.warnings() : [];
+  at("doubts").replaceChildren(...doubts.map((text) => element("li", {}, text)));
+  if (!data) return showCheck("");
+  const part = `${count(data.long)} of ${count(data.rows)} texts (${share(data.long / data.rows)})`;
+  at("cut-help").textContent =
+    `${part} have more than ${count(LIMITS.text)} characters. This cuts each after the last whole word that fits.`;
+  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}`, Boolean(refused));
+}
+
+function refusalOf(data) {
+  try {
+    return data.refuse(at("cut").checked);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    return error;
+  }
 }
 
 async function send() {
@@ -353,26 +518,33 @@ async function send() {
   const form = new FormData();
   const metadata = { language: at("language").value, name: at("name").value || null };
   form.append("training_metadata", JSON.stringify(metadata));
-  form.append("training_data", chosen);
+  form.append("training_data", chosen.file);
   at("send").disabled = true;
   at("send").textContent = "Sending…";
   try {
     const options = { method: "POST", body: form, headers: { "Idempotency-Key": sendKey } };
-    const made = await json("v1/classifiers", options);
+    const made = await json(`v1/classifiers${at("cut").checked ? "?long=cut" : ""}`, options);
     at("new").reset();
-    at("check").textContent = "";
     chosen = sendKey = null;
+    showChosen();
     location.hash = made.classifier_id;
   } catch (error) {
     if (error.code !== 0) sendKey = null;
     throw error;
   } finally {
-    at("send").disabled = chosen === null;
+    at("send").disabled = !chosen;
     at("send").textContent = "Train";
   }
 }
 
 // ---- all classifiers
+
+/** IBM's API has four statuses. The sentence beside them tells how far training is, and of a cancel. */
+export function listStatus({ status, status_description: sentence }) {
+  if (status === "Failed" && sentence.endsWith(" cancelled.")) return "Cancelled";
+  const progress = status === "Training" && /\((.+)\)$/.exec(sentence);
+  return progress ? `${status}, ${progress[1]}` : status;
+}
 
 let listed = "";
 
@@ -386,7 +558,7 @@ async function list() {
   at("list").replaceChildren(...classifiers.map((one) => element(
     "li", {},
     element("a", { href: `#${one.classifier_id}` }, one.name ?? one.classifier_id),
-    element("span", { class: "quiet" }, `${one.status}, ${new Date(one.created).toLocaleString()}`),
+    element("span", { class: "quiet" }, `${listStatus(one)}; ${new Date(one.created).toLocaleString()}`),
   )));
   if (focused?.startsWith("#")) at("list").querySelector(`[href="${focused}"]`)?.focus();
 }
@@ -403,32 +575,55 @@ async function open() {
   following.abort();
   following = new AbortController();
   const { signal } = following;
-  id = /^[0-9a-fx]+-nlc-\d+$/.test(location.hash.slice(1)) ? location.hash.slice(1) : null;
-  show("home", id === null);
+  const named = location.hash.slice(1);
+  id = /^[0-9a-fx]+-nlc-\d+$/.test(named) ? named : null;
+  show("missing", false);
+  show("home", !named);
   show("one", id !== null);
   show("forget-key", Boolean(sessionStorage.getItem(KEY)));
-  if (id === null) return list();
+  if (!named) return list();
+  if (id === null) return showMissing();
   for (const part of ["try", "report", "curve", "cancel", "retry"]) show(part, false);
   for (const part of ["one-facts", "job", "log-text", "sentence", "answers"]) at(part).textContent = "";
   at("sentence").value = "";
   at("one-title").textContent = id;
   at("log").open = false;
   at("one-title").focus();
-  await refresh(signal);
-  return follow(signal);
+  try {
+    await refresh(signal);
+    await follow(signal);
+  } catch (error) {
+    if (error.code !== 404) throw error;
+    showMissing(); // it is another's, or was deleted
+  }
+  return undefined;
+}
+
+function showMissing() {
+  id = null;
+  show("one", false);
+  show("missing", true);
+  at("missing-id").textContent = shorten(location.hash.slice(1));
+  at("missing-title").focus();
 }
 
 async function refresh(signal) {
   const [one, job] = await Promise.all([
     json(`v1/classifiers/${id}`, { signal }), json(`api/classifiers/${id}`, { signal })]);
   at("one-title").textContent = one.name ?? id;
-  at("one-facts").textContent = `${one.status}. ${id}, language ${one.language}, made `
-    + `${new Date(one.created).toLocaleString()}; ${count(job.rows)} rows, ${count(job.classes)} classes.`;
+  at("one-facts").textContent = factsText(one, job);
   showJob(job);
   const available = one.status === "Available";
   show("try", available);
   for (const button of document.querySelectorAll("[data-trained]")) button.disabled = !available;
   if (available) showReport(await json(`api/classifiers/${id}/report`, { signal }));
+}
+
+export function factsText(one, job) {
+  const status = one.status === "Failed" && job.state === "cancelled" ? "Cancelled" : one.status;
+  const cut = job.cut ? ` ${count(job.cut)} long ${job.cut === 1 ? "text was" : "texts were"} cut.` : "";
+  return `${status}. ${one.classifier_id}, language ${one.language}, made `
+    + `${new Date(one.created).toLocaleString()}; ${count(job.rows)} rows, ${count(job.classes)} classes.${cut}`;
 }
 
 /** Show the job's events until it ends; after a broken connection, from the last epoch on. */
@@ -456,23 +651,39 @@ async function follow(signal) {
   return undefined;
 }
 
-function jobText(job) {
-  const left = job.eta_s == null ? "" : `, about ${duration(job.eta_s)} left`;
+const PREPARING = ["waiting", "reading rows", "building features", "starting learners", "measuring"];
+
+/** What a job does, as a sentence. */
+export function jobText(job) {
   const took = job.started && job.finished ? ` in ${duration((job.finished - job.started) / 1000)}` : "";
-  const running = `${job.percent}%${left}; epoch ${job.epoch} of ${job.epochs}, `
-    + `${count(Math.round(job.samples_s))} rows a second.`;
   return {
     waiting: `Waiting, ${job.ahead} ahead.`,
-    running: job.epochs ? running : "Starting…",
+    running: runningText(job),
     done: `Done${took}.`,
     failed: `Failed: ${job.error}`,
     cancelled: "Cancelled.",
   }[job.state];
 }
 
+const isPreparing = (job) => !job.epochs || PREPARING.includes(job.phase);
+
+function runningText(job) {
+  const resumed = job.resumed_epoch == null ? "" : ` Continuing from epoch ${job.resumed_epoch}.`;
+  const phase = job.phase ? job.phase[0].toUpperCase() + job.phase.slice(1) : "Starting";
+  if (isPreparing(job)) {
+    return `${phase}${job.phase_percent == null ? "…" : `: ${job.phase_percent}%.`}${resumed}`;
+  }
+  const left = job.eta_s == null ? "" : `, about ${duration(job.eta_s)} left`;
+  const last = job.phase === "final pass" ? "Final pass over all rows: " : "";
+  return `${last}${job.percent}%${left}; epoch ${job.epoch} of ${job.epochs}, `
+    + `${count(Math.round(job.samples_s))} rows a second.${resumed}`;
+}
+
 function showJob(job) {
   epochs = Math.max(1, job.epochs ?? 1);
-  at("progress").value = job.percent;
+  // A bar without a value moves: something is done, and no one knows how long it takes.
+  if (job.state === "running" && isPreparing(job) && !job.percent) at("progress").removeAttribute("value");
+  else at("progress").value = job.percent;
   at("job").textContent = jobText(job);
   show("cancel", ["waiting", "running"].includes(job.state));
   show("retry", ["failed", "cancelled"].includes(job.state));
@@ -560,20 +771,45 @@ async function classify() {
   }));
 }
 
+const EXPLAINED = {
+  accuracy: "The share of right answers to rows that the classifier had not seen. The fewer these rows, "
+    + "the wider the interval: of 20 such measurements, about 19 have the true accuracy in theirs.",
+  macroF1: "F1 joins two shares of a class in one number from 0 to 1: how many of the answers with this class "
+    + "are right (precision), and how many of its rows are found (recall). Macro F1 is the mean over the classes: "
+    + "a rare class counts as much as a frequent one. Far below the accuracy, it says that rare classes are missed.",
+  calibration: "How far confidence is from the truth. With an error of 0, 80 of 100 answers with confidence 0.8 "
+    + "are right; with 0.1, it is on average 10 more or fewer. “Before” is the error before the confidence was "
+    + "fitted to held-out rows.",
+};
+
+/** A figure that opens to what it means: by pointer, touch and keyboard. */
+function explained(text, meaning) {
+  return element("details", { class: "explained" },
+    element("summary", {}, text), element("p", { class: "quiet" }, meaning));
+}
+
 function showReport(report) {
   show("report", true);
-  const sentences = [];
+  const figures = [];
   if (report.accuracy != null) {
     const [low, high] = report.interval ?? [];
-    sentences.push(`Accuracy ${figure(report.accuracy)}`
-      + (low == null ? "" : ` (95% interval ${figure(low)} to ${figure(high)})`)
-      + (report.held_out ? ` on ${count(report.held_out)} held-out rows.` : "."));
+    const interval = low == null ? "" : ` (95% interval ${figure(low)} to ${figure(high)})`;
+    const rows = report.held_out ? ` on ${count(report.held_out)} held-out rows` : "";
+    figures.push(explained(`Accuracy ${figure(report.accuracy)}${interval}${rows}`, EXPLAINED.accuracy));
   }
-  if (report.macro_f1 != null) sentences.push(`Macro F1 ${figure(report.macro_f1)}.`);
-  if (report.baseline != null) sentences.push(`The most frequent class is right for ${share(report.baseline)}.`);
+  if (report.macro_f1 != null) {
+    figures.push(explained(`Macro F1 ${figure(report.macro_f1)}`, EXPLAINED.macroF1));
+  }
   const { ece_before: before, ece_after: after } = report.calibration ?? {};
-  if (after != null) sentences.push(`Calibration error ${figure(after)} (${figure(before)} before).`);
-  at("report-summary").textContent = [...sentences, report.note ?? ""].join(" ");
+  if (after != null) {
+    const text = `Calibration error ${figure(after)} (${figure(before)} before)`;
+    figures.push(explained(text, EXPLAINED.calibration));
+  }
+  const sentences = [];
+  if (report.baseline != null) sentences.push(`The most frequent class is right for ${share(report.baseline)}.`);
+  if (report.cut) sentences.push(`${count(report.cut)} of ${count(report.rows)} texts were too long and were cut.`);
+  at("report-summary").replaceChildren(
+    ...figures, element("p", {}, [...sentences, report.note ?? ""].join(" ")));
   at("warnings").replaceChildren(...(report.warnings ?? []).map((text) => element("li", {}, text)));
   const wrong = (report.confusion ?? []).filter(([truth, answer]) => truth !== answer).slice(0, 20);
   const worst = [...(report.per_class ?? [])].sort((a, b) => (b.rows > 0) - (a.rows > 0) || a.f1 - b.f1);
@@ -639,6 +875,7 @@ function start() {
     return open();
   });
   on("file", "change", choose);
+  at("cut").addEventListener("change", showChosen);
   on("new", "submit", send);
   on("new", "input", () => { sendKey = null; });
   on("cancel", "click", async () => showJob(await post(`api/classifiers/${id}/cancel`)));
