@@ -55,10 +55,13 @@ class Learner:
         self._schedule = task.followed()
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate)
         _, self._optimizer = job.distribute(task.net, optimizer)  # the same net, weights shared
+        # The first learner's: others may have trained already when this one is ready.
+        self._begun: int = job.share(job.step)
         self._progress: ProgressFile | None = None
         if job.rank == 0:
             self._progress = ProgressFile(task.folder / "progress.jsonl")
-            if job.step == 0:  # what an earlier job left, of which no checkpoint is there
+            # The measured model is lost, or an earlier job's: it is measured anew.
+            if not task.held or job.step < self._schedule.first:
                 (task.folder / "report.json").unlink(missing_ok=True)
 
     def train(self) -> None:
@@ -78,14 +81,13 @@ class Learner:
         self._phases.note("all updates are made")
 
     def _begin(self) -> None:
-        step = self._job.step
-        self._phases.note(f"{self._task}")
+        self._phases.note(str(self._task))
         sentence = "training begins"
-        if step:
-            epoch = self._schedule.epoch(step)
+        if self._begun:
+            epoch = self._schedule.epoch(self._begun)
             self._phases.resume(epoch)
             sentence = f"continuing from epoch {epoch} of {self._schedule.last_epoch}"
-        self._phases.begin(TRAINING, f"{sentence}, update {step:,}")
+        self._phases.begin(TRAINING, sentence)
 
     def _run(self, numbers: Sequence[int], *, is_first: bool) -> None:
         """Train on these rows until all learners have made the updates of the part."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from service_requests import ask, prepared
+from test_service_classifiers import create
 
-from slipstream.service import phases
+from slipstream.service import phases, queue
 from slipstream.service.phases import Phase, PhaseFile, phase_of
 
 
@@ -61,3 +64,26 @@ def test_other_learners_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert list(other.watch([1, 2], 0, 1)) == [1, 2]
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_api_tells_the_phase_of_a_job(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data") as service:
+        classifier = create(service)
+        folder = service.directory.version(classifier, 1)
+
+        def told() -> list[object]:
+            state = msgspec.json.decode(ask(service, f"GET /api/classifiers/{classifier}").body)
+            return [state[name] for name in ("phase", "phase_percent", "resumed_epoch")]
+
+        assert told() == ["waiting", None, None]
+        held = queue.claim(service.database, "me", 1)
+        assert held is not None
+        assert told() == ["reading rows", 0, None]
+        file = PhaseFile(folder)
+        file.resume(141)
+        file.begin("training", "continuing from epoch 141 of 200")
+        assert told() == ["training", 0, 141]
+        queue.finish(service.database, held, "done", None, 3)
+        assert told() == [None, None, None]
+        events = ask(service, f"GET /api/classifiers/{classifier}/events").body
+        assert b'"phase":null,"phase_percent":null,"resumed_epoch":null' in events
