@@ -138,8 +138,17 @@ def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> Non
     report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
     assert (report.rows, report.held_out, report.accuracy) == (30, 0, None)
     log = (launch.folder / "out").read_text()
-    assert "job: 30 rows (0 held out), 3 classes" in log
-    assert "job: all updates are made" in log
+    told = [
+        "job: reading rows",
+        "job: building features of 30 rows",
+        "job: starting learners",
+        "job: 30 rows (0 held out), 3 classes",
+        "job: training begins",
+        "job: all updates are made",
+    ]
+    assert [log.count(line) for line in told] == [1] * len(told)  # by rank 0 alone
+    assert [log.index(line) for line in told] == sorted(log.index(line) for line in told)
+    assert phase_of("running", folder).phase == "training"
     model = Model.load(folder / "model.safetensors")
     assert model.classify(["is there snow"])[0][0][0] == "weather"
 
