@@ -191,7 +191,7 @@ def main() -> None:
         print(f"refused: {reason}", file=sys.stderr, flush=True)
         sys.exit(REFUSED)
     if is_first:
-        _ = task.held_batches
+        _ = task.held_batches  # a part of the features, so that the first measurement is fast
     phases.begin(STARTING, STARTING, None)
     with slipstream.init() as job:
         Learner(task, job, phases).train()
