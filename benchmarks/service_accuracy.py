@@ -77,14 +77,17 @@ def one(name: str, number: int, client: Client, args: argparse.Namespace) -> dic
             for answer, (_, label) in zip(found["collection"], some, strict=True)
         )
     client.send("DELETE", f"/v1/classifiers/{classifier}")
+    training = report["training"]
     return {
         "set": name,
         "model": number,
         "rows": len(trained),
         "accuracy": right / len(test),
-        "held_out_accuracy": report["accuracy"],
+        "held_out_accuracy": report["accuracy"],  # of the model before the final pass
+        "epochs": training["epochs"],
+        "stopped_epoch": training["stopped_epoch"],
         "seconds": seconds,
-        "samples_s": args.epochs * len(trained) / seconds,
+        "samples_s": training["epochs"] * len(trained) / seconds,
     }
 
 

@@ -33,8 +33,8 @@ from service_client import Client, serving
 import slipstream
 from slipstream.bench.comparison import machine_facts
 from slipstream.service.batches import random_noise, shuffled
-from slipstream.service.learn import Task
 from slipstream.service.settings import JobSetting
+from slipstream.service.task import Task
 
 LEARNERS = 2
 READY = 2_000  # batches that are made before the clock starts

@@ -16,6 +16,8 @@ from service_process import PACED
 from service_sentences import TOPICS, sentences
 
 from slipstream.service.answers import Model
+from slipstream.service.held_out_curve import HeldOutCurve
+from slipstream.service.phases import phase_of
 from slipstream.service.report import Report
 from slipstream.service.settings import JobSetting
 
@@ -76,8 +78,10 @@ def test_a_job_whose_processes_are_all_killed_goes_on(tmp_path: Path) -> None:
     with (folder / "progress.jsonl").open("a") as lines:
         lines.write('{"updates":')  # a line that the kill cut off
     before = progress(folder)[-1]["updates"]
+    assert (first.folder / "out").read_text().count("job: continuing from") == 0
     second = start(folder, "second")
     assert second.wait() == 0, (second.folder / "err").read_text()
+    assert "job: continuing from epoch " in (second.folder / "out").read_text()
     assert "goes on from a checkpoint" in (second.folder / "err").read_text()
     after = progress(folder)
     assert 0 < before < after[-1]["updates"] == after[-1]["total"]
@@ -87,6 +91,43 @@ def test_a_job_whose_processes_are_all_killed_goes_on(tmp_path: Path) -> None:
     for topic, words in TOPICS.items():
         for word in words:
             assert model.classify([f"tell me about {word}"])[0][0][0] == topic
+
+
+def curve(folder: Path) -> list[list[float]]:
+    try:
+        found: list[list[float]] = json.loads(HeldOutCurve(folder).path.read_bytes())
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def test_a_job_stops_early_and_does_not_forget_it(tmp_path: Path) -> None:
+    """Killed after the decision, every learner of the next attempt follows it from the start."""
+    folder = tmp_path / "version"
+    prepare(folder, 6, JobSetting(epochs=600, patience_epochs=24, least_updates_to_stop=0))
+    first = start(folder, "first")
+    until(
+        lambda: "held-out accuracy has not improved" in (first.folder / "out").read_text(),
+        "the decision to stop",
+    )
+    first.close()
+    decided = curve(folder)
+    assert phase_of("running", folder).phase in ("training", "measuring", "final pass")
+    second = start(folder, "second")
+    assert second.wait() == 0, (second.folder / "err").read_text()
+    out = (second.folder / "out").read_text()
+    assert "held-out accuracy has not improved" not in out  # it is known from the start
+    report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+    training = report.training
+    assert training is not None
+    assert training.stopped_epoch is not None
+    assert training.measured_epoch is not None
+    assert training.stopped_epoch < training.measured_epoch < training.epochs < 600
+    assert curve(folder)[: len(decided)] == decided
+    last = progress(folder)[-1]
+    assert (last["epoch"], last["epochs"]) == (training.epochs, training.epochs)
+    assert last["updates"] == last["total"] < 300 * 90 / 2
+    assert phase_of("running", folder).phase == "final pass"
 
 
 def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> None:
@@ -100,8 +141,17 @@ def test_few_rows_are_all_trained_and_nothing_is_measured(tmp_path: Path) -> Non
     assert (report.rows, report.held_out, report.accuracy) == (31, 0, None)
     assert report.cut == 1
     log = (launch.folder / "out").read_text()
-    assert "job: 31 rows (0 held out), 3 classes" in log
-    assert "job: all updates are made" in log
+    told = [
+        "job: reading rows",
+        "job: building features of 31 rows",
+        "job: starting learners",
+        "job: 31 rows (0 held out), 3 classes",
+        "job: training begins",
+        "job: all updates are made",
+    ]
+    assert [log.count(line) for line in told] == [1] * len(told)  # by rank 0 alone
+    assert [log.index(line) for line in told] == sorted(log.index(line) for line in told)
+    assert phase_of("running", folder).phase == "training"
     model = Model.load(folder / "model.safetensors")
     assert model.classify(["is there snow"])[0][0][0] == "weather"
 

@@ -66,13 +66,18 @@ class Examples:
         rows: Texts and their classes.
         encoder: Has the numbers of words and features.
         encode: Encodes a text; by default the encoder does.
+        watch: Goes through the texts while they are encoded.
     """
 
     def __init__(
-        self, rows: Rows, encoder: Encoder, encode: Callable[[str], Encoded] | None = None
+        self,
+        rows: Rows,
+        encoder: Encoder,
+        encode: Callable[[str], Encoded] | None = None,
+        watch: Callable[[list[str]], Iterable[str]] = iter,
     ) -> None:
         self._rows, self._encoder, self._setting = rows, encoder, encoder.setting
-        encoded = map(encode or encoder.encode, rows.texts)
+        encoded = map(encode or encoder.encode, watch(rows.texts))
         self._all = Joined.of(map(self._padded, encoded), rows.classes)
         self._words = np.diff(self._all.word_ends, prepend=0).tolist()
         self._features = np.diff(self._all.feature_ends, prepend=0).tolist()

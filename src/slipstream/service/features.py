@@ -11,7 +11,7 @@ The groups are words with pairs, and characters. N rows, N_f of them with f.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -71,14 +71,23 @@ class Encoder(NamedTuple):
     setting: TextSetting
 
     @classmethod
-    def of(cls, texts: Sequence[str], classes: int, setting: TextSetting) -> Encoder:
-        """Learn words and features from texts; each feature has a weight for each class."""
+    def of(
+        cls,
+        texts: Sequence[str],
+        classes: int,
+        setting: TextSetting,
+        watch: Callable[[list[list[str]]], Iterable[list[str]]] = iter,
+    ) -> Encoder:
+        """Learn words and features from texts; each feature has a weight for each class.
+
+        ``watch`` goes through the texts' words while most of the work is done.
+        """
         split = [words_of(text, setting.feature_words) for text in texts]
         words, counts = _count(hash_words(own[: setting.text_words]) for own in split)
         kept = _first(np.lexsort((words, -counts)), words, setting.most_words)
         terms, term_rows = _count(np.unique(hash_terms(own)) for own in split)
         grams, gram_rows = _count(
-            np.unique(hash_characters(own, *setting.characters)) for own in split
+            np.unique(hash_characters(own, *setting.characters)) for own in watch(split)
         )
         often = gram_rows >= setting.least_rows
         features = np.concatenate([terms, grams[often]])

@@ -17,6 +17,7 @@ from slipstream.service.context import Call
 from slipstream.service.data_directory import MODEL, remove
 from slipstream.service.database import Row, now_ms
 from slipstream.service.errors import ApiError, not_found
+from slipstream.service.phases import phase_of
 from slipstream.service.upload import received
 
 EVENTS_S: Final = 1.0
@@ -26,9 +27,21 @@ TENANTS: Final = 8  # that can have all their streams; each stream keeps a conne
 
 
 class JobState(msgspec.Struct, frozen=True):
-    """The newest job of a classifier."""
+    """The newest job of a classifier.
+
+    Attributes:
+        epochs: The passes that it makes: fewer than the most, once it is known to stop early.
+        eta_s: An estimate of the seconds left, if it makes all of ``epochs``.
+        phase: What it does now, see ``phases``; null if it is over.
+        phase_percent: How much of the phase is done, where that is known.
+        resumed_epoch: The epoch that the job continued from when it was started again.
+        accuracy: The report's.
+    """
 
     state: str
+    phase: str | None
+    phase_percent: int | None
+    resumed_epoch: int | None
     ahead: int
     percent: int
     epoch: int
@@ -80,7 +93,8 @@ def show(call: Call) -> JobState:
     job = classifiers.find_job(call)
     ahead = queue.ahead(call.service.database, job)
     now = {"ahead": ahead, "percent": queue.percent(job), "eta_s": queue.seconds_left(job)}
-    return msgspec.convert({**job, **now}, JobState)
+    phase = phase_of(job["state"], call.version_folder(job["version"]))
+    return msgspec.convert({**job, **now, **msgspec.structs.asdict(phase)}, JobState)
 
 
 def events(call: Call) -> Response:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.service.schedule import Schedule
+
 EVERY_S = 1.0
 NOTE = "job: "  # how lines of the log begin that tell how the job goes, not why it ended
 
@@ -34,13 +36,9 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class ProgressFile:
-    """Appends lines, at most one a second, to a file that may be new.
+    """Appends lines, at most one a second, to a file that may be new."""
 
-    ``total`` updates of ``batch`` rows are ``epochs`` passes over the data.
-    """
-
-    def __init__(self, path: Path, total: int, epochs: int, batch: int) -> None:
-        self._total, self._epochs, self._batch = total, epochs, batch
+    def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         size = os.fstat(self._handle).st_size
         if size and os.pread(self._handle, 1, size - 1) != b"\n":
@@ -59,16 +57,19 @@ class ProgressFile:
         """Whether a second has passed since the last line."""
         return time.monotonic() - self._at >= EVERY_S
 
-    def write(self, updates: int, held_accuracy: float | None = None) -> None:
-        """Append a line: all learners' updates so far, and what was recorded since the last one."""
+    def write(self, schedule: Schedule, updates: int, held_accuracy: float | None = None) -> None:
+        """Append a line: all learners' updates so far, and what was recorded since the last one.
+
+        The epochs and updates in all are those of the schedule: fewer, once it stops early.
+        """
         now = time.monotonic()
         done = max(updates - self._updates, 0) if self._updates >= 0 else 0
         line = Progress(
-            updates=min(updates, self._total),
-            total=self._total,
-            epoch=min(updates * self._epochs // self._total, self._epochs),
-            epochs=self._epochs,
-            samples_s=round(done * self._batch / max(now - self._at, 1e-3), 1),
+            updates=min(updates, schedule.total),
+            total=schedule.total,
+            epoch=min(schedule.epoch(updates), schedule.last_epoch),
+            epochs=schedule.last_epoch,
+            samples_s=round(done * schedule.batch / max(now - self._at, 1e-3), 1),
             at=time.time_ns() // 1_000_000,
             loss=self._loss / self._seen if self._seen else None,
             accuracy=self._right / self._seen if self._seen else None,

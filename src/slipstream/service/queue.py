@@ -115,7 +115,9 @@ def percent(job: Row) -> int:
 
 
 def seconds_left(job: Row) -> int | None:
-    """An estimate by the rate of this attempt; None while there is none.
+    """An estimate by the pace of this attempt; None while there is none.
+
+    It is of all epochs that may come: less is left once the job knows that it stops early.
 
     >>> seconds_left({"state": "running", "updates": 40, "total": 100, "updates_s": 2.0})
     30
@@ -124,11 +126,6 @@ def seconds_left(job: Row) -> int | None:
         return None
     left: int = job["total"] - job["updates"]
     return max(0, round(left / float(job["updates_s"])))
-
-
-def updates_per_s(first: Progress, last: Progress) -> float:
-    """The rate between two lines of progress: it leaves out the start of the processes."""
-    return 1000 * (last.updates - first.updates) / max(1, last.at - first.at)
 
 
 def minutes(seconds: int) -> str:
@@ -195,7 +192,7 @@ def record(
     best = max(line.updates for line in lines)
     hit = held.change(database, NEWEST, best=best, updates_s=updates_s, **last)
     for line in lines if hit else ():
-        if (line.loss, line.accuracy) != (None, None):
+        if (line.loss, line.accuracy, line.held_accuracy) != (None, None, None):
             database.run(POINT, job=held.id, **msgspec.structs.asdict(line))
 
 

@@ -39,7 +39,6 @@ LEAST, MOST = 0.02, 20.0  # temperatures
 MOST_SCORES = 1_000_000  # that temperatures are chosen by; of more, every second row, or third
 PRIOR = 0.5  # the weight of the distance from the defaults, in rows
 STEP = 1.5  # of logarithms, where the search begins
-NOTE = "Measured on held-out rows before these joined the training data for the last epochs."
 NOT_SHOWN = (
     " The calibration error rose: the confidence was lowered, since so few rows do not show that "
     "the classifier may be so sure."
@@ -77,6 +76,42 @@ class Calibration(msgspec.Struct):
     ece_after: float | None = None
 
 
+class Training(msgspec.Struct, frozen=True):
+    """Which model was measured, and when the training ended, in passes over the data.
+
+    Attributes:
+        epochs: The passes that the final model has made.
+        most_epochs: The passes that it makes if it does not stop early.
+        measured_epoch: The epoch of the model that was measured.
+        best_epoch: The first epoch of the best held-out accuracy on the way.
+        stopped_epoch: The epoch from which the rate fell to 0 early; null if it did not.
+    """
+
+    epochs: int
+    most_epochs: int
+    measured_epoch: int | None = None
+    best_epoch: int | None = None
+    stopped_epoch: int | None = None
+
+    @property
+    def sentences(self) -> str:
+        """What a reader of the report has to know of it."""
+        found = f"The final model has trained for {self.epochs} epochs, on all rows."
+        if self.measured_epoch is not None:
+            found = (
+                f"Every figure is of the model after epoch {self.measured_epoch}, on held-out rows "
+                "that it had not seen. These then joined the training data for the final pass: the "
+                f"final model has {self.epochs} epochs, and was not measured itself."
+            )
+        if self.stopped_epoch is not None:
+            found += (
+                f" The training stopped before {self.most_epochs} epochs: at epoch "
+                f"{self.stopped_epoch} held-out accuracy had not improved since epoch "
+                f"{self.best_epoch}."
+            )
+        return found
+
+
 class Report(msgspec.Struct):
     """``report.json``; what is null was not measured, because no rows were held out."""
 
@@ -94,9 +129,10 @@ class Report(msgspec.Struct):
     per_class: list[ClassReport] = []
     confusion: list[tuple[str, str, int]] = []  # true class, answer, how many
     thresholds: list[Threshold] = []
+    training: Training | None = None  # null in reports of earlier versions
 
 
-def unmeasured(rows: Rows, temperatures: Temperatures) -> Report:
+def unmeasured(rows: Rows, temperatures: Temperatures, training: Training) -> Report:
     """The report where no rows were held out."""
     counts = Counter(number for own in rows.classes for number in own)
     return Report(
@@ -105,7 +141,8 @@ def unmeasured(rows: Rows, temperatures: Temperatures) -> Report:
         held_out=0,
         calibration=Calibration(*astuple(temperatures)),
         warnings=rows.warnings,
-        note=NO_HELD_OUT,
+        note=f"{NO_HELD_OUT} {training.sentences}",
+        training=training,
         baseline=max(counts.values()) / len(rows.classes),
         cut=rows.cut,
     )
@@ -117,6 +154,7 @@ def measured(
     wide: Scores,
     held: Sequence[list[int]],
     defaults: Temperatures,
+    training: Training,
 ) -> Report:
     """The report on held-out rows, and the temperatures that they choose instead of ``defaults``.
 
@@ -124,7 +162,8 @@ def measured(
 
     >>> scores = np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
     >>> rows = Rows([], [[0], [1]] * 5, ["a", "b"], [])
-    >>> measured(rows, scores, scores, [[0], [1], [1]], Temperatures(1.0, 1.0)).confusion
+    >>> temperatures, training = Temperatures(1.0, 1.0), Training(200, 200, measured_epoch=180)
+    >>> measured(rows, scores, scores, [[0], [1], [1]], temperatures, training).confusion
     [('a', 'a', 1), ('b', 'a', 1), ('b', 'b', 1)]
     """
     chosen = choose_temperatures(deep, wide, held, defaults)
@@ -138,12 +177,12 @@ def measured(
     lowered = errors[1] > errors[0] and sure.mean() < first_sure.mean()
     per_class, confusion = by_class(rows.labels, after, held)
     seen = {name for true, answer, _ in confusion for name in (true, answer)}
-    unscored = unmeasured(rows, chosen)
+    unscored = unmeasured(rows, chosen, training)
     return replace(
         unscored,
         held_out=len(held),
         calibration=replace(unscored.calibration, ece_before=errors[0], ece_after=errors[1]),
-        note=NOTE + (NOT_SHOWN if lowered else ""),
+        note=training.sentences + (NOT_SHOWN if lowered else ""),
         accuracy=float(right.mean()),
         interval=wilson(int(right.sum()), len(held)),
         macro_f1=float(np.mean([found.f1 for found in per_class if found.name in seen])),

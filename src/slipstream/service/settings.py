@@ -31,8 +31,7 @@ TREC coarse, worse on clinc150).
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -72,40 +71,11 @@ class TextSetting(msgspec.Struct, frozen=True):
 class JobSetting(msgspec.Struct, frozen=True):
     """``job.json``: what the operator may change. Without a batch, the rows decide."""
 
-    epochs: int = 200
+    epochs: int = 200  # at most
+    patience_epochs: int = 30  # without a better held-out accuracy, after which it stops early
+    # A small set takes seconds for them, and its few held-out rows say little.
+    least_updates_to_stop: int = 20_000
     batch: int | None = None
     seed: int = 0
     max_model_bytes: int = 256 << 20
     cut_to: int = 0  # characters that longer texts are cut to; 0: none are
-
-
-class Schedule(NamedTuple):
-    """How many updates the two phases take.
-
-    Attributes:
-        batch: Rows an update; by default by the paper's Table 3.
-        first: Updates without the held-out rows.
-        total: Updates in all.
-    """
-
-    batch: int
-    first: int
-    total: int
-
-    @classmethod
-    def of(cls, job: JobSetting, setting: TextSetting, trained: int, held: int) -> Schedule:
-        """The schedule for ``trained`` rows and ``held`` ones, which join in the last epochs.
-
-        >>> Schedule.of(JobSetting(), TextSetting(), 900, 100)
-        Schedule(batch=2, first=81000, total=91000)
-        >>> Schedule.of(JobSetting(epochs=1), TextSetting(), 40, 0).total
-        1000
-        """
-        rows = trained + held
-        batch = job.batch or (2 if rows < 10_000 else 4 if rows <= 100_000 else 32)
-        share = setting.last_epochs if held else 1.0
-        first = math.ceil(job.epochs * (1 - share) * trained / batch)
-        total = first + math.ceil(job.epochs * share * rows / batch)
-        if total < setting.least_updates:
-            first = first * setting.least_updates // total
-        return cls(batch, first, max(total, setting.least_updates))

@@ -22,11 +22,12 @@ import msgspec
 from slipstream.errors import LaunchError
 from slipstream.runtime.files.whole_files import replace_file
 from slipstream.runtime.launch.processes import Placement, inherited_environment, start_process
-from slipstream.service import queue
+from slipstream.service import phases, queue
 from slipstream.service.answers import Model
 from slipstream.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.service.database import Database, DatabaseUnavailable, Replaced, now_ms
 from slipstream.service.errors import Damaged
+from slipstream.service.pace import Pace
 from slipstream.service.progress import NOTE, Progress
 from slipstream.service.serve_options import MIB, ServeOptions, TrainerStart
 from slipstream.service.settings import NET_FORM, JobSetting
@@ -55,18 +56,20 @@ class Running:
         # "stopped", "stalled" or "lost", once its processes are to end
         self.ending: str | None = None
         self.news_at = time.monotonic()  # when the last line of progress was read
-        self.best, self.updates_s = held.resumed_from, 0.0
+        self.best, self.pace = held.resumed_from, Pace()
         self.unwritten: list[Progress] = []
-        self._first: Progress | None = None
         self._kill_at, self._gone = float("inf"), False
         job = JobSetting(
             epochs=options.epochs, max_model_bytes=options.max_model, cut_to=held.cut_to
         )
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
+        (directory / phases.FILE).unlink(missing_ok=True)  # of an earlier attempt
         self._progress, self._log = directory / "progress.jsonl", directory / "train.log"
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
         with self._log.open("ab") as log:
             self._log_start = log.tell()
+            log.write(f"{NOTE}attempt {held.attempt} starts {options.learners} learners\n".encode())
+            log.flush()
             checkpoints = directory / "checkpoints" / f"net{NET_FORM}"
             checkpoints.mkdir(parents=True, exist_ok=True)
             strategy = f"gadei(checkpoints={str(checkpoints)!r}, every_s=10)"
@@ -81,7 +84,7 @@ class Running:
             )
 
     def read_progress(self) -> None:
-        """Take the whole lines since the last call; the rate is by the lines of this attempt."""
+        """Take the whole lines since the last call; the pace is by the lines of this attempt."""
         with contextlib.suppress(FileNotFoundError), self._progress.open("rb") as file:
             file.seek(self._offset)
             block = file.read(MIB)
@@ -89,13 +92,11 @@ class Running:
             self._offset += len(whole)
             for line in whole.splitlines():
                 with contextlib.suppress(msgspec.DecodeError):  # a kill may cut a line
-                    self.unwritten.append(msgspec.json.decode(line, type=Progress))
+                    self.unwritten.append(found := msgspec.json.decode(line, type=Progress))
+                    self.pace.add(at=found.at, updates=found.updates)
         if self.unwritten:
             self.news_at = time.monotonic()
-            first = self._first = self._first or self.unwritten[0]
-            last = self.unwritten[-1]
             self.best = max([self.best, *(line.updates for line in self.unwritten)])
-            self.updates_s = queue.updates_per_s(first, last)
 
     def end(self, why: str, grace_s: float) -> None:
         """Ask its processes to end; they are killed after ``grace_s``."""
@@ -181,7 +182,7 @@ class Trainer:
         running.read_progress()
         with self._database.transaction() as database:
             if running.unwritten:
-                queue.record(database, running.held, running.unwritten, running.updates_s)
+                queue.record(database, running.held, running.unwritten, running.pace.updates_s)
             alive = queue.beat(database, running.held, now_ms())
         running.unwritten = []
         return alive

@@ -10,11 +10,11 @@ from torch import nn
 
 from slipstream.service.batches import Examples
 from slipstream.service.features import Encoder
-from slipstream.service.learn import tensors_of
 from slipstream.service.model_file import ModelHead, write_model
 from slipstream.service.net import Scored, TextBatch, WideAndDeep
 from slipstream.service.rows import Rows
 from slipstream.service.settings import TextSetting
+from slipstream.service.task import tensors_of
 
 SETTING = TextSetting(dimensions=16, maps=8)
 LABELS = [f"class {number:02}" for number in range(12)]

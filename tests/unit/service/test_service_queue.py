@@ -118,20 +118,28 @@ def test_progress_does_not_fall(database: Database) -> None:
         assert transaction.run("SELECT epoch, loss FROM epochs") == [{"epoch": 1, "loss": 0.5}]
 
 
-def test_the_time_left_is_by_lines_of_progress(database: Database) -> None:
+def test_the_time_left_is_by_the_pace_of_the_attempt(database: Database) -> None:
     job(database, "a", 1)
     held = claim(database, 10)
     assert held is not None
-    lines = [line(40), line(60)]  # 20 updates in 20 ms, long after the claim
     with database.transaction() as transaction:
-        queue.record(transaction, held, lines[:1], queue.updates_per_s(lines[0], lines[0]))
+        for updates_s, left in [(0.0, None), (0.5, 80), (2.0, 20)]:
+            queue.record(transaction, held, [line(60)], updates_s)
+            row = transaction.one("SELECT * FROM jobs")
+            assert row is not None
+            assert queue.seconds_left(row) == left
+
+
+def test_a_job_that_stops_early_has_fewer_epochs_and_less_time_left(database: Database) -> None:
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    with database.transaction() as transaction:
+        queue.record(transaction, held, [queue.Progress(40, 200, 40, 200, 1.0, at=1)], 2.0)
+        queue.record(transaction, held, [queue.Progress(41, 61, 41, 61, 1.0, at=2)], 2.0)
         row = transaction.one("SELECT * FROM jobs")
-        assert row is not None
-        assert queue.seconds_left(row) is None
-        queue.record(transaction, held, lines, queue.updates_per_s(lines[0], lines[1]) / 1000)
-        row = transaction.one("SELECT * FROM jobs")
-        assert row is not None
-        assert queue.seconds_left(row) == 40
+    assert row is not None
+    assert (row["epochs"], queue.percent(row), queue.seconds_left(row)) == (61, 67, 10)
 
 
 def test_attempts_without_progress_are_counted(database: Database) -> None:
@@ -199,6 +207,18 @@ def test_held_out_accuracy_is_kept(database: Database) -> None:
             points = transaction.run("SELECT at, held_accuracy FROM epochs")
             assert len(points) == 1
         assert points == [{"at": 5, "held_accuracy": 0.75}]
+
+
+def test_held_out_accuracy_is_kept_without_a_training_loss(database: Database) -> None:
+    """The report's comes right after another line, so there may be no batch between."""
+    job(database, "a", 1)
+    held = claim(database, 10)
+    assert held is not None
+    with database.transaction() as transaction:
+        queue.record(
+            transaction, held, [queue.Progress(3, 100, 1, 2, 50.0, at=3, held_accuracy=0.75)]
+        )
+        assert transaction.run("SELECT held_accuracy FROM epochs") == [{"held_accuracy": 0.75}]
 
 
 def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:

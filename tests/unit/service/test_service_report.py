@@ -10,9 +10,11 @@ from sklearn.metrics import f1_score
 from slipstream.service import report as report_module
 from slipstream.service.report import (
     Report,
+    Training,
     calibration_error,
     choose_temperatures,
     measured,
+    unmeasured,
     wilson,
 )
 from slipstream.service.rows import Rows
@@ -20,6 +22,7 @@ from slipstream.service.temperatures import Scores, Shares, Temperatures
 
 RNG = np.random.default_rng(0)
 PLAIN, USUAL = Temperatures(1.0, 1.0), Temperatures(1.0, 0.25)
+TRAINING = Training(200, 200, measured_epoch=180, best_epoch=176)
 
 
 def sample(count: int, scale: float) -> tuple[np.ndarray, list[list[int]]]:
@@ -79,7 +82,7 @@ def test_a_whole_report() -> None:
     deep, held = sample(200, 1.0)
     labels = ["a", "b", "c", "d"]
     classes = [[number % 4] for number in range(2_000)]
-    report = measured(Rows([], classes, labels, ["beware"]), deep, deep, held, USUAL)
+    report = measured(Rows([], classes, labels, ["beware"]), deep, deep, held, USUAL, TRAINING)
     assert (report.rows, report.classes, report.held_out) == (2_000, 4, 200)
     assert report.warnings == ["beware"]
     assert report.baseline == 0.25
@@ -94,12 +97,30 @@ def test_a_whole_report() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
+def test_report_says_which_model_is_measured_and_where_it_stopped() -> None:
+    scores, held = sample(60, 1.0)
+    rows = Rows([], [[0], [1], [2], [3]] * 5, ["a", "b", "c", "d"], [])
+    full = measured(rows, scores, scores, held, PLAIN, TRAINING)
+    assert "of the model after epoch 180, on held-out rows" in full.note
+    assert "the final model has 200 epochs, and was not measured itself" in full.note
+    assert "stopped" not in full.note
+    stopped = Training(67, 200, measured_epoch=47, best_epoch=12, stopped_epoch=42)
+    early = measured(rows, scores, scores, held, PLAIN, stopped)
+    assert "of the model after epoch 47, on held-out rows" in early.note
+    assert "before 200 epochs: at epoch 42 held-out accuracy had not improved since epoch 12" in (
+        early.note
+    )
+    assert early.training == stopped
+    few = unmeasured(rows, PLAIN, Training(200, 200))
+    assert few.note.endswith("The final model has trained for 200 epochs, on all rows.")
+
+
 def test_macro_f1_is_that_of_scikit_learn() -> None:
     """Class c is answered, but has no held-out rows; class d has neither."""
     scores = np.eye(4)[[0, 1, 2, 1, 0]] * 9
     held = [[0], [1], [1], [1], [1]]
     rows = Rows([], [[0], [1], [2], [3]] * 5, ["a", "b", "c", "d"], [])
-    report = measured(rows, scores, scores, held, PLAIN)
+    report = measured(rows, scores, scores, held, PLAIN, TRAINING)
     true, answers = [own[0] for own in held], scores.argmax(1)
     assert report.macro_f1 == pytest.approx(f1_score(true, answers, average="macro"))
 
@@ -107,7 +128,7 @@ def test_macro_f1_is_that_of_scikit_learn() -> None:
 def test_one_of_several_classes_is_right() -> None:
     scores = np.array([[0.0, 3.0]] * 3)
     rows = Rows([], [[0, 1]] * 5, ["a", "b"], [])
-    report = measured(rows, scores, scores, [[0, 1], [1], [0]], PLAIN)
+    report = measured(rows, scores, scores, [[0, 1], [1], [0]], PLAIN, TRAINING)
     assert report.accuracy == pytest.approx(2 / 3)
     assert report.confusion == [("b", "b", 2), ("a", "b", 1)]
 
@@ -145,10 +166,10 @@ def test_a_part_that_knows_nothing_does_not_lower_the_confidence(known: str, cou
 def test_a_calibration_error_that_rises_is_explained() -> None:
     scores = np.eye(2)[[0, 1] * 12] * 9
     rows = Rows([], [[0], [1]] * 12, ["a", "b"], [])
-    found = measured(rows, scores, scores, [[0], [1]] * 12, USUAL)
+    found = measured(rows, scores, scores, [[0], [1]] * 12, USUAL, TRAINING)
     assert found.calibration.ece_after > found.calibration.ece_before
     assert "The calibration error rose" in found.note
-    wrong = measured(rows, scores, scores, [[0], [1], [1], [1]] * 6, USUAL)
+    wrong = measured(rows, scores, scores, [[0], [1], [1], [1]] * 6, USUAL, TRAINING)
     assert "rose" not in wrong.note
 
 
@@ -158,7 +179,7 @@ def test_a_calibration_error_that_rises_with_the_confidence_is_not_called_lowere
     wide = 0.3 * rng.normal(size=(20, 5)) + 0.4 * np.eye(5)[truth]
     held = [[int(own)] for own in truth]
     rows = Rows([], held, list("abcde"), [])
-    found = measured(rows, deep, wide, held, USUAL)
+    found = measured(rows, deep, wide, held, USUAL, TRAINING)
     assert found.calibration.ece_after > found.calibration.ece_before + 0.02
     chosen = choose_temperatures(deep, wide, held, USUAL)
     assert chosen.answer(deep, wide).max(1).mean() > USUAL.answer(deep, wide).max(1).mean() + 0.1

@@ -15,6 +15,7 @@ import pytest
 from slipstream.service import keys, queue, trainer
 from slipstream.service.data_directory import DataDirectory
 from slipstream.service.database import Database
+from slipstream.service.phases import Phase, PhaseFile, phase_of
 from slipstream.service.serve_options import ServeOptions
 from slipstream.service.trainer import Running, Trainer
 
@@ -77,6 +78,21 @@ def test_the_end_of_a_log_can_be_stored(tmp_path: Path) -> None:
     log.write_bytes(b"an earlier attempt\nit broke: \xff\0\n")
     running = SimpleNamespace(_log=log, _log_start=19)
     assert Running.log_tail(running) == "it broke: \ufffd\ufffd\n"  # type: ignore[arg-type]
+
+
+def test_an_attempt_begins_with_a_line_in_the_log_and_no_phase_of_before(
+    directory: DataDirectory, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "RUN", (sys.executable, "-c", ""))
+    folder = directory.version(ID, 1)
+    PhaseFile(folder).begin("final pass", "final pass")
+    held = queue.claim(database, "me", 1)
+    assert held is not None
+    running = Running(held, folder, ServeOptions(data=str(directory.path), learners=2))
+    running.process.wait(LIMIT_S)
+    assert phase_of("running", folder) == Phase("reading rows", 0)
+    assert (folder / "train.log").read_text() == "job: attempt 1 starts 2 learners\n"
+    assert running.reason() == "exit status 0"  # the line is no reason
 
 
 def test_a_process_that_has_ended_is_signalled_once(

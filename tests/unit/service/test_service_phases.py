@@ -1,0 +1,89 @@
+"""What a job says that it does, before it trains and after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from service_requests import ask, prepared
+from test_service_classifiers import create
+
+from slipstream.service import phases, queue
+from slipstream.service.phases import Phase, PhaseFile, phase_of
+
+
+@pytest.fixture(autouse=True)
+def every_call_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "EVERY_S", 0.0)
+
+
+def test_phase_is_by_the_state_before_the_file(tmp_path: Path) -> None:
+    PhaseFile(tmp_path).begin("training", "training begins")
+    assert phase_of("waiting", tmp_path) == Phase("waiting")
+    assert phase_of("running", tmp_path) == Phase("training", 0)
+    for state in ("done", "failed", "cancelled"):
+        assert phase_of(state, tmp_path) == Phase(None)
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"phase":', b"[]"])
+def test_running_job_without_a_whole_file_reads_rows(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / phases.FILE).write_bytes(content)
+    assert phase_of("running", tmp_path) == Phase("reading rows", 0)
+
+
+def test_percent_is_of_the_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = PhaseFile(tmp_path)
+    told.begin("building features", "building features of 4 rows")
+    seen = []
+    for item in told.watch("abcd", 0.2, 0.6):
+        seen.append((item, phase_of("running", tmp_path).phase_percent))
+    assert seen == [("a", 20), ("b", 30), ("c", 40), ("d", 50)]
+    told.advance(1.2)
+    assert phase_of("running", tmp_path).phase_percent == 100
+    told.begin("starting learners", "starting learners", None)
+    assert phase_of("running", tmp_path) == Phase("starting learners", None)
+    said = capsys.readouterr().out
+    assert said == "job: building features of 4 rows\njob: starting learners\n"
+
+
+def test_epoch_of_a_restart_stays_for_all_later_phases(tmp_path: Path) -> None:
+    told = PhaseFile(tmp_path)
+    told.resume(141)
+    told.begin("training", "continuing from epoch 141 of 200")
+    assert phase_of("running", tmp_path) == Phase("training", 0, 141)
+    told.advance(0.5)
+    told.begin("final pass", "final pass")
+    assert phase_of("running", tmp_path) == Phase("final pass", 0, 141)
+
+
+def test_other_learners_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = PhaseFile(None)
+    other.begin("training", "training begins")
+    assert list(other.watch([1, 2], 0, 1)) == [1, 2]
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_api_tells_the_phase_of_a_job(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data") as service:
+        classifier = create(service)
+        folder = service.directory.version(classifier, 1)
+
+        def told() -> list[object]:
+            state = msgspec.json.decode(ask(service, f"GET /api/classifiers/{classifier}").body)
+            return [state[name] for name in ("phase", "phase_percent", "resumed_epoch")]
+
+        assert told() == ["waiting", None, None]
+        held = queue.claim(service.database, "me", 1)
+        assert held is not None
+        assert told() == ["reading rows", 0, None]
+        file = PhaseFile(folder)
+        file.resume(141)
+        file.begin("training", "continuing from epoch 141 of 200")
+        assert told() == ["training", 0, 141]
+        queue.finish(service.database, held, "done", None, 3)
+        assert told() == [None, None, None]
+        events = ask(service, f"GET /api/classifiers/{classifier}/events").body
+        assert b'"phase":null,"phase_percent":null,"resumed_epoch":null' in events
