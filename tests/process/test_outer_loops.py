@@ -103,6 +103,12 @@ def test_weights_that_one_rank_changes_after_the_last_round_are_averaged(
     assert told[0]["weights"] == plain[0]["weights"]
 
 
+def test_buffers_that_a_forward_pass_changes_after_the_last_round_are_averaged(run: Run) -> None:
+    told = run("diloco(every=3)", model="norm", flush=False, changed={"2": ["1.running_mean"]})
+    assert len({each["digest"] for each in told}) == 1
+    assert all(each["warned"] == [] for each in told)
+
+
 def test_weights_that_all_ranks_change_alike_after_the_last_round_are_kept(run: Run) -> None:
     """Such as those of an earlier epoch that was better; to the last bit."""
     changed = {str(rank): ["0.weight", "1.running_mean"] for rank in range(RANKS)}

@@ -158,8 +158,8 @@ def differing_setting(first: Sequence[dict[str, str]], other: Sequence[dict[str,
 
 WRITTEN = (
     "it was changed outside of the optimizer that was distributed (by another optimizer, one that "
-    "steps in backward hooks, a checkpoint loaded on one rank, or by hand). Change it on all ranks "
-    "alike, or load with job.load"
+    "steps in backward hooks, a forward pass with max_norm, a checkpoint loaded on one rank, or by "
+    "hand). Change it on all ranks alike, or load with job.load"
 )
 CHANGED_GRADIENT = (
     "step() used other gradients there: they were changed after backward(), which had exchanged "

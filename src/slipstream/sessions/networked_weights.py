@@ -129,29 +129,29 @@ class LocalWeights(Weights):
         appliers = [applier_of(replica) for replica in self._parts.replicas]
         made = [replica.synchronizer.step for replica in self._parts.replicas]
         ended_after = sum(made) if what == "ended" else None
-        own = [made, [[each.has_steps, each.changed] for each in appliers]]
+        own = [made, [[each.has_steps, each.changed, each.moved] for each in appliers]]
         said = self._parts.calls.gather(what, own, ended_after=ended_after)
         if any(steps != made for steps, _ in said):
             told = ", ".join(f"rank {rank} {sum(steps)}" for rank, (steps, _) in enumerate(said))
             raise RuntimeFault(f"workers ran different numbers of steps: {told}; {SAME_STEPS}")
         for pair, applier in enumerate(appliers):
             # All ranks decide alike: one that made no round would miss the others'.
-            changed = [states[pair][1] for _, states in said]
-            has_steps = any(states[pair][0] for _, states in said)
-            if has_steps or (any(changed) and not self._changed_alike(pair, applier, changed)):
+            has_steps, changed, moved = zip(*(states[pair] for _, states in said), strict=True)
+            differ = any(changed) or any(moved)
+            if any(has_steps) or (differ and not self._changed_alike(pair, applier, changed)):
                 applier.synchronize()
 
     def _changed_alike(self, pair: int, applier: OuterUpdates, changed: Sequence[str]) -> bool:
         """Whether all workers have the same weights, which their loops have changed since the last
-        round; if not, say who has.
+        round; if not, say who has. Forward passes in training mode may have changed them, too.
 
         Args:
-            changed: by rank, the first tensor; empty if there is none.
+            changed: by rank, the first parameter; empty if there is none.
         """
         own = fingerprints(self._parts.pairs[pair].model).whole
         if len(set(self._gather("job.flush, changed weights", own, "job.flush"))) == 1:
             return applier.follow()
-        if self._parts.rank == 0:
+        if self._parts.rank == 0 and any(changed):
             rank, name = next((rank, name) for rank, name in enumerate(changed) if name)
             warnings.warn(
                 f"rank {rank} has changed weights after the last outer round ({name!r}), and not "

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.codecs.residual import Floats
 from slipstream.torch.inventory import Inventory
@@ -173,11 +173,3 @@ def add_to(weights: Tensor, start: int, values: Floats) -> None:
         part.add_(torch.from_numpy(values.copy()).to(part.device, part.dtype))
     if flat.data_ptr() != weights.data_ptr():
         weights.copy_(flat.view(weights.shape))
-
-
-def is_constant(model: nn.Module) -> Callable[[Tensor], bool]:
-    """Whether only updates change a parameter: tables with ``max_norm`` also change in forward
-    passes."""
-    tables = (m.weight for m in model.modules() if getattr(m, "max_norm", None))
-    renormed = {id(table) for table in tables}
-    return lambda parameter: id(parameter) not in renormed

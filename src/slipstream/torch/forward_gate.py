@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from slipstream.torch.plain_copies import ModuleHook, ReplacedMethod, keep_copies_plain
 
@@ -29,8 +30,9 @@ class ForwardGate:
     never called (``nn.MultiheadAttention`` reads its projection's weight without calling it) are
     awaited when the model is called. So are all weights before a module is copied, pickled, gives
     its ``state_dict`` or loads one, and when a loop asks a module for parameters or buffers
-    (``READERS``). Otherwise, as with a list of parameters from before, call ``job.wait()`` before
-    you read or change a weight.
+    (``READERS``). A forward pass that asks for them (for a device or a dtype, say) waits for each
+    when it gets it; a compiled one does not. Otherwise, as with a list of parameters from before,
+    call ``job.wait()`` before you read or change a weight.
 
     Args:
         wait: Waits for these tensors, or for all.
@@ -47,7 +49,7 @@ class ForwardGate:
         read: Callable[[], None],
     ) -> None:
         self._wait, self._read, self._reads = wait, read, True
-        self._begin = begin
+        self._begin, self._index_of = begin, index_of
         self._all = frozenset(index_of.values())
         self._awaited_at_call: set[int] = set()
         self._depth = 0
@@ -76,13 +78,30 @@ class ForwardGate:
     def _replace_readers(self, module: nn.Module) -> None:
         self._modules.append(module)
         for name in READERS:
-            vars(module).setdefault(name, Reader(module, name, self._reading))
+            self._replace(module, name, Reader)
         # It reads no weight, and a loop calls it when new ones may be under way.
-        vars(module).setdefault("zero_grad", WithoutReading(module, "zero_grad", self))
+        self._replace(module, "zero_grad", WithoutReading)
 
-    def _reading(self) -> None:
-        if self._reads:
+    def _replace(self, module: nn.Module, name: str, kind: type[Reader]) -> None:
+        """Join the gates of other pairs; a function that the user has put there stays."""
+        found = vars(module).setdefault(name, kind(module, name))
+        if isinstance(found, Reader):
+            found.gates.append(self)
+
+    def begin_reading(self) -> bool:
+        """Wait for all weights, except in a forward pass.
+
+        Returns:
+            Whether each is to be awaited when it is given.
+        """
+        if self._reads and not self._depth:
             self._read()
+        return self._reads and self._depth > 0
+
+    def await_one(self, tensor: Tensor) -> None:
+        """A forward pass gets at this weight."""
+        if (index := self._index_of.get(id(tensor))) is not None:
+            self._wait([index])
 
     @contextmanager
     def without_reading(self) -> Iterator[None]:
@@ -96,8 +115,11 @@ class ForwardGate:
     def remove(self) -> None:
         for module in self._modules:
             for name in (*READERS, "zero_grad"):
-                if isinstance(vars(module).get(name), Reader | WithoutReading):
-                    del vars(module)[name]
+                found = vars(module).get(name)
+                if isinstance(found, Reader):
+                    found.gates.remove(self)
+                    if not found.gates:
+                        del vars(module)[name]
         for handle in self._handles:
             handle.remove()
 
@@ -120,26 +142,40 @@ class ForwardGate:
 class Reader(ReplacedMethod):
     """A module's method that gives weights.
 
-    Args:
-        reading: Called first.
+    Attributes:
+        gates: Of all pairs that train weights of the module.
     """
 
-    def __init__(self, module: nn.Module, name: str, reading: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
-        self._reading = reading
+        self.gates: list[ForwardGate] = []
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        self._reading()
-        return self.plain()(*arguments, **named)
+        if torch.compiler.is_compiling():  # a compiled forward pass; modules wait in their hooks
+            return getattr(type(self.module), self.name)(self.module, *arguments, **named)
+        within = [gate for gate in self.gates if gate.begin_reading()]
+        given = self.plain()(*arguments, **named)
+        if not within:
+            return given
+        if isinstance(given, Tensor):
+            return next(awaited(within, [given]))
+        return awaited(within, given)
 
 
-class WithoutReading(ReplacedMethod):
+class WithoutReading(Reader):
     """A module's method that asks for parameters, but reads no weight."""
 
-    def __init__(self, module: nn.Module, name: str, gate: ForwardGate) -> None:
-        super().__init__(module, name)
-        self._gate = gate
-
+    @torch.compiler.disable
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with self._gate.without_reading():
+        with ExitStack() as stack:
+            for gate in self.gates:
+                stack.enter_context(gate.without_reading())
             return self.plain()(*arguments, **named)
+
+
+def awaited(gates: Sequence[ForwardGate], given: Iterable[Any]) -> Iterator[Any]:
+    """Wait for each of these weights, or names and weights, before it is given."""
+    for each in given:
+        for gate in gates:
+            gate.await_one(each[1] if isinstance(each, tuple) else each)
+        yield each

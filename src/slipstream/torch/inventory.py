@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -138,6 +138,14 @@ def whole_vector(model: nn.Module) -> torch.Tensor:
     """All of it as one vector, in fp32."""
     parts = [tensor.float().reshape(-1).cpu() for _, tensor in floating_state(model)]
     return torch.cat(parts)
+
+
+def is_constant(model: nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Whether only updates change a parameter: tables with ``max_norm`` also change in forward
+    passes."""
+    tables = (m.weight for m in model.modules() if getattr(m, "max_norm", None))
+    renormed = {id(table) for table in tables}
+    return lambda parameter: id(parameter) not in renormed
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from slipstream._native import Rings, add_rows, largest
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SETTINGS, WORD, Gradient, SegmentPlan
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import groups_of, unexpected_gradient, unheld_gradient
+from slipstream.torch.inventory import (
+    groups_of,
+    is_constant,
+    unexpected_gradient,
+    unheld_gradient,
+)
 from slipstream.torch.shared_weights import Settings, view_of
 from slipstream.transports.shared_memory import SharedMemory
 
@@ -151,9 +156,7 @@ class SlotWriter:
         self._untracked = [
             p for group in optimizer.param_groups for p in group["params"] if id(p) not in known
         ]
-        # Tables with max_norm change their weights themselves, in every forward pass.
-        renormed = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None)}
-        self.constant = [p for p in self.parameters if id(p) not in renormed]
+        self.constant = list(filter(is_constant(model), self.parameters))
         held = groups_of(optimizer)
         self._unheld = [(name, p) for name, p in named.items() if id(p) not in held]
         self._slots, self._reserve, self._deliver = slots, reserve, deliver

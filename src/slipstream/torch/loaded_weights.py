@@ -57,10 +57,10 @@ class LoadedWeights:
     """Takes the weights of the first step for the outer ones."""
 
     def __init__(self, model: nn.Module, outer: OuterWeights, digests: Digests) -> None:
-        self._parameters = list(model.parameters())
+        # Another pair's parameters may have made steps, and tables with max_norm change by
+        # themselves, so neither is compared.
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._outer, self._digests = outer, digests
-        trained = {id(parameter) for parameter in outer.trained}
-        self._frozen = [p for p in self._parameters if id(p) not in trained]
         self._states = list(map(state_of, self._frozen))
 
     def take(self) -> list[int]:
@@ -72,7 +72,7 @@ class LoadedWeights:
         Raises:
             RuntimeFault: Not all ranks have the same.
         """
-        own, loaded = digest_of(self._parameters), self._outer.loaded()
+        own, loaded = digest_of([*self._outer.constant, *self._frozen]), self._outer.loaded()
         self._digests.post(own)
         writes_frozen = self._states != list(map(state_of, self._frozen))
         if (loaded or writes_frozen) and set(self._digests.read()) != {own}:

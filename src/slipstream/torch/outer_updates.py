@@ -153,8 +153,8 @@ class OuterUpdates:
         """Give all workers the same weights; every rank calls it after the same step.
 
         They are the mean of the workers' weights: the outer optimizer is for whole rounds. Where
-        servers apply, it is a round like any other. If no worker ``has_steps`` or has ``changed``
-        weights, there is nothing to exchange.
+        servers apply, it is a round like any other. If no worker ``has_steps``, has ``changed`` or
+        ``moved`` weights, there is nothing to exchange.
         """
         self.wait()
         tensors, outer = self._synchronizer.inventory.tensors, self._outer
@@ -255,11 +255,17 @@ class OuterUpdates:
         return bool(self._under_way) or self._alike_after != self._synchronizer.step
 
     @property
+    def moved(self) -> bool:
+        """Whether forward passes alone have changed something since then: a batch norm's buffers,
+        or a table with ``max_norm``. Where servers apply, a round without steps would do harm."""
+        by_forward = self._outer.renormed() or bool(self._synchronizer.slots.changed_buffers())
+        return by_forward and not self._servers_apply
+
+    @property
     def changed(self) -> str:
-        """The first tensor that the loop has changed since then; empty if there is none."""
-        names = [spec.name for spec in self._synchronizer.plan.specs]
-        changed = [*self._outer.loaded(), *self._synchronizer.slots.changed_buffers()]
-        return names[changed[0]] if changed else ""
+        """The first parameter that the loop has changed since then; empty if there is none."""
+        changed = self._outer.loaded()
+        return self._synchronizer.plan.specs[changed[0]].name if changed else ""
 
     def standing(self) -> Standing:
         """What is under way, and what codecs have kept back where nobody else saves it.
@@ -271,7 +277,7 @@ class OuterUpdates:
         kept = {i: a.kept for i, a in self._arrived.items() if isinstance(a.kept, Tensor)}
         return Standing(
             repr(self._local),
-            not (self.has_steps or self.changed),
+            not (self.has_steps or self.changed or self.moved),
             list(self._under_way),
             {names[i]: a.result for i, a in self._arrived.items() if a.result is not None},
             [names[i] for i, a in self._arrived.items() if a.counted],

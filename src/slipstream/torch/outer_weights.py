@@ -3,7 +3,7 @@ optimizers in checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -26,14 +26,22 @@ class OuterWeights:
     Every worker has the same θ, to the last bit: all apply the same mean to the same weights. θ and
     the momentum of a parameter in 16 bits are float32, where small outer updates add up.
 
+    Args:
+        constant: Whether only updates change a parameter.
+
     Attributes:
         weights: θ, by the tensor's number.
         momenta: v, by the tensor's number; none before the first update, and none at workers where
             the servers apply.
     """
 
-    def __init__(self, inventory: Inventory, outer: Nesterov) -> None:
-        self.optimizer = outer
+    def __init__(
+        self,
+        inventory: Inventory,
+        outer: Nesterov,
+        constant: Callable[[Tensor], bool] = lambda _: True,
+    ) -> None:
+        self.optimizer, self._constant = outer, constant
         self._trained = {i: inventory.tensors[i] for i in inventory.parameters}
         self._names = {i: inventory.specs[i].name for i in inventory.parameters}
         self.weights: dict[int, Tensor] = {}
@@ -56,13 +64,20 @@ class OuterWeights:
         self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
 
     @property
-    def trained(self) -> Collection[Tensor]:
-        """The model's own parameters."""
-        return self._trained.values()
+    def constant(self) -> list[Tensor]:
+        """The model's own parameters that only updates change, or the loop."""
+        return list(filter(self._constant, self._trained.values()))
 
     def loaded(self) -> list[int]:
-        """The tensors of which the model has other weights than θ."""
-        return [i for i, p in self._trained.items() if not torch.equal(self.seen(i), p)]
+        """The tensors of which the loop has given the model other weights than θ."""
+        return [i for i in self._moved() if self._constant(self._trained[i])]
+
+    def renormed(self) -> bool:
+        """Whether forward passes have changed a parameter."""
+        return any(not self._constant(self._trained[i]) for i in self._moved())
+
+    def _moved(self) -> Iterator[int]:
+        return (i for i, p in self._trained.items() if not torch.equal(self.seen(i), p))
 
     def follow(self, loaded: Sequence[int]) -> None:
         """Go on from the model's weights of these tensors, the same on all ranks."""

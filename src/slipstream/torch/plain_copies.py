@@ -85,7 +85,13 @@ class ReplacedMethod(Addition):
 
     def plain(self) -> Callable[..., Any]:
         """The method that the module's type has."""
-        return types.MethodType(getattr(type(self.module), self.name), self.module)
+        return types.MethodType(self.__func__, self.module)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of the module's type: torch.compile expects bound methods here."""
+        found: Callable[..., Any] = getattr(type(self.module), self.name)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.module))

@@ -22,6 +22,7 @@ from slipstream.torch.inventory import (
     check_optimizer,
     config_fingerprint,
     groups_of,
+    is_constant,
 )
 from slipstream.torch.own_step import check_own_step, run_hooks
 from slipstream.torch.remote_optimizer import check_own_state
@@ -43,6 +44,22 @@ def distinct_models(pairs: Sequence[Pair]) -> list[nn.Module]:
 def first_with(pairs: Sequence[Pair], number: int) -> int:
     """The number of the first pair that has the same model."""
     return next(k for k, pair in enumerate(pairs) if pair.model is pairs[number].model)
+
+
+def check_constant(model: nn.Module, inventory: Inventory) -> None:
+    """Refuse tables that forward passes change, where servers have the weights.
+
+    Raises:
+        ConfigError: One has ``max_norm``.
+    """
+    constant = is_constant(model)
+    for name, parameter in inventory.trained.items():
+        if not constant(parameter):
+            raise ConfigError(
+                f"{name!r} belongs to a table with max_norm, which every forward pass changes, but "
+                "with this strategy servers update the weights and would undo that: leave max_norm "
+                "out, and let the forward pass normalize the rows that it looks up"
+            )
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
@@ -76,7 +93,9 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     check_elementwise(optimizer)
     check_own_step(optimizer)
     check_own_state(optimizer, inventory.trained)
-    return inventory.of_optimizer(optimizer)
+    held = inventory.of_optimizer(optimizer)
+    check_constant(model, held)
+    return held
 
 
 def check_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

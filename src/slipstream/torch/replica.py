@@ -45,10 +45,10 @@ from slipstream.torch.compact_gradients import CompactGradients
 from slipstream.torch.compact_layers import CompactLayer, named_forms
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.flat_weights import FlatWeights, is_constant
+from slipstream.torch.flat_weights import FlatWeights
 from slipstream.torch.gossip import accept_joiners, make_partial
 from slipstream.torch.host_gradients import HostExchange, HostGradients, LayerResults
-from slipstream.torch.inventory import Inventory, groups_of, whole_vector
+from slipstream.torch.inventory import Inventory, groups_of, is_constant, whole_vector
 from slipstream.torch.kept_state import KeptState, OwnState
 from slipstream.torch.layer_math import TorchLayerMath
 from slipstream.torch.loaded_weights import LoadedWeights, PostedDigests
@@ -270,7 +270,7 @@ class Wiring:
         """Create everything else; all ranks have rank 0's weights."""
         channels = self._channels()
         if isinstance(outer := self._plan.update.outer, Nesterov):
-            self._outer = OuterWeights(self._inventory, outer)
+            self._outer = OuterWeights(self._inventory, outer, is_constant(self._model))
         joins, compact = self._join_coordinator(channels), self._compact(channels)
         averages, service = self._averages(), self._service()
         optimizer, applier = self._applier(channels, averages)

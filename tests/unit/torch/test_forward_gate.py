@@ -1,6 +1,7 @@
 """Weights are awaited before they are read, and no earlier than that."""
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,6 +148,74 @@ def test_forward_gate_zero_grad_waits_for_nothing() -> None:
     gate.model.zero_grad()
     assert gate.model.weight.grad is None
     assert gate.waits == []
+
+
+class AsksForDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.parameters()).device)
+        return self.last(self.first(x))
+
+
+def test_forward_gate_forward_asking_for_the_device_does_not_wait_for_later_layers() -> None:
+    gate = Gate(AsksForDevice())
+    gate.run(torch.ones(1, 2))
+    waits = gate.run(torch.ones(1, 2))
+    assert waits[0] == ["first.weight"]
+    assert waits[-1] == ["last.weight"]
+
+
+def test_forward_gate_forward_asking_for_all_waits_for_each() -> None:
+    class Penalized(AsksForDevice):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            last = self.get_parameter("last.weight").sum()
+            penalty = sum(p.square().sum() for _, p in self.named_parameters())
+            return super().forward(x) + last + penalty
+
+    gate = Gate(Penalized())
+    gate.run(torch.ones(1, 2))
+    assert gate.run(torch.ones(1, 2))[:3] == [["last.weight"], ["first.weight"], ["last.weight"]]
+
+
+def test_forward_gate_model_can_be_compiled() -> None:
+    gate = Gate(AsksForDevice())
+    compiled = torch.compile(gate.model, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(torch.ones(1, 2))
+    assert "trace" not in "".join(str(warning.message) for warning in caught)
+    gate.waits = []
+    compiled(torch.ones(1, 2))
+    assert gate.waits == [["first.weight"], ["last.weight"]]
+
+
+def test_forward_gate_of_several_pairs_all_wait_for_one_reader() -> None:
+    model, waited = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), list[str]()
+
+    def gate_of(layer: nn.Module, name: str) -> ForwardGate:
+        places = {id(p): i for i, p in enumerate(layer.parameters())}
+        return ForwardGate(
+            model, places, lambda _: None, lambda: None, read=lambda: waited.append(name)
+        )
+
+    def read() -> set[str]:
+        waited.clear()
+        list(model.parameters())
+        return set(waited)
+
+    first, second = gate_of(model[0], "first"), gate_of(model[1], "second")
+    assert read() == {"first", "second"}
+    waited.clear()
+    model.zero_grad()
+    assert waited == []
+    first.remove()
+    assert read() == {"second"}
+    second.remove()
+    assert read() == set()
+    assert "parameters" not in vars(model)
 
 
 def test_forward_gate_removed_leaves_a_plain_module() -> None:

@@ -42,9 +42,11 @@ def test_outer_weights_follow_weights_that_the_loop_loads() -> None:
     model = nn.Linear(2, 2)
     outer = outer_of(model)
     nn.init.constant_(model.weight, 3.0)
-    assert len(outer.follow_model()) == 1
+    loaded = outer.loaded()
+    assert len(loaded) == 1
+    outer.follow(loaded)
     assert torch.equal(outer.copies()["weight"], model.weight)
-    assert outer.follow_model() == []
+    assert outer.loaded() == []
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])

@@ -114,3 +114,12 @@ def test_rounds_that_workers_miss_may_have_to_close_by_time() -> None:
         check_rounds(strategy, 1, workers=3)
         with pytest.raises(ConfigError, match=r"backup_workers with 2 pairs: .* use first=3"):
             check_rounds(strategy, 2, workers=3)
+
+
+def test_tables_that_forward_passes_change_are_refused_where_servers_update() -> None:
+    net = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 2))
+    strategy = systems.push_pull(update="server")
+    with pytest.raises(ConfigError, match=r"'0.weight' belongs to a table with max_norm"):
+        names([Pair(net, sgd(net))], strategy)
+    assert names([Pair(net, sgd(net))])[0][0] == "0.weight"
+    assert names([Pair(net, sgd(net[1]))], strategy) == [["1.weight", "1.bias"]]
