@@ -80,6 +80,7 @@ TORCH_OUTSIDE = {
     "cli/digits.py",
     "service/net.py",
     "service/learn.py",
+    "service/task.py",
     "runtime/members/rendezvous.py",  # its TCPStore
     "runtime/members/store.py",
     "transports/collective.py",
