@@ -41,6 +41,7 @@ class LearnerHarness:
             plan,
             LIMIT_S,
             FiniteGradients(),
+            lambda value: value,
         )
         self.learner.weights.fill()
         self.optimizer = self.learner.start()
