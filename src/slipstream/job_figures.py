@@ -162,11 +162,15 @@ def warn_of_difference(summary: Mapping[str, Any], name: str) -> None:
     first, *others = summary["per_worker"] or [{}]
     differ = [o["rank"] for o in others if o["parameters_sha256"] != first["parameters_sha256"]]
     found = Difference(**summary["difference"]) if "difference" in summary else None
-    if not differ or (found is not None and found.is_reported):
+    if found is None or not found.is_over:
+        if not differ or (found is not None and found.is_reported):
+            return
+    elif found.is_reported:
         return
     rank = differ[0] if found is None else found.rank
+    when = "has ended" if differ else "has trained"
     warnings.warn(
-        f"rank {rank} has ended with other weights than rank 0, although {name} keeps them equal"
+        f"rank {rank} {when} with other weights than rank 0, although {name} keeps them equal"
         + ("" if found is None else f": {found.text}"),
         stacklevel=7,
     )

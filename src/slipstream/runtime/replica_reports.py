@@ -26,6 +26,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True):
         outside: Parameters that were written between the last ``step()`` and this report.
         replaced: Names of the model's parameters that took no part in ``job.distribute``.
         settings: The optimizer's, by parameter group.
+        handed: By parameter: a number for what the loop has put into it, where servers update and
+            their weights replace that; else 0.
     """
 
     step: int
@@ -35,6 +37,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True):
     outside: list[int]
     replaced: list[str]
     settings: list[dict[str, str]]
+    handed: list[int]
 
 
 class Difference(NamedTuple):
@@ -45,6 +48,7 @@ class Difference(NamedTuple):
     since: str
     cause: str
     is_reported: bool = False  # during training
+    is_over: bool = False  # since servers' weights have replaced it
 
     @property
     def text(self) -> str:
@@ -94,6 +98,9 @@ class ReplicaComparison:
         if differ:
             cause = cause_of(differ[0], one, two, before)
             return Difference(rank, self._names[differ[0]], since, cause)
+        handed = [i for i, (a, b) in enumerate(zip(one.handed, two.handed, strict=False)) if a != b]
+        if handed:
+            return Difference(rank, self._names[handed[0]], since, HANDED, is_over=True)
         return None
 
 
@@ -160,6 +167,11 @@ WRITTEN = (
     "it was changed outside of the optimizer that was distributed (by another optimizer, one that "
     "steps in backward hooks, a forward pass with max_norm, a checkpoint loaded on one rank, or by "
     "hand). Change it on all ranks alike, or load with job.load"
+)
+HANDED = (
+    "the loop has changed it outside of the optimizer, and not alike on both ranks: the servers "
+    "took what rank 0 made of it, and lost the rest. Change it on all ranks alike, or load with "
+    "job.load"
 )
 CHANGED_GRADIENT = (
     "step() used other gradients there: they were changed after backward(), which had exchanged "

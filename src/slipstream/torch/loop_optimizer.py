@@ -51,6 +51,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         vars(self).update({name: OrderedDict() for name in STEP_HOOKS})
         vars(self).update({name: getattr(local, name) for name in STATE_HOOKS})
         self._still = still
+        self._computed: ComputedLoss | None = None
         self.end_step: Callable[[], None] = lambda: None
 
     # ---- what is the user's own
@@ -160,12 +161,24 @@ class LoopOptimizer(torch.optim.Optimizer):
 
     setattr(step, "hooked", True)  # noqa: B010
 
+    def step_local(self) -> None:
+        """Let the user's optimizer step on the gradients that there are.
+
+        Raises:
+            RuntimeFault: It runs the loop's closure in the midst of its step.
+        """
+        if self._computed is None or type(self.local).__module__.startswith("torch.optim"):
+            self.local.step()
+        else:
+            self.local.step(self._computed.begin())
+
     @torch.optim.Optimizer.profile_hook_step
     def _make_step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._computed = None if closure is None else ComputedLoss(self.local, loss)
         self.end_step()
         # A scheduler made before job.distribute watches the local one.
         setattr(self.local, "_opt_called", True)  # noqa: B010
@@ -186,6 +199,41 @@ class LoopOptimizer(torch.optim.Optimizer):
         elif scale is not None:
             for parameter in trained:
                 parameter.grad.div_(scale.to(parameter.grad.device))
+
+
+class ComputedLoss:
+    """Stands for the loop's closure, which has run before the user's optimizer steps.
+
+    Args:
+        optimizer: The user's own, which may ask for the loss before it changes weights.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+        self._kind, self._loss = type(optimizer).__name__, loss
+        self._trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._asked = False
+        self._versions: list[int] = []
+
+    def begin(self) -> ComputedLoss:
+        """A step begins."""
+        self._asked, self._versions = False, [p._version for p in self._trained]
+        return self
+
+    def __call__(self) -> Any:
+        """Return the loss.
+
+        Raises:
+            RuntimeFault: The optimizer wants gradients of other weights.
+        """
+        if self._asked or self._versions != [p._version for p in self._trained]:
+            raise RuntimeFault(
+                f"{self._kind}.step() runs the loop's closure on weights that it has changed, but "
+                "with this strategy backward ends before the step: call step() without a closure "
+                "and make all passes before it, or use push_pull() or allreduce(), where your own "
+                "optimizer runs on the mean gradient"
+            )
+        self._asked = True
+        return self._loss
 
 
 def itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

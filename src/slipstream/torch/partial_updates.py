@@ -37,6 +37,7 @@ class PartialUpdates:
         outer = synchronizer.plan.update.outer
         assert isinstance(outer, Add)
         self._synchronizer, self._optimizer = synchronizer, loop.local
+        self._step = loop.step_local
         self._channel, self._outer, self._averages = channel, outer, averages
         self._written = written
         loop.end_step = self.end_step
@@ -64,7 +65,7 @@ class PartialUpdates:
         channel.admit_joiners()
         coefficient = self._outer.coefficient(synchronizer.step, channel.workers)
         self._averages.before_update()
-        channel.give(channel.weights.stepped(self._optimizer.step, coefficient))
+        channel.give(channel.weights.stepped(self._step, coefficient))
         self._averages.follow()
         self._written.give(synchronizer.step)
         channel.wait()

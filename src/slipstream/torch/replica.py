@@ -489,7 +489,9 @@ class Wiring:
         if not keeps_replicas_equal(self._plan) or isinstance(self._model, HeldTensors):
             return None
         own = optimizer if optimizer is self._optimizer else None
-        return ReplicaCheck(synchronizer, own, optimizer, self._member)
+        applier = synchronizer.applier
+        handed = applier.handed if isinstance(applier, ServerUpdates) else {}
+        return ReplicaCheck(synchronizer, own, optimizer, self._member, handed)
 
     def _residuals(self, channels: Channels) -> Residuals | None:
         if self._plan.update.holder_applies or channels.links is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
@@ -25,12 +24,12 @@ from slipstream.runtime.replica_reports import (
 from slipstream.torch.inventory import as_texts, group_settings
 from slipstream.torch.script_lines import level_of_the_script
 from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.tensor_sums import sums_of
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Message, Replicas, checksum
 from slipstream.types import Buffer
 
 EVERY, EARLY = 64, (0, 8)  # steps
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keeps_replicas_equal(plan: Plan) -> bool:
@@ -53,6 +52,7 @@ class ReplicaCheck:
     Args:
         own: The optimizer that runs here, on mean gradients; None where servers update.
         of_loop: The optimizer whose settings the loop changes.
+        handed: Where servers update, by tensor: see ``ServerUpdates``.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ class ReplicaCheck:
         own: torch.optim.Optimizer | None,
         of_loop: torch.optim.Optimizer,
         member: Endpoint,
+        handed: Mapping[int, int],
     ) -> None:
+        self._handed = handed
         self._synchronizer, self._of_loop, self._member = synchronizer, of_loop, member
         inventory = synchronizer.inventory
         self._tensors = [inventory.tensors[i] for i in inventory.parameters]
@@ -100,6 +102,7 @@ class ReplicaCheck:
             outside=outside,
             replaced=replaced,
             settings=settings,
+            handed=[self._handed.get(i, 0) for i in self._synchronizer.inventory.parameters],
         )
 
     def find(self) -> Difference | None:
@@ -201,23 +204,8 @@ def decoded(frame: Buffer, tensors: int) -> ReplicaReport:
         report = msgspec.msgpack.decode(frame, type=ReplicaReport)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameRefused(f"unreadable report of a replica: {error}") from error
-    counts = {len(report.sums), len(report.writes), len(report.gradients) or tensors}
+    lengths = report.sums, report.writes, report.handed, report.gradients or report.sums
+    counts = set(map(len, lengths))
     if counts != {tensors}:
         raise FrameRefused(f"a report of {sorted(counts)} parameters: expected {tensors}")
     return report
-
-
-@torch.no_grad()
-def sums_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """One sum a tensor, of its values' bits: the order of the summation does not matter."""
-    return [0 if tensor is None else sum_of(tensor) for tensor in tensors]
-
-
-def sum_of(tensor: Tensor) -> int:
-    """The sum of a tensor's values as integers, modulo their size."""
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    bits = tensor.detach().resolve_neg().view(INTEGERS[tensor.element_size()])
-    return int(bits.sum(dtype=bits.dtype))

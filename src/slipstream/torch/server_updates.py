@@ -15,6 +15,7 @@ from slipstream.torch.remote_optimizer import RemoteOptimizer, State
 from slipstream.torch.server_state import ServerState
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.tensor_sums import sum_of
 from slipstream.transports.wire import Settings
 
 
@@ -46,6 +47,8 @@ class ServerUpdates:
     Attributes:
         made: Steps of this worker in this job.
         alike: Whether all workers have the same weights after a step.
+        handed: By tensor, a number for all weights that the loop has put into it since the first
+            step: equal on workers that have made the same changes.
         hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
         hand_loaded_weights: The same of weights with which all ranks begin.
     """
@@ -62,6 +65,7 @@ class ServerUpdates:
         self.hand_weights: Callable[[Container[int]], None] = lambda _: None
         self.hand_loaded_weights: Callable[[Container[int]], None] = lambda _: None
         self.made = 0
+        self.handed: dict[int, int] = {}
         self.alike = synchronizer.plan.delivers_every_result
         self._sent: Settings | None = None
         self._refreshed_for = -1
@@ -131,6 +135,8 @@ class ServerUpdates:
         driver = self._synchronizer.driver
         if driver.frozen_in:
             return
+        if self._is_current and not torch.is_grad_enabled():
+            return  # an evaluation, maybe of other weights, which the loop then takes out again
         self._between_passes = False
         self._take_changed_weights()
         if self._refreshed_for != driver.step:
@@ -149,9 +155,16 @@ class ServerUpdates:
             if not self.alike:
                 raise RuntimeFault(self._why_not_taken())
             self.hand_weights(changed)
-            self._changes_weights = True
+            self._note_handed(changed)
+            # What the loop has put in for an evaluation with gradients, it takes out again.
+            self._changes_weights = self._between_passes = True
             self.begin_step()
         self._sums = []  # from here on, weights that arrive change them
+
+    def _note_handed(self, changed: Container[int]) -> None:
+        for i, tensor in self._trained:
+            if i in changed:
+                self.handed[i] = (31 * self.handed.get(i, 7) + sum_of(tensor)) % 2**63
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         overwrites = tensors is None and self.made > 0 and not self._is_current
@@ -179,6 +192,8 @@ class ServerUpdates:
         synchronizer = self._synchronizer
         synchronizer.tap.end()
         synchronizer.gradients.refuse_unknown(self._optimizer)
+        if synchronizer.driver.exchanged:
+            self._sums = []  # new weights may have arrived
         if changed := self._changed_weights():
             if self.made or synchronizer.driver.exchanged:
                 raise RuntimeFault(self._why_not_taken())

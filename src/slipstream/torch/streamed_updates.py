@@ -49,6 +49,7 @@ class StreamedUpdates:
     ) -> None:
         plan, inventory = synchronizer.plan, synchronizer.inventory
         self._synchronizer, self._optimizer = synchronizer, loop.local
+        self._step = loop.step_local
         self._timeline = Timeline(loop.local, plan.consistency.rate(0))
         self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
         self._stream, self._averages = stream, averages
@@ -100,7 +101,7 @@ class StreamedUpdates:
         """Let the optimizer step, send its change of the weights, and undo it here."""
         before = [p.detach().clone() if p.grad is not None else None for _, p in self._trained]
         with self._timeline.at(self._clock):
-            self._optimizer.step()
+            self._step()
         contributions = self._synchronizer.slots.contributions
         for (tensor, parameter), old in zip(self._trained, before, strict=True):
             contributions[tensor] = None if old is None else parameter - old
@@ -123,7 +124,7 @@ class StreamedUpdates:
                     parameter.add_(update)
         else:
             with self._as_gradients(updates), self._timeline.at(clock):
-                self._optimizer.step()
+                self._step()
         for tensor in self._of_layers:
             self._updates[tensor] = None  # otherwise the next product would be added to this one
         self._averages.follow()

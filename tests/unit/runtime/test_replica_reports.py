@@ -13,7 +13,7 @@ NAMES = ("first", "second")
 
 
 def report(step: int, sums: tuple[int, int] = (1, 2), **facts: Any) -> ReplicaReport:
-    same = ReplicaReport(step, list(sums), [5, 6], [step, step], [], [], [{"lr": "0.1"}])
+    same = ReplicaReport(step, list(sums), [5, 6], [step, step], [], [], [{"lr": "0.1"}], [0, 0])
     return msgspec.structs.replace(same, **facts)
 
 
@@ -79,3 +79,10 @@ def test_comparison_keeps_few_reports_of_a_rank_that_is_ahead_or_lost() -> None:
         comparison.add_own(report(1000 + step))
     assert comparison.find() is None
     assert len(comparison._others[1]) == len(comparison._own) == KEPT
+
+
+def test_comparison_names_what_ranks_have_handed_to_servers_differently() -> None:
+    found = compared((report(0), report(0)), (report(8), report(8, handed=[0, 3])))
+    assert found is not None
+    assert (found.rank, found.parameter, found.is_over) == (1, "second", True)
+    assert "the servers took what rank 0 made of it" in found.text

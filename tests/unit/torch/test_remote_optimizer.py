@@ -198,6 +198,44 @@ def test_loop_optimizer_has_attributes_and_methods_of_the_users() -> None:
     assert type(copy.deepcopy(loop)) is Own
 
 
+class OwnClosure(torch.optim.SGD):
+    """Asks for the loss before or after it changes weights, so many times."""
+
+    asked = 1
+    changes = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.changes:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+        for _ in range(self.asked):
+            assert closure() == 2.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "refused"), [(1, False, False), (2, False, True), (1, True, True)]
+)
+def test_loop_optimizer_closure_runs_once_and_on_the_weights_of_the_step(
+    asked: int, changes: bool, refused: bool
+) -> None:
+    local = OwnClosure([nn.Parameter(torch.ones(3))], lr=0.1)
+    local.asked, local.changes = asked, changes
+    loop, passes = LoopOptimizer(local), []
+
+    def closure() -> float:
+        passes.append(1)
+        return 2.5
+
+    loop.end_step = loop.step_local
+    for _ in range(2):
+        if refused:
+            with pytest.raises(RuntimeFault, match=r"OwnClosure.step\(\) runs the loop's closure"):
+                loop.step(closure)
+        else:
+            assert loop.step(closure) == 2.5
+    assert len(passes) == 2
+
+
 @pytest.mark.parametrize("how", ["in place", "data", "other memory"])
 def test_loop_optimizer_method_that_changes_weights_is_named(how: str) -> None:
     _, loop = own_loop()
