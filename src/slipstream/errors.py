@@ -28,6 +28,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+# Exit code of a worker that ends only because another one failed (EX_UNAVAILABLE), so that
+# the launcher names the one that failed, even if that one takes longer to end.
+EXIT_PEER_FAILED = 69
+
 
 class SlipstreamError(Exception):
     """Root of the tree; catch it to catch everything slipstream raises on purpose.

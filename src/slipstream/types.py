@@ -227,3 +227,9 @@ class Values:
     def part(self, start: int, stop: int) -> Values:
         size = ITEM_BYTES[self.dtype]
         return Values(self.data[start * size : stop * size], self.dtype)
+
+
+def rank_of(name: str, kind: str = "rank") -> int:
+    """2 for ``rank 2``; -1 for anything else."""
+    found, _, number = name.partition(" ")
+    return int(number) if found == kind and number.isdecimal() and len(number) < 10 else -1

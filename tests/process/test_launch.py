@@ -25,8 +25,8 @@ from stage import (
     until,
 )
 
+from slipstream.errors import EXIT_PEER_FAILED
 from slipstream.runtime.launch.process_group import OUTPUT_S
-from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 pytestmark = pytest.mark.process
 

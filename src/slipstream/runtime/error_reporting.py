@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slipstream.errors import (
+    EXIT_PEER_FAILED,
     LaunchError,
     LeftBehind,
     NonFiniteGradient,
@@ -22,7 +23,6 @@ from slipstream.errors import (
     WaitLimit,
 )
 from slipstream.printable import printable_lines
-from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
 LAUNCHER = "SLIPSTREAM_LAUNCHER"  # set by ``slipstream run`` in its workers

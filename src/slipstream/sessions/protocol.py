@@ -31,7 +31,7 @@ from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
 from slipstream.torch.inventory import as_texts, group_settings, whole_vector
 from slipstream.torch.mean_weights import MeanWeights, by_name_of
-from slipstream.torch.preparing import Pair, distinct_models
+from slipstream.torch.pairs import Pair, distinct_models
 from slipstream.torch.sampler import LeasedBatches
 from slipstream.torch.swapped_weights import copies, outside_of, swapped_in, without_steps
 

@@ -14,7 +14,8 @@ from slipstream.strategy import Strategy
 from slipstream.systems import is_json, parse
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.own_step import check_whole
-from slipstream.torch.preparing import Pair, check_pairs
+from slipstream.torch.pairs import Pair
+from slipstream.torch.preparing import check_pairs
 
 DEFAULT_STRATEGY = "push_pull"
 

@@ -24,7 +24,7 @@ from slipstream.runtime.files.checkpoint_format import (
 from slipstream.torch.checkpoint import check_layout, check_model
 from slipstream.torch.inventory import whole_state
 from slipstream.torch.loop_optimizer import kind_of
-from slipstream.torch.preparing import Pair, first_with
+from slipstream.torch.pairs import Pair, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.staging import as_real
 from slipstream.torch.state_fitting import MEANS, check_state, is_number

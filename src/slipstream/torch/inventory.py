@@ -224,3 +224,10 @@ def config_fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
         )
         lines.append(f"{kind} group {index}: {len(group['params'])} parameters, {settings}")
     return lines
+
+
+def placed(value: Any, parameter: torch.Tensor) -> Any:
+    """Move state of the parameter's shape to the parameter's device; counters stay."""
+    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        return value.to(parameter.device)
+    return value

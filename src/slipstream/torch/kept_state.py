@@ -10,6 +10,7 @@ from torch import nn
 
 from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.averages import Averages
+from slipstream.torch.inventory import placed
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,10 +75,3 @@ class OwnState:
             }
         self._averages.begin()
         self._averages.load(held.averages)
-
-
-def placed(value: Any, parameter: torch.Tensor) -> Any:
-    """Move state of the parameter's shape to the parameter's device; counters stay."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-        return value.to(parameter.device)
-    return value

@@ -16,9 +16,9 @@ from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.torch.checkpoint import Checkpoint, piece_of
 from slipstream.torch.kept_state import Held
 from slipstream.torch.learner import Learner
-from slipstream.torch.preparing import Pair
+from slipstream.torch.pairs import Pair
 from slipstream.torch.remote_optimizer import State
-from slipstream.torch.saving import Section, write
+from slipstream.torch.sections import Section, write
 from slipstream.torch.server_state import as_tensors
 from slipstream.torch.shard_optimizer import tensor_of
 

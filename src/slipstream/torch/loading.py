@@ -26,7 +26,7 @@ from slipstream.torch.copying import copy_state
 from slipstream.torch.fitting import AVERAGED, OUTER, PRECISE, check_pairs, named_under
 from slipstream.torch.inventory import dtype_text, whole_state
 from slipstream.torch.kept_state import Held, KeptState
-from slipstream.torch.preparing import Pair, distinct_models, first_with
+from slipstream.torch.pairs import Pair, distinct_models, first_with
 from slipstream.torch.random_state import Generators
 from slipstream.torch.replica import Replica
 from slipstream.torch.saving import share_outcome

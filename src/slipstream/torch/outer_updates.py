@@ -14,7 +14,7 @@ from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.finite_gradients import before_use
 from slipstream.torch.loaded_weights import LoadedWeights
-from slipstream.torch.outer_weights import OuterWeights
+from slipstream.torch.outer_weights import OuterWeights, Standing
 from slipstream.torch.staging import as_real, shaped_as
 from slipstream.torch.synchronizer import Synchronizer
 from slipstream.types import Segment
@@ -34,29 +34,6 @@ class Arrived:
     result: Tensor | None
     counted: bool
     kept: Tensor | float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a worker has of its own between outer rounds, besides weights and optimizer state.
-
-    Attributes:
-        inner: The ``LocalSteps`` by which it trains.
-        alike: Whether all workers have the outer weights.
-        under_way: Fragments, in the order in which they were sent.
-        results: By tensor's name, of these fragments.
-        counted: The tensors of which this worker's outer gradient counted.
-        kept: By tensor's name: see ``Arrived``.
-        residuals: By tensor's name, where servers apply; else the checkpoint itself has them.
-    """
-
-    inner: str
-    alike: bool
-    under_way: list[int]
-    results: dict[str, Tensor]
-    counted: list[str]
-    kept: dict[str, Tensor]
-    residuals: dict[str, Tensor]
 
 
 class OuterUpdates:

@@ -4,6 +4,7 @@ optimizers in checkpoints."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -160,3 +161,26 @@ def as_torch(outer: Nesterov, parameters: Sequence[Tensor]) -> torch.optim.SGD:
     return torch.optim.SGD(
         parameters, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a worker has of its own between outer rounds, besides weights and optimizer state.
+
+    Attributes:
+        inner: The ``LocalSteps`` by which it trains.
+        alike: Whether all workers have the outer weights.
+        under_way: Fragments, in the order in which they were sent.
+        results: By tensor's name, of these fragments.
+        counted: The tensors of which this worker's outer gradient counted.
+        kept: By tensor's name: see ``Arrived``.
+        residuals: By tensor's name, where servers apply; else the checkpoint itself has them.
+    """
+
+    inner: str
+    alike: bool
+    under_way: list[int]
+    results: dict[str, Tensor]
+    counted: list[str]
+    kept: dict[str, Tensor]
+    residuals: dict[str, Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -25,25 +25,9 @@ from slipstream.torch.inventory import (
     is_constant,
 )
 from slipstream.torch.own_step import check_own_step, run_hooks
+from slipstream.torch.pairs import Pair
 from slipstream.torch.remote_optimizer import check_own_state
 from slipstream.torch.shard_optimizer import check_elementwise
-
-
-class Pair(NamedTuple):
-    """A model, and the optimizer that updates it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-def distinct_models(pairs: Sequence[Pair]) -> list[nn.Module]:
-    """Every model once: several optimizers may share one."""
-    return list({id(pair.model): pair.model for pair in pairs}.values())
-
-
-def first_with(pairs: Sequence[Pair], number: int) -> int:
-    """The number of the first pair that has the same model."""
-    return next(k for k, pair in enumerate(pairs) if pair.model is pairs[number].model)
 
 
 def check_constant(model: nn.Module, inventory: Inventory) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.runtime.files.checkpoint_format import OptimizerState
-from slipstream.torch.inventory import group_settings
-from slipstream.torch.kept_state import placed
+from slipstream.torch.inventory import group_settings, placed
 from slipstream.torch.loop_optimizer import LoopOptimizer, kind_of
 from slipstream.torch.own_step import STEP_HOOKS, check_own_step
 from slipstream.torch.state_fitting import check_elementwise_state

@@ -55,8 +55,8 @@ from slipstream.torch.loaded_weights import LoadedWeights, PostedDigests
 from slipstream.torch.loop_optimizer import LoopOptimizer
 from slipstream.torch.outer_updates import OuterUpdates
 from slipstream.torch.outer_weights import OuterState, OuterWeights, as_torch
+from slipstream.torch.pairs import Pair
 from slipstream.torch.partial_updates import PartialUpdates
-from slipstream.torch.preparing import Pair
 from slipstream.torch.rate_share import RateShare
 from slipstream.torch.remote_optimizer import RemoteOptimizer
 from slipstream.torch.replica_check import ReplicaCheck, keeps_replicas_equal

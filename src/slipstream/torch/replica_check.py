@@ -11,7 +11,6 @@ import torch
 
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
 from slipstream.runtime.replica_reports import (
@@ -27,7 +26,7 @@ from slipstream.torch.synchronizer import Synchronizer
 from slipstream.torch.tensor_sums import sums_of
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Message, Replicas, checksum
-from slipstream.types import Buffer
+from slipstream.types import Buffer, rank_of
 
 EVERY, EARLY = 64, (0, 8)  # steps
 

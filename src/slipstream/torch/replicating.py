@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from slipstream.errors import FrameRefused, LaunchError, LeftBehind
 from slipstream.plan import Plan
 from slipstream.routes import Collective
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.hosts.meeting import find_hosts
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.member import HUB, SILENCE_FACTOR_IF_LINK_ALIVE
@@ -17,16 +16,12 @@ from slipstream.torch.collective_channel import collective_device
 from slipstream.torch.copying import copy_state
 from slipstream.torch.exchange import HeldTensors
 from slipstream.torch.inventory import Inventory, groups_of
-from slipstream.torch.preparing import (
-    Pair,
-    agree,
-    as_trained,
-    distinct_models,
-)
+from slipstream.torch.pairs import Pair, distinct_models
+from slipstream.torch.preparing import agree, as_trained
 from slipstream.torch.replica import Replica, SharedParts, Wiring
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Fault, Lost, Message, RouteUpdated
-from slipstream.types import Rank
+from slipstream.types import Rank, rank_of
 
 HOST_LEFT_BEHIND = (
     "or another worker of its host was not heard, and the others went on without this host: start "

@@ -23,11 +23,11 @@ from slipstream.torch.checkpoint import Checkpoint, check_layout, pack
 from slipstream.torch.fitting import named_under
 from slipstream.torch.kept_state import KeptState
 from slipstream.torch.loading import load_models, read_fitting, restore_pair, sections_of
-from slipstream.torch.outer_updates import OuterUpdates, Standing
-from slipstream.torch.outer_weights import OuterState
-from slipstream.torch.preparing import Pair
+from slipstream.torch.outer_updates import OuterUpdates
+from slipstream.torch.outer_weights import OuterState, Standing
+from slipstream.torch.pairs import Pair
 from slipstream.torch.replica import Replica
-from slipstream.torch.saving import Section, write
+from slipstream.torch.sections import Section, write
 
 LOCAL = "local/"
 

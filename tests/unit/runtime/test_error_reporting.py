@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from slipstream.errors import (
+    EXIT_PEER_FAILED,
     CheckpointError,
     ConfigError,
     LaunchError,
@@ -30,7 +31,6 @@ from slipstream.runtime.error_reporting import (
     reporting_rank,
 )
 from slipstream.runtime.launch.process_group import log_line
-from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse, read_call
-from slipstream.torch.preparing import Pair, check_rounds, prepare_pairs
+from slipstream.torch.pairs import Pair
+from slipstream.torch.preparing import check_rounds, prepare_pairs
 from slipstream.torch.shard_optimizer import settings_of
 from slipstream.torch.shared_weights import check_shareable
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from slipstream.errors import (
+    EXIT_PEER_FAILED,
     LaunchError,
     PeerFailed,
     RuntimeFault,
@@ -35,13 +36,7 @@ from slipstream.integrations.ray.workers import (
     train,
 )
 from slipstream.runtime.event_log import log_event
-from slipstream.runtime.launch.supervision import (
-    EXIT_PEER_FAILED,
-    CameBack,
-    Ended,
-    Limits,
-    Supervision,
-)
+from slipstream.runtime.launch.supervision import CameBack, Ended, Limits, Supervision
 
 logger = logging.getLogger(__name__)
 START_S = 120.0  # for Ray to start the actors' processes

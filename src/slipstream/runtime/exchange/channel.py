@@ -95,9 +95,3 @@ class LayerChannel(Protocol):
     ) -> None:
         """A layer's contribution to this round is final; None: the worker did not use it."""
         ...
-
-
-def rank_of(name: str, kind: str = "rank") -> int:
-    """2 for ``rank 2``; -1 for anything else."""
-    found, _, number = name.partition(" ")
-    return int(number) if found == kind and number.isdecimal() and len(number) < 10 else -1

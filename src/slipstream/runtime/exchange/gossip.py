@@ -20,13 +20,12 @@ from slipstream.codecs.partition import Accumulator, unpacked
 from slipstream.codecs.residual import Floats
 from slipstream.consistency import LagBehindPeers
 from slipstream.errors import FrameRefused, contribution_of
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.numbered_links import NumberedLinks
 from slipstream.runtime.exchange.pace import Pace
 from slipstream.runtime.exchange.slice_sender import MESSAGE_VALUES, SliceSender
 from slipstream.runtime.members.member import Member
 from slipstream.transports.wire import HandoverDone, Message, Part, Tail, Welcome, checksum
-from slipstream.types import Rank
+from slipstream.types import Rank, rank_of
 
 NEVER = 1 << 62  # drains of a peer that has finished: no wait for it
 SCHEME = "slices"

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from slipstream.errors import FrameRefused, LeftBehind
 from slipstream.runtime.event_log import log_event
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.gossip import Applicant, GossipChannel
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Greeting, Message, Return, Returned, Welcome
+from slipstream.types import rank_of
 
 logger = logging.getLogger(__name__)
 Standing = Callable[[], list[int]]

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.member import Member
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import AnyBody, HandoverDone, Message, Part, Tail
-from slipstream.types import Buffer, Rank
+from slipstream.types import Buffer, Rank, rank_of
 
 
 class NumberedLinks:

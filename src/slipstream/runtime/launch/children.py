@@ -16,9 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from slipstream.errors import LaunchError
+from slipstream.errors import EXIT_PEER_FAILED, LaunchError
 from slipstream.runtime.launch.death_signal import death_signal
-from slipstream.runtime.launch.supervision import EXIT_PEER_FAILED
 
 FAILED_S = 8.0  # for workers to end after rank 0's script has failed
 EXIT_S = 600.0  # for workers to end after rank 0's script, which may do less than theirs

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Exit code of a worker that ends only because another one failed (EX_UNAVAILABLE), so that
-# the launcher names the one that failed, even if that one takes longer to end.
-EXIT_PEER_FAILED = 69
+from slipstream.errors import EXIT_PEER_FAILED
+
 Place = Literal["outside", "inside", "left"]  # of the job: a worker joins it, and leaves it
 MOST_NAMED = 4  # ranks in one line
 JOB = "the job"  # the name of the failed member if the launcher itself ends the job

@@ -18,10 +18,9 @@ from typing import Literal, TypeVar
 import msgspec
 
 from slipstream.errors import ConfigError, FrameRefused, RuntimeFault, WaitLimit
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.transports.wire import Contribute, Gathered, Message, Rejoin
-from slipstream.types import Rank
+from slipstream.types import Rank, rank_of
 
 LARGEST_VALUE_BYTES = 16 << 20
 MOST_OPEN = 4096  # open gatherings

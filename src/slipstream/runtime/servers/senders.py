@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.members.member import HUB
 from slipstream.transports.wire import Message
-from slipstream.types import Cluster, Node, Rank
+from slipstream.types import Cluster, Node, Rank, rank_of
 
 COORDINATOR = "server 0"  # decides which contributions make a round, and leases batches
 B = TypeVar("B")

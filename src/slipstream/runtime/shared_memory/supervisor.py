@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.files.directory_lock import DirectoryLocks
 from slipstream.runtime.launch.process_group import ProcessGroup, log_line
 from slipstream.runtime.launch.processes import inherited_environment
@@ -31,6 +30,7 @@ from slipstream.runtime.shared_memory.coordinator import SharedMemoryCoordinator
 from slipstream.runtime.shared_memory.messages import Body, FromLearner, FromServer, Hello
 from slipstream.runtime.shared_memory.server_requests import Send
 from slipstream.transports.local_socket import Hangup, LocalSocket, socket_pair
+from slipstream.types import rank_of
 
 SERVER = "server"
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.shared_memory.update_server")

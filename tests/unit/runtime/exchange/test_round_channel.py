@@ -7,14 +7,13 @@ from samples import make_plan, vector
 
 from slipstream.errors import PeerLost, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.channel import rank_of
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.members.member import Member
 from slipstream.testing import VirtualClock
 from slipstream.testing.members import ByteSlots
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Publish, Push, checksum
-from slipstream.types import Buffer
+from slipstream.types import Buffer, rank_of
 
 # Chunks of 1024 elements, in backward order: c with the end of b, the rest of b and a, the rest.
 SPECS = [vector("a", 1500, order=0), vector("b", 600, order=1), vector("c", 700, order=2)]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from slipstream.errors import EXIT_PEER_FAILED
 from slipstream.runtime.launch.supervision import (
-    EXIT_PEER_FAILED,
     JOB,
     CameBack,
     Ended,
