@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import PORT, Bounds, Ground, Run, machine_facts, measure
-from slipstream.bench.curves import time_to
-from slipstream.bench.process_group import ForkServer
-from slipstream.bench.trial import Trial
-from slipstream.lab import Lab
+from slipstream.apps.bench.comparison import PORT, Bounds, Ground, Run, machine_facts, measure
+from slipstream.apps.bench.curves import time_to
+from slipstream.apps.bench.process_group import ForkServer
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.lab import Lab
 
 HOSTS = 8
 WITHOUT_ACCUMULATION = "ako-accumulation"

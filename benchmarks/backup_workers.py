@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import Comparison, Run, compare, machine_facts
-from slipstream.bench.curves import time_to
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench.comparison import Comparison, Run, compare, machine_facts
+from slipstream.apps.bench.curves import time_to
+from slipstream.apps.bench.trial import Trial
 
 PLAIN = "push_pull(update='server')"
 FINAL_EVALUATIONS = 5

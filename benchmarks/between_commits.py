@@ -23,7 +23,7 @@ from typing import Any
 
 from scipy.stats import t
 
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 
 HERE = Path(__file__).resolve().parent
 

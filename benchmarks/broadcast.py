@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slipstream.apps.lab import Lab
 from slipstream.codecs import Above, Dense, Filter
-from slipstream.lab import Lab
 from slipstream.planning.overlays import Choice, choose_overlay, even_network
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.launch.launch import Settings, launch

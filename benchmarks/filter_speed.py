@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream import _native
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 from slipstream.codecs import Above, Drop, Filter
 from slipstream.types import EncodeContext, Values
 

@@ -35,10 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.bench.comparison import machine_facts
-from slipstream.bench.data.labelled_text import read_labelled_text
-from slipstream.bench.data.vocabulary import encode_text
-from slipstream.bench.models import TextNet
+from slipstream.apps.bench.comparison import machine_facts
+from slipstream.apps.bench.data.labelled_text import read_labelled_text
+from slipstream.apps.bench.data.vocabulary import encode_text
+from slipstream.apps.bench.models import TextNet
 from slipstream.planning.segment import DENSE, SegmentPlan, SharedTensor, settings_vector
 from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
 

@@ -21,11 +21,17 @@ from typing import Any
 
 import msgspec
 
-from slipstream.bench.bounds import dense_bytes, seconds
-from slipstream.bench.comparison import Comparison, Outcome, compare, machine_facts, model_shapes
-from slipstream.bench.report import to_target
-from slipstream.bench.trial import Trial
-from slipstream.bench.workloads import Workload
+from slipstream.apps.bench.bounds import dense_bytes, seconds
+from slipstream.apps.bench.comparison import (
+    Comparison,
+    Outcome,
+    compare,
+    machine_facts,
+    model_shapes,
+)
+from slipstream.apps.bench.report import to_target
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.bench.workloads import Workload
 
 # Of local steps, the settings that took the fewest samples here; torchft has the same outer
 # optimizer. With mix=0 results come back in 4 bits, too; a larger mix needs exact ones.

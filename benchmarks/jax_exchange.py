@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import slipstream
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 
 WARM = 5
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.bench.data.labelled_text import Sentence, read_labelled_text
+from slipstream.apps.bench.data.labelled_text import Sentence, read_labelled_text
 
 CLASSES = 20  # the most frequent of TREC's 50
 MEDIAN, SPREAD = 850, 0.8  # of the number of characters, and of its logarithm

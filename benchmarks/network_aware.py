@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
-from slipstream.bench.comparison import Bounds, Ground, machine_facts, measure
-from slipstream.bench.process_group import ForkServer
-from slipstream.bench.trial import Trial
-from slipstream.lab import Lab, Traffic
+from slipstream.apps.bench.comparison import Bounds, Ground, machine_facts, measure
+from slipstream.apps.bench.process_group import ForkServer
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.lab import Lab, Traffic
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from slipstream import _native
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 
 KERNELS = {
     "dispatched": (_native.one_bit_pack, _native.one_bit_unpack),

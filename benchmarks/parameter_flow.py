@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import Comparison, Outcome, compare, machine_facts
-from slipstream.bench.trial import Trial
-from slipstream.bench.workloads import Goal, Workload
+from slipstream.apps.bench.comparison import Comparison, Outcome, compare, machine_facts
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.bench.workloads import Goal, Workload
 
 VANILLA = "push_pull(overlap=False)"
 OVERLAPPED = "push_pull"

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import Comparison, compare, machine_facts
-from slipstream.bench.tables import TABLES
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench.comparison import Comparison, compare, machine_facts
+from slipstream.apps.bench.tables import TABLES
+from slipstream.apps.bench.trial import Trial
 from slipstream.units import bits_per_second
 
 DENSE = ("allreduce", "push_pull")

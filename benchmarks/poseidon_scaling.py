@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import Comparison, compare, machine_facts
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench.comparison import Comparison, compare, machine_facts
+from slipstream.apps.bench.trial import Trial
 from slipstream.units import bits_per_second
 
 NETS = ("vgg19", "vgg19-22k", "googlenet", "inception-v3")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.comparison import Comparison, compare, machine_facts
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench.comparison import Comparison, compare, machine_facts
+from slipstream.apps.bench.trial import Trial
 from slipstream.units import bits_per_second
 
 SYSTEMS = ("push_pull", "adam_factors", "poseidon(choose='bytes')")

@@ -24,8 +24,8 @@ from typing import Any
 
 from service_client import Client, serving
 
-from slipstream.bench.comparison import machine_facts
-from slipstream.bench.data.labelled_text import Sentence, read_labelled_text
+from slipstream.apps.bench.comparison import machine_facts
+from slipstream.apps.bench.data.labelled_text import Sentence, read_labelled_text
 
 COLLECTION = 30  # texts of a request
 Split = tuple[list[Sentence], list[Sentence]]

@@ -70,7 +70,7 @@ class Client:
 def serving(folder: Path, options: list[str]) -> Iterator[tuple[str, psutil.Process, float]]:
     """The service's address, its API process, and the seconds from its start until it is ready."""
     log = folder / "log"
-    command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(folder / "data")]
+    command = [sys.executable, "-m", "slipstream", "serve", "--data", str(folder / "data")]
     began = time.monotonic()
     with log.open("w") as out:  # the kernel kills it if this process is killed
         process = start_process(

@@ -28,7 +28,7 @@ from typing import Any
 
 from service_client import Client, serving
 
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 
 TRIPS = Path(__file__).parents[1] / "examples" / "trips.csv"
 COLLECTION = 30

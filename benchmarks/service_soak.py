@@ -41,7 +41,7 @@ from urllib.parse import urlsplit
 import psutil
 from service_client import JSON, Client
 
-from slipstream.bench.comparison import machine_facts
+from slipstream.apps.bench.comparison import machine_facts
 from slipstream.runtime.launch.processes import Placement, start_process
 
 MARK = "SLIPSTREAM_SOAK_MARK"  # in the environment: finds the processes, whoever their parent is
@@ -85,14 +85,14 @@ class Service:
         self.process = self._start()
 
     def _add_key(self, name: str) -> str:
-        command = [sys.executable, "-m", "slipstream.cli", "keys", "add", name]
+        command = [sys.executable, "-m", "slipstream", "keys", "add", name]
         made = subprocess.run(
             [*command, "--data", str(self.data)], capture_output=True, text=True, check=True
         )
         return next(word for word in made.stdout.split() if word.startswith("sk_"))
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(self.data)]
+        command = [sys.executable, "-m", "slipstream", "serve", "--data", str(self.data)]
         options = ["--port", str(self.port), "--epochs", "3", "--rate", "1000000"]
         log = self._log.fileno()
         return start_process([*command, *options], self._env, Placement(), stdout=log, stderr=log)
@@ -110,9 +110,9 @@ class Service:
             self.process = self._start()
             return kind
         needle = {
-            "learner": "slipstream.service.learn",
+            "learner": "slipstream.apps.service.learn",
             "update server": "slipstream.runtime.shared_memory.update_server",
-            "trainer": "slipstream.service.trainer",
+            "trainer": "slipstream.apps.service.trainer",
         }[kind]
         found = [each for each in self.processes() if is_module(each, needle)]
         if not found:

@@ -31,10 +31,10 @@ from service_accuracy import SETS
 from service_client import Client, serving
 
 import slipstream
-from slipstream.bench.comparison import machine_facts
-from slipstream.service.batches import random_noise, shuffled
-from slipstream.service.settings import JobSetting
-from slipstream.service.task import Task
+from slipstream.apps.bench.comparison import machine_facts
+from slipstream.apps.service.batches import random_noise, shuffled
+from slipstream.apps.service.settings import JobSetting
+from slipstream.apps.service.task import Task
 
 LEARNERS = 2
 READY = 2_000  # batches that are made before the clock starts

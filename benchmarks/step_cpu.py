@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream.bench.workloads import workload
+from slipstream.apps.bench.workloads import workload
 
 WARM_UP = 20  # steps: in the first ones gradients leave at step()
 

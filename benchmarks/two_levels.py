@@ -104,7 +104,7 @@ def main() -> None:
     if args.worker is not None:
         worker(args.worker, args.width)
         return
-    from slipstream.bench.comparison import machine_facts
+    from slipstream.apps.bench.comparison import machine_facts
 
     report: dict[str, Any] = {"machine": machine_facts(), "rate": args.rate, "hosts": args.hosts}
     for system in args.systems:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import slipstream
-from slipstream.bench.comparison import machine_facts
-from slipstream.bench.workloads import Workload, workload
+from slipstream.apps.bench.comparison import machine_facts
+from slipstream.apps.bench.workloads import Workload, workload
 
 
 def loop_body(

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import slipstream
-from slipstream.bench.data import Examples, read_images
-from slipstream.bench.data.framed import Framed
-from slipstream.bench.data.generated import coloured_images
-from slipstream.bench.models import ALEXNET_SIDE, alexnet_net
+from slipstream.apps.bench.data import Examples, read_images
+from slipstream.apps.bench.data.framed import Framed
+from slipstream.apps.bench.data.generated import coloured_images
+from slipstream.apps.bench.models import ALEXNET_SIDE, alexnet_net
 
 EVALUATED_AT_ONCE = 500
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import slipstream
-from slipstream.bench.data import SparseExamples, read_sparse_rows
-from slipstream.bench.data.generated import sparse_logistic
-from slipstream.bench.models import SparseLogistic
+from slipstream.apps.bench.data import SparseExamples, read_sparse_rows
+from slipstream.apps.bench.data.generated import sparse_logistic
+from slipstream.apps.bench.models import SparseLogistic
 
 
 def train_epoch(

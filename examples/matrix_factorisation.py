@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import slipstream
-from slipstream.bench.data import TensorExamples, read_ratings
-from slipstream.bench.data.generated import low_rank_ratings
-from slipstream.bench.models import Factorisation
+from slipstream.apps.bench.data import TensorExamples, read_ratings
+from slipstream.apps.bench.data.generated import low_rank_ratings
+from slipstream.apps.bench.models import Factorisation
 
 
 def train_epoch(

@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import slipstream
-from slipstream.bench.comparison import machine_facts
-from slipstream.bench.data import Split, TensorExamples, read_images
+from slipstream.apps.bench.comparison import machine_facts
+from slipstream.apps.bench.data import Split, TensorExamples, read_images
 
 
 @dataclass(frozen=True)

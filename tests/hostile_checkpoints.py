@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.runtime.files.checkpoint_format import unpack
-from slipstream.torch.checkpoint import Checkpoint, crc, pack
+from slipstream.torch.checkpoints.checkpoint import Checkpoint, crc, pack
 
 Make = Callable[[Path, Path], None]  # from a good file, at a path
 

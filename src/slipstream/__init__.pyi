@@ -3,6 +3,8 @@
 from slipstream import compat as compat
 from slipstream import systems as systems
 from slipstream import testing as testing
+from slipstream.apps.studies.simulated_staleness import simulated_staleness as simulated_staleness
+from slipstream.apps.studies.staleness import ramped_staleness as ramped_staleness
 from slipstream.codecs import Above as Above
 from slipstream.codecs import Dense as Dense
 from slipstream.codecs import Drop as Drop
@@ -39,7 +41,6 @@ from slipstream.planning.learning_rates import asynchronous_rate as asynchronous
 from slipstream.planning.learning_rates import decayed_rate as decayed_rate
 from slipstream.planning.learning_rates import stale_rate as stale_rate
 from slipstream.planning.learning_rates import synchronous_rate as synchronous_rate
-from slipstream.planning.staleness import ramped_staleness as ramped_staleness
 from slipstream.routes import ByRole as ByRole
 from slipstream.routes import ByTensor as ByTensor
 from slipstream.routes import Cheapest as Cheapest
@@ -51,7 +52,7 @@ from slipstream.routes import Prefer as Prefer
 from slipstream.routes import Route as Route
 from slipstream.routes import Rule as Rule
 from slipstream.routes import SharedMemory as SharedMemory
-from slipstream.runtime.telemetry import Watcher as Watcher
+from slipstream.runtime.figures.telemetry import Watcher as Watcher
 from slipstream.schedules import AfterBackward as AfterBackward
 from slipstream.schedules import Merging as Merging
 from slipstream.schedules import Priority as Priority
@@ -78,8 +79,7 @@ from slipstream.topologies import PeerSharded as PeerSharded
 from slipstream.topologies import Sharded as Sharded
 from slipstream.topologies import Tree as Tree
 from slipstream.topologies import TwoLevel as TwoLevel
-from slipstream.torch.exchange import Exchange as Exchange
-from slipstream.torch.simulated_staleness import simulated_staleness as simulated_staleness
+from slipstream.torch.distribute.exchange import Exchange as Exchange
 from slipstream.updates import Add as Add
 from slipstream.updates import ClipNorm as ClipNorm
 from slipstream.updates import Ema as Ema

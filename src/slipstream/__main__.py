@@ -1,6 +1,6 @@
 """``python -m slipstream``: the command line."""
 
-from slipstream.cli import main
+from slipstream.apps.cli import main
 
 if __name__ == "__main__":
     main()

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slipstream.job import Job
-from slipstream.runtime.environment import Environment, Nonfinite, nonfinite_in, secret_of
-from slipstream.runtime.error_reporting import rank_reports, report_errors
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.launch.whole_lines import write_whole_lines
 from slipstream.runtime.members.joining import Limits, join
 from slipstream.runtime.members.store import require_same_world
+from slipstream.runtime.process.environment import Environment, Nonfinite, nonfinite_in, secret_of
+from slipstream.runtime.process.error_reporting import rank_reports, report_errors
+from slipstream.runtime.process.slurm import slurm_variables
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
-from slipstream.runtime.slurm import slurm_variables
 from slipstream.sessions.alone import AloneSession
 from slipstream.sessions.launched import LaunchedSession
 from slipstream.sessions.networked import NetworkedSession
 from slipstream.sessions.protocol import Session
-from slipstream.torch.threads import limit_threads
+from slipstream.torch.tensors.threads import limit_threads
 from slipstream.transports.descriptors import raise_descriptor_limit
 from slipstream.transports.local_socket import is_socket
 

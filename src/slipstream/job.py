@@ -19,16 +19,16 @@ from slipstream.job_end import JobEnd, finish
 from slipstream.job_figures import number
 from slipstream.job_metrics import JobMetrics
 from slipstream.plan import Plan
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.event_log import Field, log_event
 from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.event_log import Field, log_event
 from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Pair, Session
 from slipstream.sessions.request import Request
 from slipstream.strategy import Strategy
-from slipstream.torch.exchange import EndsStep, Exchange, HeldTensors, checked
-from slipstream.torch.mean_weights import MeanWeights
-from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.distribute.exchange import EndsStep, Exchange, HeldTensors, checked
+from slipstream.torch.distribute.sampler import LeasedBatches
+from slipstream.torch.tensors.mean_weights import MeanWeights
 
 logger = logging.getLogger(__name__)
 

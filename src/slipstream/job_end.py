@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from slipstream.job_figures import JobFigures, warn_of
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.error_reporting import describe_error
-from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.presence import Presence
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.error_reporting import describe_error
+from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Session, Training
-from slipstream.torch.late_steps import warn_of_late_steps
+from slipstream.torch.capture.late_steps import warn_of_late_steps
 from slipstream.uncaught_exit import UncaughtExit
 
 logger = logging.getLogger("slipstream.job")

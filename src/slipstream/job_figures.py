@@ -12,11 +12,9 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.plan import Plan
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.files.record_file import write_json
-from slipstream.runtime.replica_reports import Difference
-from slipstream.runtime.summary import WorkerFigures
-from slipstream.runtime.telemetry import (
+from slipstream.runtime.figures.replica_reports import Difference
+from slipstream.runtime.figures.summary import WorkerFigures
+from slipstream.runtime.figures.telemetry import (
     Prometheus,
     RunLog,
     TensorBoard,
@@ -25,6 +23,8 @@ from slipstream.runtime.telemetry import (
     reason_of,
     warn,
 )
+from slipstream.runtime.files.record_file import write_json
+from slipstream.runtime.process.environment import Environment
 from slipstream.sessions.protocol import Training
 
 Figure = float | torch.Tensor | None

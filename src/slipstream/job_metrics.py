@@ -8,10 +8,10 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.job_figures import JobFigures
-from slipstream.runtime.environment import Environment
+from slipstream.runtime.figures.summary import combine
+from slipstream.runtime.figures.telemetry import Watcher
+from slipstream.runtime.process.environment import Environment
 from slipstream.runtime.servers.accounts import staleness_text
-from slipstream.runtime.summary import combine
-from slipstream.runtime.telemetry import Watcher
 from slipstream.sessions.protocol import Training
 from slipstream.sessions.undistributed import Undistributed
 

@@ -6,10 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 Rank = int
 Node = int  # workers are 0 … n-1, servers n … n+s-1
+
+# A torch optimizer's settings: one value, and all of them by group of parameters.
+Setting = bool | int | float | None | list[float] | str
+Settings = list[dict[str, Setting]]
 
 LARGEST_CHUNK_BYTES = 8 * 1024 * 1024  # the largest message
 
@@ -233,3 +238,11 @@ def rank_of(name: str, kind: str = "rank") -> int:
     """2 for ``rank 2``; -1 for anything else."""
     found, _, number = name.partition(" ")
     return int(number) if found == kind and number.isdecimal() and len(number) < 10 else -1
+
+
+class OptimizerRecipe(msgspec.Struct, frozen=True):
+    """A torch optimizer by name, its settings by group, and the group of every tensor."""
+
+    name: str
+    settings: Settings
+    group_of: list[int]

@@ -9,7 +9,7 @@ import pytest
 from slipstream.codecs import Above, Dense, Filter
 from slipstream.consistency import All, ByAge, Consistency, Each, FirstOf
 from slipstream.routes import Everywhere, Route
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
@@ -35,7 +35,7 @@ from slipstream.transports.wire import (
     WorkerLeft,
     checksum,
 )
-from slipstream.types import Buffer, Cluster, EncodeContext, Spec, Values
+from slipstream.types import Buffer, Cluster, EncodeContext, OptimizerRecipe, Spec, Values
 from slipstream.updates import Ema, LocalSteps, Nesterov, Update, User
 
 SPECS = [Spec("weight", (2,), "float32", 0)]

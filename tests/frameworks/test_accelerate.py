@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 WORKER = str(Path(__file__).with_name("accelerate_worker.py"))
-RUN = (sys.executable, "-m", "slipstream.cli", "run", "--workers=2", WORKER)
+RUN = (sys.executable, "-m", "slipstream", "run", "--workers=2", WORKER)
 CASES = (
     "equal",
     "bytes_sent",

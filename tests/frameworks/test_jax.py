@@ -30,7 +30,7 @@ from slipstream.systems import SYSTEMS  # noqa: E402
 pytestmark = pytest.mark.process
 
 WORKER = str(Path(__file__).with_name("jax_worker.py"))
-RUN = (sys.executable, "-m", "slipstream.cli", "run")
+RUN = (sys.executable, "-m", "slipstream", "run")
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NPROC": "1"}
 LIMIT_S = 280.0
 # What is sent, where that is not the gradient itself and its steps are not those of one process.

@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 WORKER = str(Path(__file__).with_name("lightning_worker.py"))
-RUN = (sys.executable, "-m", "slipstream.cli", "run", "--workers=2")
+RUN = (sys.executable, "-m", "slipstream", "run", "--workers=2")
 SECRET = {"SLIPSTREAM_SECRET": "a secret of sixteen or more"}
 Case = dict[str, Any]
 

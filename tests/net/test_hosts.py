@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.lab import Host, Lab, why_unavailable
+from slipstream.apps.lab import Host, Lab, why_unavailable
 
 pytestmark = [
     pytest.mark.net,

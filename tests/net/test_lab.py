@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.apps.lab import Lab, bits_per_second, existing, find, remove, why_unavailable
 from slipstream.errors import LaunchError
-from slipstream.lab import Lab, bits_per_second, existing, find, remove, why_unavailable
 
 pytestmark = [
     pytest.mark.net,
@@ -306,7 +306,7 @@ def test_a_lab_cannot_be_entered_twice() -> None:
 
 MAKER = """
 import os, subprocess, sys, time
-from slipstream.lab import Lab
+from slipstream.apps.lab import Lab
 with Lab(hosts=2) as lab:
     if os.fork() == 0:  # holds a copy of every pipe, in the root namespace
         time.sleep(5)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.lab import Lab, Network, existing, find, remove, why_unavailable
+from slipstream.apps.lab import Lab, Network, existing, find, remove, why_unavailable
 from slipstream.planning.overlays import read_topology
 
 pytestmark = [
@@ -28,7 +28,7 @@ SLIPSTREAM = [
     sys.executable,
     "-c",
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from slipstream.cli import main; main()",
+    "from slipstream.apps.cli import main; main()",
 ]
 
 

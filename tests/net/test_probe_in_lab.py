@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.lab import Lab, why_unavailable
+from slipstream.apps.lab import Lab, why_unavailable
 
 pytestmark = [
     pytest.mark.net,
@@ -24,7 +24,7 @@ LIMIT_S = 100.0
 ATTEMPTS = 6
 MBIT = 125_000.0
 SECRET = {"SLIPSTREAM_SECRET": "correct horse battery staple"}
-PROBE = [sys.executable, "-c", "from slipstream.cli import main; main()", "probe"]
+PROBE = [sys.executable, "-c", "from slipstream.apps.cli import main; main()", "probe"]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.lab import Lab, existing, why_unavailable
+from slipstream.apps.lab import Lab, existing, why_unavailable
 
 pytestmark = [
     pytest.mark.net,

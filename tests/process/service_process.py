@@ -70,7 +70,7 @@ class ServiceProcess:
         self.kill()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(self.data)]
+        command = [sys.executable, "-m", "slipstream", "serve", "--data", str(self.data)]
         options = ["--port", "0", "--epochs", "2", "--learners", "1", *self.options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -100,7 +100,7 @@ class ServiceProcess:
         def find() -> psutil.Process | None:
             for process in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):  # it has just ended
-                    if "slipstream.service.trainer" in process.cmdline():
+                    if "slipstream.apps.service.trainer" in process.cmdline():
                         return process
             return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from slipstream.runtime.slurm import PORTS, STEPS_APART
+from slipstream.runtime.process.slurm import PORTS, STEPS_APART
 
 LIMIT_S = 120.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")

@@ -31,7 +31,7 @@ from backup_worker import LEASED, SAMPLES, counter
 from fork_server import ForkServer, Run
 from launches import LIMIT_S, until
 
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.process
 

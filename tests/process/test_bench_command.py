@@ -18,7 +18,7 @@ SMALL = ("--workers=2", "--repetitions=1", "--warmup=3", "--batch=4", "--json=fi
 # As from a terminal, even where the tests themselves were started to ignore Ctrl-C.
 WITH_CTRL_C = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from slipstream.cli import main; main()"
+    "from slipstream.apps.cli import main; main()"
 )
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slipstream.bench.comparison import Bounds, Ground, Run, measure
-from slipstream.bench.fork_server import Place
-from slipstream.bench.process_group import ForkServer, TrialFailed
-from slipstream.bench.tables import table
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench.comparison import Bounds, Ground, Run, measure
+from slipstream.apps.bench.fork_server import Place
+from slipstream.apps.bench.process_group import ForkServer, TrialFailed
+from slipstream.apps.bench.tables import table
+from slipstream.apps.bench.trial import Trial
 
 pytestmark = pytest.mark.process
 

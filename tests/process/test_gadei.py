@@ -23,7 +23,7 @@ from fork_server import ForkServer
 from launches import SLIPSTREAM, TORCHRUN, Launch, until
 
 from slipstream.runtime.shared_memory.checkpoints import Snapshot
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 pytestmark = [
     pytest.mark.process,

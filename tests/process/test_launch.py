@@ -379,7 +379,7 @@ def test_port_taken(stage: Stage) -> None:
         script = stage.folder / "worker.py"
         script.write_text("raise SystemExit(5)")
         done = subprocess.run(
-            [sys.executable, "-m", "slipstream.cli", "run", f"--port={port}", str(script)],
+            [sys.executable, "-m", "slipstream", "run", f"--port={port}", str(script)],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -13,7 +13,7 @@ import pytest
 from fork_server import ForkServer
 from launches import SLIPSTREAM, Launch
 
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.process
 

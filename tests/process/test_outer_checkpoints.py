@@ -15,7 +15,7 @@ from test_outer_rounds import RANKS, STREAMED, WORKER, Run, Told, composed, run
 from slipstream.codecs import Quantized
 from slipstream.routes import Route
 from slipstream.topologies import Sharded
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 from slipstream.updates import LocalSteps, Nesterov, Update
 
 __all__ = ["run"]  # the fixture

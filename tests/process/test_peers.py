@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from launches import SLIPSTREAM, Launch
 
-from slipstream.bench.contestants import PEERS, why_missing
+from slipstream.apps.bench.contestants import PEERS, why_missing
 
 pytestmark = pytest.mark.process
 

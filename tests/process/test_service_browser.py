@@ -183,7 +183,16 @@ def test_docs_and_guide(tmp_path: Path) -> None:
 
 def test_keys_on_the_page(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "keys",
+        "add",
+        "team",
+        "--data",
+        str(data),
+    ]
     made = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     with ServiceProcess(data) as service:
         out = browse("keys", service, tmp_path, made.stdout.strip())

@@ -22,7 +22,7 @@ import pytest
 import requests
 from service_process import CSV, LIMIT_S, ServiceProcess
 
-from slipstream.service.deadlines import BODY_NBYTES_S
+from slipstream.apps.service.deadlines import BODY_NBYTES_S
 
 pytestmark = pytest.mark.process
 CONNECTIONS = 2000

@@ -32,7 +32,7 @@ import pytest
 import requests
 from service_process import CSV, LIMIT_S, ServiceProcess, environment
 
-from slipstream.service.database import Database
+from slipstream.apps.service.database import Database
 
 pytestmark = pytest.mark.process
 
@@ -248,7 +248,14 @@ def test_postgresql(postgres: str, tmp_path: Path) -> None:
 
 def test_a_second_service_on_the_directory(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data") as service:
-        command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(service.data)]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "serve",
+            "--data",
+            str(service.data),
+        ]
         second = subprocess.run(
             [*command, "--port", "0"], env=environment(), capture_output=True, text=True
         )
@@ -257,7 +264,14 @@ def test_a_second_service_on_the_directory(tmp_path: Path) -> None:
 
 
 def test_open_addresses_need_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.cli", "serve", "--data", str(tmp_path / "data")]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        "--data",
+        str(tmp_path / "data"),
+    ]
     refused = subprocess.run(
         [*command, "--host", "0.0.0.0", "--port", "0"],
         env=environment(),

@@ -15,11 +15,11 @@ from launches import SLIPSTREAM, Launch, until
 from service_process import PACED
 from service_sentences import TOPICS, sentences
 
-from slipstream.service.answers import Model
-from slipstream.service.held_out_curve import HeldOutCurve
-from slipstream.service.phases import phase_of
-from slipstream.service.report import Report
-from slipstream.service.settings import JobSetting
+from slipstream.apps.service.answers import Model
+from slipstream.apps.service.held_out_curve import HeldOutCurve
+from slipstream.apps.service.phases import phase_of
+from slipstream.apps.service.report import Report
+from slipstream.apps.service.settings import JobSetting
 
 pytestmark = [
     pytest.mark.process,
@@ -46,7 +46,9 @@ def start(folder: Path, name: str, *, paced_by: Path | None = None) -> Launch:
     """A job; while the file ``paced_by`` is there, it trains slowly."""
     strategy = f'gadei(checkpoints="{folder / "checkpoints"}", every_s=0.2)'
     command = [SLIPSTREAM, "run", "--workers", "2", "--strategy", strategy]
-    program = ["-m", "slipstream.service.learn"] if paced_by is None else [str(PACED / "learn.py")]
+    program = (
+        ["-m", "slipstream.apps.service.learn"] if paced_by is None else [str(PACED / "learn.py")]
+    )
     env = {"SERVICE_HOLD": str(paced_by)}
     launch = Launch([*command, *program, str(folder)], folder.with_name(name), env)
     STARTED.append(launch)

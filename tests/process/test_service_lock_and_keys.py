@@ -31,7 +31,7 @@ def test_kill_of_the_trainer_while_the_database_is_locked(tmp_path: Path) -> Non
 def test_the_first_key_gets_what_was_made_without_one(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data") as service:
         classifier = service.created()
-        command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "--data"]
+        command = [sys.executable, "-m", "slipstream", "keys", "add", "--data"]
         made = [
             subprocess.run(
                 [*command, str(service.data), name],
@@ -52,7 +52,14 @@ def test_the_first_key_gets_what_was_made_without_one(tmp_path: Path) -> None:
 
 def test_a_database_that_does_not_know_the_directory(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", str(service.data)]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            *arguments,
+            "--data",
+            str(service.data),
+        ]
         return subprocess.run(command, env=environment(), capture_output=True, text=True)
 
     address = ("--database", str(tmp_path / "other.db"))
@@ -79,7 +86,16 @@ def test_nobody_else_may_read(tmp_path: Path) -> None:
     """Also if the directory was made by hand, and if the first command was not ``serve``."""
     data = tmp_path / "data"
     data.mkdir(mode=0o755)
-    command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "keys",
+        "add",
+        "team",
+        "--data",
+        str(data),
+    ]
     done = subprocess.run(
         command, env=environment(), capture_output=True, check=True, umask=0o022, text=True
     )
@@ -114,7 +130,7 @@ def test_messages_name_the_directory_without_keys_and_the_file_that_is_no_model(
 
 def test_a_mistyped_directory_is_not_made(tmp_path: Path) -> None:
     for arguments in (["serve", "--check"], ["keys", "list"], ["keys", "revoke", "sk_123456"]):
-        command = [sys.executable, "-m", "slipstream.cli", *arguments, "--data", "mistyped"]
+        command = [sys.executable, "-m", "slipstream", *arguments, "--data", "mistyped"]
         refused = subprocess.run(
             command, env=environment(), capture_output=True, text=True, cwd=tmp_path
         )
@@ -127,7 +143,7 @@ def test_a_wrong_key_is_not_taken_for_none(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data", "--no-auth") as service:
         wrong = ("apikey", "sk_" + 43 * "x")
         assert service.get("/v1/classifiers", auth=wrong).status_code == 200  # there are no keys
-        command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "alice", "--data"]
+        command = [sys.executable, "-m", "slipstream", "keys", "add", "alice", "--data"]
         subprocess.run([*command, str(service.data)], env=environment(), check=True)
         assert service.get("/v1/classifiers", auth=wrong).status_code == 401
         assert service.get("/v1/classifiers").status_code == 200

@@ -14,11 +14,11 @@ from importlib import resources
 import pytest
 from service_process import ServiceProcess
 
-from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import HEADER_CLASSES, HEADER_TEXTS, WHOLE, Limits, check, read
+from slipstream.apps.service.errors import ApiError as Refused
+from slipstream.apps.service.rows import HEADER_CLASSES, HEADER_TEXTS, WHOLE, Limits, check, read
 
 CSP = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
-PAGE = resources.files("slipstream.service") / "page"
+PAGE = resources.files("slipstream.apps.service") / "page"
 FILES = {"": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"
 FIVE = FOUR + b"five,a\n"

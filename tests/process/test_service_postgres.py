@@ -47,7 +47,16 @@ def test_a_second_service_leaves_the_work_of_the_first(
         key = {"Authorization": f"Bearer {METRICS_KEY}"}
         assert service.get("/metrics", headers=key).status_code == 200
         second = subprocess.run(
-            [sys.executable, "-m", "slipstream.cli", "serve", "--data", "second", "--port", "0"],
+            [
+                sys.executable,
+                "-m",
+                "slipstream",
+                "serve",
+                "--data",
+                "second",
+                "--port",
+                "0",
+            ],
             env={**environment(), **env},
             cwd=tmp_path,
             capture_output=True,

@@ -51,7 +51,7 @@ def part_of_the_job(service: ServiceProcess, whom: str) -> psutil.Process:
                 command, rank = process.cmdline(), process.environ().get("RANK")
                 if whom == "server" and UPDATE_SERVER in command:
                     return process
-                if whom == f"rank {rank}" and "slipstream.service.learn" in command:
+                if whom == f"rank {rank}" and "slipstream.apps.service.learn" in command:
                     return process
         return None
 

@@ -129,7 +129,15 @@ def test_keys(tmp_path: Path) -> None:
     data = tmp_path / "data"
 
     def keys(*arguments: str) -> str:
-        command = [sys.executable, "-m", "slipstream.cli", "keys", *arguments, "--data", str(data)]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "keys",
+            *arguments,
+            "--data",
+            str(data),
+        ]
         done = subprocess.run(
             command, env=environment(), capture_output=True, text=True, check=True
         )
@@ -170,7 +178,16 @@ def test_keys(tmp_path: Path) -> None:
 
 def test_keys_that_are_none(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    command = [sys.executable, "-m", "slipstream.cli", "keys", "add", "team", "--data", str(data)]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "keys",
+        "add",
+        "team",
+        "--data",
+        str(data),
+    ]
     made = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     with ServiceProcess(data) as service:
         grant = "urn:ibm:params:oauth:grant-type:apikey"

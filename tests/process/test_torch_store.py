@@ -13,7 +13,7 @@ from launches import SLIPSTREAM, TORCHRUN, Launch
 from ports import free_port
 
 from slipstream.errors import LaunchError
-from slipstream.runtime.environment import (
+from slipstream.runtime.process.environment import (
     ELSEWHERE,
     address_towards,
     is_loopback,

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.systems import (
     all_to_all,
@@ -23,7 +22,7 @@ from slipstream.systems import (
 )
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.topologies import Tree
-from slipstream.types import Spec
+from slipstream.types import OptimizerRecipe, Spec
 
 FILE = Path(__file__).parent / "golden_runs.json"
 SEEDS = (0, 1, 2)

@@ -11,11 +11,10 @@ import numpy as np
 from slipstream.codecs import Dense, Factors, Rows
 from slipstream.consistency import ByAge, Each, FirstOf
 from slipstream.routes import Everywhere, Route
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.testing.members import Tensors
-from slipstream.types import Spec
+from slipstream.types import OptimizerRecipe, Spec
 
 WORKERS, SERVERS, ROUNDS = 3, 2, 4
 # Enough tensors of every kind that two servers have something to hold.
@@ -92,7 +91,7 @@ def run_and_check(strategy: Strategy) -> None:
     if strategy.update.average is None or not strategy.update.holder_applies:
         check(run(strategy))
         return
-    from slipstream.torch.shard_optimizer import ChunkOptimizer
+    from slipstream.torch.optimizers.shard_optimizer import ChunkOptimizer
 
     decay, update = strategy.update.average.decay, ChunkOptimizer.update
     expected: dict[ChunkOptimizer, list[Any]] = {}

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.systems import backup_workers, push_pull
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.testing.worker import Contribute, Step
 from slipstream.transports.wire import Arrived, Commit, Publish, Push, Serve, WorkerLeft
-from slipstream.types import Spec
+from slipstream.types import OptimizerRecipe, Spec
 
 SPECS = [
     Spec("first", (20, 20), "float32", 0),

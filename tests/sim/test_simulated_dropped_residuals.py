@@ -11,11 +11,10 @@ from test_simulated_backup_workers import AWAY, SEEDS, SLOW, conducts
 from slipstream.codecs import Above, Drop, Filter, OneBit, SegmentCodec
 from slipstream.consistency import Consistency, FirstOf
 from slipstream.routes import Everywhere, Route
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.topologies import Sharded
-from slipstream.types import Spec
+from slipstream.types import OptimizerRecipe, Spec
 from slipstream.updates import Update, User
 
 SPECS = [Spec("wide", (40, 30), "float32", 0), Spec("deep", (1100,), "float32", 1)]

@@ -14,14 +14,13 @@ from slipstream.codecs import Dense, Factors
 from slipstream.consistency import Consistency, Progress
 from slipstream.errors import ConfigError, RuntimeFault, WaitLimit
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.schedules import Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import all_to_all, allreduce, push_pull
 from slipstream.testing import Simulation, simulate, simulator
 from slipstream.topologies import Mesh, Sharded
 from slipstream.transports.wire import Publish, Push
-from slipstream.types import Spec
+from slipstream.types import OptimizerRecipe, Spec
 
 DTYPES = ["float32", "float64", "bfloat16", "float16"]
 SHAPES = st.sampled_from([(), (1,), (0,), (7,), (20, 30), (450,)])

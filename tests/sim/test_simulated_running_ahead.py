@@ -27,12 +27,12 @@ from slipstream.systems import async_sgd, bounded_staleness, push_pull
 from slipstream.testing import Conduct, Simulation
 from slipstream.testing.cluster import Stage
 from slipstream.testing.members import Event
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.replica import recipe_for
-from slipstream.torch.server_updates import RemoteOptimizer, ServerUpdates
-from slipstream.torch.slots import LiveTensors
-from slipstream.torch.staging import Staging
-from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.capture.synchronizer import Synchronizer
+from slipstream.torch.distribute.replica import recipe_for
+from slipstream.torch.modes.server_updates import RemoteOptimizer, ServerUpdates
+from slipstream.torch.tensors.inventory import Inventory
+from slipstream.torch.tensors.slots import LiveTensors
+from slipstream.torch.tensors.staging import Staging
 from slipstream.transports.wire import Publish, Push, WorkerLeft
 from slipstream.types import Chunk, Cluster, Spec
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from slipstream.codecs import Rotate
 from slipstream.consistency import LagBehindPeers
 from slipstream.errors import RuntimeFault
-from slipstream.runtime.exchange.gossip import GossipChannel
-from slipstream.runtime.exchange.handover import JoinCoordinator, Joiner, JoinPeer
-from slipstream.runtime.exchange.pace import Pace
+from slipstream.runtime.gossip.gossip import GossipChannel
+from slipstream.runtime.gossip.handover import JoinCoordinator, Joiner, JoinPeer
+from slipstream.runtime.gossip.pace import Pace
 from slipstream.testing.clock import VirtualClock
 from slipstream.testing.members import SimulatedMember
 from slipstream.transports.memory import MemoryNetwork

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from slipstream.cli import main
+from slipstream.apps.cli import main
 
 
 @pytest.fixture

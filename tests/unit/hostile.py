@@ -12,7 +12,7 @@ from unittest import mock
 
 import typer.main
 
-from slipstream.cli import main
+from slipstream.apps.cli import main
 
 ESCAPE = "\x1b[2J\x1b[31m"
 # Typer makes all commands anew whenever it is called, which takes longer than most of them.

@@ -40,7 +40,7 @@ def test_version(slipstream) -> None:
 
 
 def test_the_command_line_does_without_torch() -> None:
-    check = "import slipstream.cli, slipstream.systems, sys; sys.exit('torch' in sys.modules)"
+    check = "import slipstream.apps.cli, slipstream.systems, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
@@ -145,7 +145,7 @@ def test_batch_smaller_than_the_workers(slipstream) -> None:
 
 
 def test_missing_scikit_learn_names_the_extra(slipstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.cli.train.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.apps.cli.train.find_spec", lambda name: None)
     code, _, err = slipstream("train", "digits")
     assert code == 2
     assert "slipstream[train]" in err

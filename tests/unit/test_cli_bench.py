@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.bench import split_systems
+from slipstream.apps.cli.bench import split_systems
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_options_out_of_range_are_named(slipstream, option: str) -> None:
 def test_a_plot_without_matplotlib_names_the_extra(
     slipstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.cli.options.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.apps.cli.options.find_spec", lambda name: None)
     code, _, err = slipstream("bench", "fc", f"--plot={tmp_path}/picture.png")
     assert code == 2
     assert "slipstream[bench]" in err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import lab as lab_command
-from slipstream.lab import network, removal
+from slipstream.apps.cli import lab as lab_command
+from slipstream.apps.lab import network, removal
 
 LABS = ["slip00000a", "slip00000b"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.probe import in_words, read_amount, read_place
+from slipstream.apps.cli.probe import in_words, read_amount, read_place
+from slipstream.apps.probing.probing import LOOPBACK, PORT, Listener
 from slipstream.planning.bandwidth import Available
-from slipstream.probing.probing import LOOPBACK, PORT, Listener
 
 SECRET = "correct horse battery staple"
 MBIT = 125_000.0
@@ -58,7 +58,7 @@ def test_the_secret_of_the_environment(
 
 
 def test_listening_until_ctrl_c(slipstream) -> None:
-    program = "from slipstream.cli import main; main()"
+    program = "from slipstream.apps.cli import main; main()"
     command = [sys.executable, "-c", program, "probe", "--listen", f"{LOOPBACK}:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
         assert listening.stdout is not None

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.cli.digits import Digits, Recipe
-from slipstream.cli.summary import human_bytes
+from slipstream.apps.cli.digits import Digits, Recipe
+from slipstream.apps.cli.summary import human_bytes
 
 RECIPE = Recipe(epochs=1, batch=60, lr=0.1, seed=3)
 

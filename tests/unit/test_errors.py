@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # Classes are known once their modules are imported.
-import slipstream.bench.process_group
+import slipstream.apps.bench.process_group
 import slipstream.runtime.files.directory_lock
 import slipstream.runtime.members.rendezvous  # noqa: F401
 from slipstream.errors import PeerFailed, SlipstreamError, WaitLimit
@@ -33,7 +33,7 @@ def all_kinds(kind: type[SlipstreamError] = SlipstreamError) -> Iterator[type[Sl
 
 
 KINDS = sorted(
-    {kind for kind in all_kinds() if not kind.__module__.startswith("slipstream.service")},
+    {kind for kind in all_kinds() if not kind.__module__.startswith("slipstream.apps.service")},
     key=lambda kind: kind.__qualname__,
 )
 

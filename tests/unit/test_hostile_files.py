@@ -25,13 +25,13 @@ from hostile import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.bench.reading import read_bytes
-from slipstream.bench.workloads import workload
+from slipstream.apps.bench.reading import read_bytes
+from slipstream.apps.bench.workloads import workload
 from slipstream.errors import ConfigError, SecretError
 from slipstream.input_files import read_limited
 from slipstream.planning.overlays import read_topology
 from slipstream.printable import shown
-from slipstream.runtime.environment import read_secret
+from slipstream.runtime.process.environment import read_secret
 
 
 def brief(value: object) -> str:
@@ -164,7 +164,7 @@ def test_options_that_cannot_be(options: list[str], tmp_path: Path) -> None:
 
 
 def test_a_line_of_a_log_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.cli.plan_backups.MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr("slipstream.apps.cli.plan_backups.MOST_LINE_BYTES", 1000)
     file = write(tmp_path / "run.jsonl", log_of({"0": STEADY, "1": [0.1] * 500}))
     assert "one of its lines has more than 1000 B" in assert_refused(
         slipstream("plan-backups", file)

@@ -17,6 +17,37 @@ GROUND = {"types", "errors", "units", "printable", "parts", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "updates", "planning"}
 PLANS = GROUND | AXES | {"routes", "plan", "compat", "rules"}
 DECISIONS = PLANS | {"strategy"}
+# Rooms of these packages have rows of their own; each may import those before it in its list.
+TORCH = {
+    f"torch/{room}"
+    for room in [
+        "tensors",
+        "optimizers",
+        "checkpoints",
+        "capture",
+        "channels",
+        "modes",
+        "distribute",
+    ]
+}
+RUNTIME = {
+    f"runtime/{room}"
+    for room in [
+        "process",
+        "files",
+        "figures",
+        "members",
+        "exchange",
+        "gossip",
+        "hosts",
+        "shared_memory",
+        "launch",
+        "servers",
+    ]
+}
+APPS = {f"apps/{room}" for room in ["bench", "cli", "lab", "probing", "service", "studies"]}
+ROOMS = TORCH | RUNTIME | APPS
+CHANNELS = {"runtime/process", "runtime/members", "runtime/exchange"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
@@ -34,40 +65,79 @@ MAY_IMPORT = {
     "strategy": PLANS | {"fields"},
     "systems": GROUND | AXES | {"routes", "strategy", "input_files"},
     "transports": GROUND,
-    "runtime": DECISIONS | {"transports", "input_files"},
-    "torch": DECISIONS | {"transports", "runtime"},
-    "testing": DECISIONS | {"transports", "runtime"},
-    "lab": {"errors", "units", "printable"},
-    "bench": GROUND
-    | {"input_files", "lab", "systems", "runtime", "transports", "initialization", ""},
-    "probing": GROUND | {"planning", "transports", "runtime"},
-    "sessions": DECISIONS | {"systems", "transports", "runtime", "torch"},
-    "job_figures": {"errors", "plan", "runtime", "sessions"},
-    "job_metrics": {"errors", "runtime", "sessions", "job_figures"},
+    # A process and its files, its membership, then what it exchanges.
+    "runtime/process": GROUND | {"input_files"},
+    "runtime/files": GROUND,
+    "runtime/figures": GROUND | {"runtime/files"},
+    "runtime/members": GROUND | {"planning", "transports", "runtime/process"},
+    "runtime/exchange": DECISIONS | {"transports", "runtime/process", "runtime/members"},
+    "runtime/gossip": DECISIONS | {"transports", "runtime/process", "runtime/members"},
+    "runtime/hosts": DECISIONS | {"transports"} | CHANNELS,
+    "runtime/shared_memory": DECISIONS | {"transports", "runtime/process", "runtime/files"},
+    "runtime/launch": DECISIONS
+    | {"transports", "runtime/process", "runtime/files", "runtime/shared_memory"},
+    "runtime/servers": DECISIONS | {"transports", "runtime/launch"} | CHANNELS,
+    # From tensors to ``job.distribute``.
+    "torch/tensors": DECISIONS | {"runtime/process", "runtime/figures", "runtime/exchange"},
+    "torch/optimizers": DECISIONS | {"transports", "torch/tensors"},
+    "torch/checkpoints": DECISIONS
+    | {"transports", "torch/tensors", "torch/optimizers"}
+    | RUNTIME - {"runtime/gossip", "runtime/hosts", "runtime/launch"},
+    "torch/capture": DECISIONS
+    | {"transports", "torch/tensors", "torch/optimizers", "torch/checkpoints"}
+    | {"runtime/files", "runtime/figures"}
+    | CHANNELS,
+    "torch/channels": DECISIONS
+    | {"transports", "torch/tensors", "runtime/files", "runtime/gossip", "runtime/hosts"}
+    | CHANNELS,
+    "torch/modes": DECISIONS
+    | {"transports"}
+    | RUNTIME - {"runtime/launch"}
+    | TORCH - {"torch/distribute"},
+    "torch/distribute": DECISIONS | {"transports"} | RUNTIME | TORCH,
+    "testing": DECISIONS | {"transports", "runtime/members", "runtime/exchange", "runtime/servers"},
+    "sessions": DECISIONS | {"systems", "transports"} | RUNTIME | TORCH,
+    "job_figures": {"errors", "plan", "sessions"} | RUNTIME,
+    "job_metrics": {"errors", "sessions", "job_figures"} | RUNTIME,
     "uncaught_exit": set(),
-    "job_end": {"job_figures", "runtime", "sessions", "torch", "uncaught_exit"},
+    "job_end": {"job_figures", "sessions", "uncaught_exit"} | RUNTIME | TORCH,
     "job": DECISIONS
-    | {"systems", "runtime", "sessions", "torch", "job_figures", "job_metrics", "job_end"},
-    "initialization": {"errors", "job", "runtime", "sessions", "torch", "transports"},
-    "cli": GROUND
-    | {"input_files", "systems", "strategy", "routes", "planning", "runtime", "torch", "lab"}
-    | {"bench", "probing", "service", ""},  # the last is the public face, as users see it
-    "__main__": {"cli"},
-    # A user of the public face, as scripts are; the API knows how processes are started.
-    "service": GROUND | {"runtime", "initialization", ""},
+    | {"systems", "sessions"}
+    | RUNTIME
+    | TORCH
+    | {"job_figures", "job_metrics", "job_end"},
+    "initialization": {"errors", "job", "sessions", "transports"} | RUNTIME | TORCH,
+    # Built on the public face, and on how processes are started and measured.
+    "apps/lab": {"errors", "units", "printable"},
+    "apps/bench": GROUND
+    | RUNTIME
+    | {"input_files", "systems", "transports", "initialization", "apps/lab", ""},
+    "apps/probing": GROUND | {"planning", "transports"} | RUNTIME,
+    "apps/studies": {"errors"},
+    "apps/service": GROUND | {"initialization", ""} | RUNTIME,
+    "apps/cli": GROUND
+    | RUNTIME
+    | {"input_files", "systems", "strategy", "routes", "planning", "torch/tensors", ""}
+    | APPS,
+    "__main__": {"apps/cli"},
     # Users of the public face, each for one framework; launchers know how processes are started.
-    "integrations": {"errors", "compat", "strategy", "systems", "runtime", "initialization", ""},
+    "integrations": {"errors", "compat", "strategy", "systems", "initialization", ""} | RUNTIME,
     "__init__": DECISIONS
-    | {"initialization", "job", "runtime", "systems", "testing", "torch"}
+    | {"initialization", "job", "systems", "testing", "apps/studies"}
+    | RUNTIME
+    | TORCH
     | {"integrations"},  # when a user names one
 }
 EXCEPTIONS = {
     # A server that updates weights needs torch, and imports it when it learns that it must.
-    ("runtime/servers/server.py", "torch"),
-    ("bench/contestants/ablation.py", "codecs"),  # it takes a part out of a system
-    ("integrations/accelerate.py", "torch"),  # copies of a model are plain
+    ("runtime/servers/server.py", "torch/optimizers"),
+    ("apps/bench/contestants/ablation.py", "codecs"),  # it takes a part out of a system
+    ("integrations/accelerate.py", "torch/tensors"),  # copies of a model are plain
     ("integrations/ray/workers.py", "job_end"),  # its process outlives the script
-    ("integrations/jax.py", "torch"),  # it shares all gradients before the first one leaves
+    (
+        "integrations/jax.py",
+        "torch/distribute",
+    ),  # it shares all gradients before the first one leaves
     # For type checkers only: a plan holds its strategy, and rules are about one.
     ("plan.py", "strategy"),
     ("compat.py", "strategy"),
@@ -77,10 +147,10 @@ TORCH_OUTSIDE = {
     "job.py",
     "job_figures.py",
     "job_metrics.py",
-    "cli/digits.py",
-    "service/net.py",
-    "service/learn.py",
-    "service/task.py",
+    "apps/cli/digits.py",
+    "apps/service/net.py",
+    "apps/service/learn.py",
+    "apps/service/task.py",
     "runtime/members/rendezvous.py",  # its TCPStore
     "runtime/members/store.py",
     "transports/collective.py",
@@ -95,9 +165,16 @@ def place(module: Path) -> str:
     return module.relative_to(SOURCE).as_posix()
 
 
+def room_of(dotted: str) -> str:
+    """``runtime/servers`` for runtime.servers.server, ``types`` for types."""
+    names = dotted.split(".")
+    two = "/".join(names[:2])
+    return two if two in ROOMS else names[0]
+
+
 def part(module: Path) -> str:
-    """``runtime`` for runtime/servers/server.py, ``types`` for types.py."""
-    return module.relative_to(SOURCE).parts[0].partition(".")[0]
+    """The room of a file."""
+    return room_of(".".join(module.relative_to(SOURCE).with_suffix("").parts))
 
 
 def imported(module: Path) -> Iterator[str]:
@@ -111,22 +188,26 @@ def imported(module: Path) -> Iterator[str]:
 
 
 def test_every_part_is_in_the_table() -> None:
-    assert {part(module) for module in MODULES} <= set(MAY_IMPORT)
+    # A package of rooms has nothing of its own.
+    assert {part(module) for module in MODULES} - {"runtime", "torch", "apps"} <= set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=place)
 def test_imports_point_one_way(module: Path) -> None:
-    allowed = MAY_IMPORT[part(module)] | {part(module)}
+    allowed = MAY_IMPORT.get(part(module), set()) | {part(module)}
     for name in imported(module):
         top, _, rest = name.partition(".")
-        target = rest.partition(".")[0]
+        target = room_of(rest)
         if top == "slipstream" and (place(module), target) not in EXCEPTIONS:
             assert target in allowed, f"{place(module)} imports slipstream.{rest}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=place)
 def test_torch_stays_where_it_belongs(module: Path) -> None:
-    if part(module) in ("torch", "bench", "sessions") or place(module) in TORCH_OUTSIDE:
+    if (
+        part(module) in {"torch", "apps/bench", "apps/studies", "sessions"} | TORCH
+        or place(module) in TORCH_OUTSIDE
+    ):
         return
     assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
 
@@ -147,7 +228,7 @@ def test_axes_and_plans_do_no_input_or_output_and_look_at_no_clock(pure: str) ->
     "module",
     [
         "slipstream",
-        "slipstream.cli",
+        "slipstream.apps.cli",
         "slipstream.systems",
         "slipstream.runtime.servers.server",
         "slipstream.runtime.exchange.rounds",

@@ -10,7 +10,7 @@ import torch
 
 import slipstream
 from slipstream.job_figures import JobFigures
-from slipstream.runtime.environment import Environment
+from slipstream.runtime.process.environment import Environment
 
 STEPS = 3
 

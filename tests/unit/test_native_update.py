@@ -11,7 +11,7 @@ import torch
 from slipstream._native import Update, add_rows
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan, SharedTensor
 from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
-from slipstream.torch.shared_weights import Settings, settings_of
+from slipstream.torch.modes.shared_weights import Settings, settings_of
 
 SHAPES = [(7, 3), (33,), (2, 2, 5)]
 STEPS = 5

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from slipstream import printable as module
-from slipstream.bench.comparison import Bounds, Outcome
-from slipstream.bench.report import table
-from slipstream.cli.summary import summary_table
+from slipstream.apps.bench.comparison import Bounds, Outcome
+from slipstream.apps.bench.report import table
+from slipstream.apps.cli.summary import summary_table
 from slipstream.planning.table import Row, as_text
 from slipstream.printable import MOST_SHOWN, printable, printable_lines, shown
 from slipstream.runtime.servers.accounts import staleness_text

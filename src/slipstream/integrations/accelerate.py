@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import slipstream
 from slipstream.integrations.versions import require_version
-from slipstream.torch.plain_copies import Addition, keep_copies_plain
+from slipstream.torch.tensors.plain_copies import Addition, keep_copies_plain
 
 Pair = tuple[nn.Module, Optimizer]
 OLDEST = (1, 1)

@@ -17,7 +17,7 @@ import torch
 import slipstream
 from slipstream.errors import RuntimeFault
 from slipstream.integrations.versions import require_version
-from slipstream.torch.exchange import as_tensor
+from slipstream.torch.distribute.exchange import as_tensor
 
 try:
     import jax

@@ -12,20 +12,20 @@ from torch import distributed
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import SlipstreamError
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.error_reporting import rank_reports
-from slipstream.runtime.event_log import log_event
-from slipstream.runtime.summary import WorkerFigures, combine
+from slipstream.runtime.figures.summary import WorkerFigures, combine
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.error_reporting import rank_reports
+from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training
 from slipstream.strategy import Strategy
-from slipstream.torch.averages import Averages
-from slipstream.torch.finite_gradients import FiniteGradients, before_use
-from slipstream.torch.kept_state import OwnState
-from slipstream.torch.loading import load_alone
-from slipstream.torch.preparing import as_trained, prepare_pairs
-from slipstream.torch.sampler import in_turn
-from slipstream.torch.saving import save_alone
+from slipstream.torch.checkpoints.kept_state import OwnState
+from slipstream.torch.distribute.loading import load_alone
+from slipstream.torch.distribute.preparing import as_trained, prepare_pairs
+from slipstream.torch.distribute.sampler import in_turn
+from slipstream.torch.distribute.saving import save_alone
+from slipstream.torch.tensors.averages import Averages
+from slipstream.torch.tensors.finite_gradients import FiniteGradients, before_use
 from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)

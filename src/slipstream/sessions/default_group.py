@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import distributed
 
 from slipstream.errors import ConfigError, LaunchError
-from slipstream.runtime.environment import LOOPBACK, Environment, address_of
+from slipstream.runtime.process.environment import LOOPBACK, Environment, address_of
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 

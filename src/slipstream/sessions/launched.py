@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.error_reporting import rank_reports
+from slipstream.runtime.figures.summary import WorkerFigures
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits, join
 from slipstream.runtime.members.store import close_listener, open_early
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.error_reporting import rank_reports
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
-from slipstream.runtime.summary import WorkerFigures
 from slipstream.sessions.alone import AloneSession
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.networked import NetworkedSession, on_one_machine_only

@@ -19,13 +19,13 @@ from slipstream.errors import ConfigError, JobEnded, LaunchError, RuntimeFault, 
 from slipstream.plan import Plan
 from slipstream.planning.choosing import ByTime
 from slipstream.planning.table import as_tables, as_text
-from slipstream.runtime.error_reporting import describe_error, failed_line, rank_reports
-from slipstream.runtime.event_log import log_event
 from slipstream.runtime.exchange.choices import layer_of
+from slipstream.runtime.figures.replica_reports import Difference, ReplicaReport
+from slipstream.runtime.figures.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.store import connect_store
-from slipstream.runtime.replica_reports import Difference, ReplicaReport
-from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.runtime.process.error_reporting import describe_error, failed_line, rank_reports
+from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.default_group import GroupStore, is_lost_connection, is_of_process_group
 from slipstream.sessions.networked_weights import (
@@ -39,19 +39,19 @@ from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.systems import call_of
-from slipstream.torch.gossip import come_back
-from slipstream.torch.inventory import whole_vector
-from slipstream.torch.link_store import LinkStore
-from slipstream.torch.loading import load_job
-from slipstream.torch.mean_weights import MeanWeights, by_name_of
-from slipstream.torch.other_steps import OtherSteps, why_not_by_others
-from slipstream.torch.outer_weights import OuterState
-from slipstream.torch.outside_parameters import OutsideParameters
-from slipstream.torch.replica import Replica, SharedParts
-from slipstream.torch.replicating import replicate
-from slipstream.torch.saving import kept_averages
-from slipstream.torch.server_state import ServerState
-from slipstream.torch.step_watch import StepWatch
+from slipstream.torch.capture.other_steps import OtherSteps, why_not_by_others
+from slipstream.torch.capture.outside_parameters import OutsideParameters
+from slipstream.torch.capture.step_watch import StepWatch
+from slipstream.torch.channels.link_store import LinkStore
+from slipstream.torch.checkpoints.outer_weights import OuterState
+from slipstream.torch.checkpoints.server_state import ServerState
+from slipstream.torch.distribute.loading import load_job
+from slipstream.torch.distribute.replica import Replica, SharedParts
+from slipstream.torch.distribute.replicating import replicate
+from slipstream.torch.distribute.saving import kept_averages
+from slipstream.torch.modes.gossip import come_back
+from slipstream.torch.tensors.inventory import whole_vector
+from slipstream.torch.tensors.mean_weights import MeanWeights, by_name_of
 from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)

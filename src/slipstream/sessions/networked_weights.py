@@ -14,22 +14,28 @@ from typing import Any
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import CheckpointError, RuntimeFault
-from slipstream.runtime.exchange.gossip import GossipChannel
+from slipstream.runtime.gossip.gossip import GossipChannel
 from slipstream.runtime.members.heartbeat import SAME_STEPS
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
-from slipstream.torch.copying import copy_state
-from slipstream.torch.fingerprint import fingerprints
-from slipstream.torch.outer_updates import OuterUpdates
-from slipstream.torch.pairs import distinct_models
-from slipstream.torch.replica import Replica
-from slipstream.torch.sampler import in_turn
-from slipstream.torch.saving import save_job, save_servers, take_weights
-from slipstream.torch.script_lines import level_of_the_script
-from slipstream.torch.worker_part import applier_of, part_path, read_part, take_part, write_part
+from slipstream.torch.distribute.replica import Replica
+from slipstream.torch.distribute.sampler import in_turn
+from slipstream.torch.distribute.saving import save_job, save_servers, take_weights
+from slipstream.torch.distribute.worker_part import (
+    applier_of,
+    part_path,
+    read_part,
+    take_part,
+    write_part,
+)
+from slipstream.torch.modes.outer_updates import OuterUpdates
+from slipstream.torch.tensors.copying import copy_state
+from slipstream.torch.tensors.fingerprint import fingerprints
+from slipstream.torch.tensors.pairs import distinct_models
+from slipstream.torch.tensors.script_lines import level_of_the_script
 from slipstream.types import rank_of
 
 Lease = Callable[[int, int], Batch]

@@ -21,19 +21,19 @@ from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.table import as_tables, as_text
-from slipstream.runtime.replica_reports import Difference, ReplicaReport
-from slipstream.runtime.summary import Traffic, WorkerFigures
+from slipstream.runtime.figures.replica_reports import Difference, ReplicaReport
+from slipstream.runtime.figures.summary import Traffic, WorkerFigures
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.request import own_optimizer
 from slipstream.strategy import Strategy
 from slipstream.systems import call_of
-from slipstream.torch.exchange import HeldTensors
-from slipstream.torch.fingerprint import Fingerprints, fingerprints_of
-from slipstream.torch.inventory import as_texts, group_settings, whole_vector
-from slipstream.torch.mean_weights import MeanWeights, by_name_of
-from slipstream.torch.pairs import Pair, distinct_models
-from slipstream.torch.sampler import LeasedBatches
-from slipstream.torch.swapped_weights import copies, outside_of, swapped_in, without_steps
+from slipstream.torch.distribute.exchange import HeldTensors
+from slipstream.torch.distribute.sampler import LeasedBatches
+from slipstream.torch.tensors.fingerprint import Fingerprints, fingerprints_of
+from slipstream.torch.tensors.inventory import as_texts, group_settings, whole_vector
+from slipstream.torch.tensors.mean_weights import MeanWeights, by_name_of
+from slipstream.torch.tensors.pairs import Pair, distinct_models
+from slipstream.torch.tensors.swapped_weights import copies, outside_of, swapped_in, without_steps
 
 __all__ = ["Pair", "Session", "Training", "TrainingFigures"]
 

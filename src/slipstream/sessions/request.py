@@ -12,10 +12,10 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.strategy import Strategy
 from slipstream.systems import is_json, parse
-from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.own_step import check_whole
-from slipstream.torch.pairs import Pair
-from slipstream.torch.preparing import check_pairs
+from slipstream.torch.distribute.preparing import check_pairs
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
+from slipstream.torch.optimizers.own_step import check_whole
+from slipstream.torch.tensors.pairs import Pair
 
 DEFAULT_STRATEGY = "push_pull"
 

@@ -16,33 +16,33 @@ from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.planning.table import as_text
 from slipstream.routes import SharedMemory as SharedMemoryRoute
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.error_reporting import learner_reports
-from slipstream.runtime.event_log import log_event
+from slipstream.runtime.figures.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits
 from slipstream.runtime.members.store import connect_store
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.error_reporting import learner_reports
+from slipstream.runtime.process.event_log import log_event
 from slipstream.runtime.servers.accounts import ServerFigures, merge_figures
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.runtime.shared_memory.messages import Account, Hello
-from slipstream.runtime.summary import Traffic, WorkerFigures, combine
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
 from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.systems import call_of
-from slipstream.torch.carried_updates import CarriedUpdates
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import config_fingerprint
-from slipstream.torch.learner import Learner
-from slipstream.torch.learner_state import LearnerState
-from slipstream.torch.other_steps import OtherSteps, why_not_by_others
-from slipstream.torch.outside_parameters import OutsideParameters
-from slipstream.torch.own_step import check_own_step
-from slipstream.torch.preparing import check_pairs, prepare_pairs
-from slipstream.torch.remote_optimizer import check_own_state
-from slipstream.torch.shared_weights import check_shareable, settings_of, shared_tensors
-from slipstream.torch.step_watch import StepWatch
+from slipstream.torch.capture.other_steps import OtherSteps, why_not_by_others
+from slipstream.torch.capture.outside_parameters import OutsideParameters
+from slipstream.torch.capture.remote_optimizer import check_own_state
+from slipstream.torch.capture.step_watch import StepWatch
+from slipstream.torch.distribute.preparing import check_pairs, prepare_pairs
+from slipstream.torch.modes.carried_updates import CarriedUpdates
+from slipstream.torch.modes.learner import Learner
+from slipstream.torch.modes.learner_state import LearnerState
+from slipstream.torch.modes.shared_weights import check_shareable, settings_of, shared_tensors
+from slipstream.torch.optimizers.own_step import check_own_step
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.inventory import config_fingerprint
 from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Cluster
 

@@ -12,8 +12,8 @@ from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError
 from slipstream.plan import Plan
 from slipstream.sessions.protocol import Training
-from slipstream.torch.mean_weights import MeanWeights
-from slipstream.torch.sampler import LeasedBatches
+from slipstream.torch.distribute.sampler import LeasedBatches
+from slipstream.torch.tensors.mean_weights import MeanWeights
 
 
 def comes_after_distribute(doing: str) -> ConfigError:

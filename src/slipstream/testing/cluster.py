@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan import Plan
 from slipstream.runtime.members.member import BEAT_S, HUB
 from slipstream.runtime.servers.accounts import ServerFigures
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.testing.clock import VirtualClock
@@ -27,7 +27,7 @@ from slipstream.testing.members import (
 from slipstream.testing.worker import Worker
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Configure, Lost, Message, Ready
-from slipstream.types import Node
+from slipstream.types import Node, OptimizerRecipe
 
 ACTION_S = 0.01
 

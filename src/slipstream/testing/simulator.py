@@ -16,13 +16,12 @@ from slipstream._native import mean_into
 from slipstream.errors import ConfigError
 from slipstream.plan import Plan
 from slipstream.runtime.servers.accounts import ServerFigures
-from slipstream.runtime.servers.configuration import OptimizerRecipe
 from slipstream.strategy import Strategy
 from slipstream.testing.cluster import Stage
 from slipstream.testing.layers import Rows, whole_numbers
 from slipstream.testing.members import Event, Owed, Tensors
 from slipstream.testing.worker import Conduct, Contribute, Step, Worker
-from slipstream.types import Cluster, Spec, Values
+from slipstream.types import Cluster, OptimizerRecipe, Spec, Values
 
 SLOW = 0.05  # how often a slow worker acts, compared with the others
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import WaitLimit
 from slipstream.planning.costs import Speeds
-from slipstream.runtime.assembly import round_channel
-from slipstream.runtime.driver import Driver
+from slipstream.runtime.exchange.assembly import round_channel
 from slipstream.runtime.exchange.choices import LayerChoices
+from slipstream.runtime.exchange.driver import Driver
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.testing.layers import ByteLayers, LayerRows, Rows, dense, send
 from slipstream.testing.members import FOREVER_S, ByteSlots, Owed, Tensors, owed_by

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from slipstream._native import crc32c
 from slipstream.errors import FrameRefused
-from slipstream.types import Buffer
+from slipstream.types import Buffer, Settings
 
 HEADER_BYTES = 1 << 20
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -29,8 +29,6 @@ ADDRESS = r"^(tcp://(\[[0-9a-zA-Z:.%]+\]|[0-9.]+):[0-9]{1,5}|memory://.*)$"
 Address = Annotated[str, Meta(max_length=64, pattern=ADDRESS)]
 Key = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=20_000)]
-Setting = bool | int | float | None | list[float] | str
-Settings = list[dict[str, Setting]]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -180,7 +178,7 @@ class Rows(Body, tag="rows", frozen=True):
 
 
 class Replicas(Body, tag="replicas", frozen=True):
-    """A worker to rank 0: sums of its weights, as a frame; see ``runtime/replica_reports.py``."""
+    """A worker to rank 0: sums of its weights, as a frame; see ``replica_reports``."""
 
     crc: Checksum
 

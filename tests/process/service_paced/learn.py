@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.service import batches
+from slipstream.apps.service import batches
 
 HOLD = Path(os.environ["SERVICE_HOLD"])
 PAUSE_S = 0.1

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-LEARN = "slipstream.service.learn"
+LEARN = "slipstream.apps.service.learn"
 
 
 class Paced(importlib.abc.MetaPathFinder):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.service.errors import Damaged
+from slipstream.apps.service.errors import Damaged
 
 
 class Model:

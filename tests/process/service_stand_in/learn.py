@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from slipstream.apps.service.rows import WHOLE, read
 from slipstream.runtime.files.whole_files import write_whole
-from slipstream.service.rows import WHOLE, read
 
 
 def is_held(update: int, total: int) -> bool:

@@ -17,7 +17,7 @@ NAMES = ("answers", "learn")
 class StandIns(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         package, _, name = fullname.rpartition(".")
-        if package != "slipstream.service" or name not in NAMES:
+        if package != "slipstream.apps.service" or name not in NAMES:
             return None
         return importlib.util.spec_from_file_location(fullname, FOLDER / f"{name}.py")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from slipstream.bench.comparison import Bounds, Comparison, Outcome, Run
-from slipstream.bench.report import as_json, heading, median_time, table
-from slipstream.bench.trial import Judgement, Snapshot, Timing, Trial
-from slipstream.bench.workloads import Goal, Workload, workload
-from slipstream.lab import Traffic
+from slipstream.apps.bench.comparison import Bounds, Comparison, Outcome, Run
+from slipstream.apps.bench.report import as_json, heading, median_time, table
+from slipstream.apps.bench.trial import Judgement, Snapshot, Timing, Trial
+from slipstream.apps.bench.workloads import Goal, Workload, workload
+from slipstream.apps.lab import Traffic
 
 BOUNDS = Bounds(dense_s=0.4, exact_s=0.1, compute_s=0.2)
 
@@ -159,7 +159,7 @@ def test_the_heading_says_what_is_not_real(learning: Workload) -> None:
 
 def test_a_picture_that_can_be_opened(tmp_path: Path, goal: Goal) -> None:
     image = pytest.importorskip("matplotlib.image", reason="needs slipstream[bench]")
-    from slipstream.bench.plot import draw
+    from slipstream.apps.bench.plot import draw
 
     steps_only = tmp_path / "steps.png"
     draw(steps_only, ["a title"], [outcome("ddp", run(0.4), run(0.5))], BOUNDS, None, None)

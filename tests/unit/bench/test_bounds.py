@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.bounds import Shape, dense_bytes, exact_bytes, seconds
-from slipstream.bench.comparison import Bounds, Comparison, model_shapes, wire_bounds
-from slipstream.bench.trial import Trial
-from slipstream.bench.workloads import workload
+from slipstream.apps.bench.bounds import Shape, dense_bytes, exact_bytes, seconds
+from slipstream.apps.bench.comparison import Bounds, Comparison, model_shapes, wire_bounds
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.bench.workloads import workload
 
 MATRIX = Shape(1000 * 4096, 4, matrix=(1000, 4096), rows=32)
 VECTOR = Shape(1000, 4)

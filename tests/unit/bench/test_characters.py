@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.bench.data import CharacterText, Windows, read_characters
-from slipstream.bench.data.characters import MOST_HELD_OUT
+from slipstream.apps.bench.data import CharacterText, Windows, read_characters
+from slipstream.apps.bench.data.characters import MOST_HELD_OUT
 from slipstream.errors import ConfigError
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.bench import comparison, contestants
-from slipstream.bench.comparison import Comparison, compare
-from slipstream.bench.contestants import PEERS, check, is_peer, why_missing
-from slipstream.bench.contestants.ablation import LastOnly
-from slipstream.bench.contestants.torchft import split_evenly
-from slipstream.bench.trial import Trial
+from slipstream.apps.bench import comparison, contestants
+from slipstream.apps.bench.comparison import Comparison, compare
+from slipstream.apps.bench.contestants import PEERS, check, is_peer, why_missing
+from slipstream.apps.bench.contestants.ablation import LastOnly
+from slipstream.apps.bench.contestants.torchft import split_evenly
+from slipstream.apps.bench.trial import Trial
 from slipstream.codecs.partition import Rotation
 from slipstream.errors import ConfigError
 

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.bench.devices import EmulatedLinear, EmulatedNet
-from slipstream.bench.noise import BLOCK_NUMEL, Noise
-from slipstream.bench.tables import Layer, Table, table
-from slipstream.bench.timeline import Timeline
+from slipstream.apps.bench.devices import EmulatedLinear, EmulatedNet
+from slipstream.apps.bench.noise import BLOCK_NUMEL, Noise
+from slipstream.apps.bench.tables import Layer, Table, table
+from slipstream.apps.bench.timeline import Timeline
 from slipstream.errors import ConfigError
-from slipstream.torch.inventory import Inventory
+from slipstream.torch.tensors.inventory import Inventory
 
 ROWS = 4
 NET = Table(

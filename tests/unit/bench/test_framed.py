@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.bench.data import TensorExamples
-from slipstream.bench.data.framed import Framed
+from slipstream.apps.bench.data import TensorExamples
+from slipstream.apps.bench.data.framed import Framed
 from slipstream.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench.data import encode_text, generated
+from slipstream.apps.bench.data import encode_text, generated
 from slipstream.errors import ConfigError
 
 MAKERS: dict[str, Callable[[int], torch.Tensor]] = {

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.data import read_idx, read_images
+from slipstream.apps.bench.data import read_idx, read_images
 from slipstream.errors import ConfigError
 
 

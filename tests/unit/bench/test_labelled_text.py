@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.bench.data import LabelledText, Vocabulary, encode_text, read_labelled_text
-from slipstream.bench.data.vocabulary import FEWEST_WORDS, PADDING, UNKNOWN, words
+from slipstream.apps.bench.data import LabelledText, Vocabulary, encode_text, read_labelled_text
+from slipstream.apps.bench.data.vocabulary import FEWEST_WORDS, PADDING, UNKNOWN, words
 from slipstream.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.tables import TABLES, Table, table
+from slipstream.apps.bench.tables import TABLES, Table, table
 from slipstream.errors import ConfigError
 
 # Parameters as published or as torchvision counts them; 10⁹ multiply-adds of a forward pass;
@@ -114,5 +114,5 @@ def test_names_are_forgiving_and_unknown_ones_listed() -> None:
 
 
 def test_planners_need_no_torch() -> None:
-    code = "import sys, slipstream.bench.tables; sys.exit('torch' in sys.modules)"
+    code = "import sys, slipstream.apps.bench.tables; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.data import SparseExamples, read_libsvm, read_sparse_rows
-from slipstream.bench.models import SparseLogistic
+from slipstream.apps.bench.data import SparseExamples, read_libsvm, read_sparse_rows
+from slipstream.apps.bench.models import SparseLogistic
 from slipstream.errors import ConfigError
 
 ROWS = "+1 1:0.5 3:2\n\n-1 2:1e-1  # a remark\n0\n1 4:1\n"

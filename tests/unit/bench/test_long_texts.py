@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.service.errors import ApiError
-from slipstream.service.rows import Limits, check, read
+from slipstream.apps.service.errors import ApiError
+from slipstream.apps.service.rows import Limits, check, read
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "long_texts.py"
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slipstream.bench.data.markov import MarkovSource, markov_text
+from slipstream.apps.bench.data.markov import MarkovSource, markov_text
 
 
 def test_a_source_of_even_shares_has_the_logarithm_of_their_number() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench import pacing
-from slipstream.bench.pacing import Pace
+from slipstream.apps.bench import pacing
+from slipstream.apps.bench.pacing import Pace
 
 TICK_S = 1e-6
 STEP_S = 0.3  # two layers: each 0.05 s forward and 0.1 s backward

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.bench.data import Ratings, read_rated_items
-from slipstream.bench.data.generated import ratings_by_genre
-from slipstream.bench.data.rated_items import genre_rows, split_rated
+from slipstream.apps.bench.data import Ratings, read_rated_items
+from slipstream.apps.bench.data.generated import ratings_by_genre
+from slipstream.apps.bench.data.rated_items import genre_rows, split_rated
 from slipstream.errors import ConfigError
 
 RATINGS = "userId,movieId,rating,timestamp\n7,90,4.0,1\n3,11,0.5,2\n7,11,5,3\n7,12,2,4\n"

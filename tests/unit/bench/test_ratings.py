@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.data import read_ratings
+from slipstream.apps.bench.data import read_ratings
 from slipstream.errors import ConfigError
 
 HEADER = "userId,movieId,rating,timestamp\n"

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from slipstream.bench.data import Split, TensorExamples, read_images
+from slipstream.apps.bench.data import Split, TensorExamples, read_images
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "staleness.py"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.stragglers import (
+from slipstream.apps.bench.stragglers import (
     Lognormal,
     Pareto,
     SlowWorker,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.tables import Layer, read_table, table
+from slipstream.apps.bench.tables import Layer, read_table, table
 from slipstream.errors import ConfigError
 
 HEADER = "layer,shape,forward_ms,backward_ms\n"

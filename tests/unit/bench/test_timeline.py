@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.timeline import SPIN_S, Timeline
+from slipstream.apps.bench.timeline import SPIN_S, Timeline
 
 TICK_S = 1e-6  # what reading the clock takes
 

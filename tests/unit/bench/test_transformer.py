@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.bench.transformer import Gpt
+from slipstream.apps.bench.transformer import Gpt
 from slipstream.errors import ConfigError
 
 SIZES = {"layers": 2, "width": 16, "heads": 4, "context": 8}

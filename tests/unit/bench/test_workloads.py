@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.bench.comparison import model_shapes
-from slipstream.bench.tables import table
-from slipstream.bench.trial import Trial
-from slipstream.bench.workloads import WORKLOADS, Workload, emulated, parse_sizes, workload
+from slipstream.apps.bench.comparison import model_shapes
+from slipstream.apps.bench.tables import table
+from slipstream.apps.bench.trial import Trial
+from slipstream.apps.bench.workloads import WORKLOADS, Workload, emulated, parse_sizes, workload
 from slipstream.errors import ConfigError
 
 SMALL_GPT = {"layers": 1, "width": 32, "heads": 2, "context": 16}

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.errors import ConfigError, LaunchError
-from slipstream.lab import Lab
-from slipstream.lab.plan import (
+from slipstream.apps.lab import Lab
+from slipstream.apps.lab.plan import (
     MOST_HOSTS,
     Command,
     Plan,
@@ -22,8 +21,9 @@ from slipstream.lab.plan import (
     set_link,
     shape,
 )
-from slipstream.lab.removal import lab_of
-from slipstream.lab.shaping import SUPER_PACKET_NBYTES, Rate, Trouble, bits_per_second, bucket
+from slipstream.apps.lab.removal import lab_of
+from slipstream.apps.lab.shaping import SUPER_PACKET_NBYTES, Rate, Trouble, bits_per_second, bucket
+from slipstream.errors import ConfigError, LaunchError
 
 names = st.integers(0, 0xFFFFFF).map("slip{:06x}".format)
 LONGEST_INTERFACE_NAME = 15

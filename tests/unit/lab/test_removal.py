@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from slipstream.lab import removal
+from slipstream.apps.lab import removal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.apps.studies.staleness import ramped_staleness
 from slipstream.errors import ConfigError
-from slipstream.planning.staleness import ramped_staleness
 
 
 def ramp(staleness: int, ramp_up: int, steps: int) -> list[int]:

@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.errors import ConfigError, LaunchError, SecretError, WaitLimit
-from slipstream.planning.bandwidth import Knee, Trend
-from slipstream.probing import listener as probe_listener
-from slipstream.probing.listener import MOST_SESSIONS, SESSION_S, Listener, Reception
-from slipstream.probing.packets import (
+from slipstream.apps.probing import listener as probe_listener
+from slipstream.apps.probing.listener import MOST_SESSIONS, SESSION_S, Listener, Reception
+from slipstream.apps.probing.packets import (
     HEAD_NBYTES,
     HEADER,
     LARGEST_NBYTES,
@@ -32,8 +30,8 @@ from slipstream.probing.packets import (
     parse,
     session_key,
 )
-from slipstream.probing.probing import _Path, measure, trend_of
-from slipstream.probing.udp_streams import (
+from slipstream.apps.probing.probing import _Path, measure, trend_of
+from slipstream.apps.probing.udp_streams import (
     FEWEST_PACKETS,
     LONGEST_STREAM_S,
     SHORTEST_STREAM_S,
@@ -42,6 +40,8 @@ from slipstream.probing.udp_streams import (
     Shape,
     Streams,
 )
+from slipstream.errors import ConfigError, LaunchError, SecretError, WaitLimit
+from slipstream.planning.bandwidth import Knee, Trend
 
 SECRET = b"correct horse battery staple"
 GREETING = greeting_key(SECRET)

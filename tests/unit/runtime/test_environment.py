@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import LaunchError, SecretError
-from slipstream.runtime.environment import (
+from slipstream.runtime.process.environment import (
     Environment,
     address_of,
     address_towards,

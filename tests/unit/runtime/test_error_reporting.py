@@ -21,7 +21,8 @@ from slipstream.errors import (
     UnknownStrategy,
     WaitLimit,
 )
-from slipstream.runtime.error_reporting import (
+from slipstream.runtime.launch.process_group import log_line
+from slipstream.runtime.process.error_reporting import (
     REPORT_S,
     describe_error,
     failed_line,
@@ -30,7 +31,6 @@ from slipstream.runtime.error_reporting import (
     report_errors,
     reporting_rank,
 )
-from slipstream.runtime.launch.process_group import log_line
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_under_torchrun_rank_0_reports_and_others_do_if_it_has_not_ended_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("slipstream.runtime.error_reporting.time.sleep", slept.append)
+    monkeypatch.setattr("slipstream.runtime.process.error_reporting.time.sleep", slept.append)
     error_reporting(rank, ConfigError("alike on all ranks"))
     assert slept == []
     capsys.readouterr()
@@ -223,7 +223,7 @@ def test_under_torchrun_the_rank_that_failed_ends_first(
 ) -> None:
     """Torchrun names the first one as the cause."""
     slept: list[float] = []
-    monkeypatch.setattr("slipstream.runtime.error_reporting.time.sleep", slept.append)
+    monkeypatch.setattr("slipstream.runtime.process.error_reporting.time.sleep", slept.append)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SystemExit):
         error_reporting(rank, PeerFailed("rank 2", "ValueError: theirs"))

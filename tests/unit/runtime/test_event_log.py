@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.event_log import Field, log_event, shown
-from slipstream.runtime.telemetry import has_handlers
+from slipstream.runtime.figures.telemetry import has_handlers
+from slipstream.runtime.process.event_log import Field, log_event, shown
 
 SCRIPT = """
 import logging, sys, torch, slipstream

@@ -7,7 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.runtime.replica_reports import KEPT, Difference, ReplicaComparison, ReplicaReport
+from slipstream.runtime.figures.replica_reports import (
+    KEPT,
+    Difference,
+    ReplicaComparison,
+    ReplicaReport,
+)
 
 NAMES = ("first", "second")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import LaunchError
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.slurm import PORTS, hosts, slurm_variables, tasks_by_node
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.slurm import PORTS, hosts, slurm_variables, tasks_by_node
 
 # As Slurm 22.05 sets them for the second task on the first of two nodes.
 TASK = {

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from slipstream.runtime.summary import Traffic, WorkerFigures, combine
+from slipstream.runtime.figures.summary import Traffic, WorkerFigures, combine
 
 
 def figures(**changes: object) -> WorkerFigures:

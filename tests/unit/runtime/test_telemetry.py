@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from slipstream.errors import LaunchError
+from slipstream.runtime.figures.telemetry import Prometheus, RunLog, TensorBoard, Watchers
 from slipstream.runtime.files.record_file import write_json
-from slipstream.runtime.telemetry import Prometheus, RunLog, TensorBoard, Watchers
 
 
 def lines(path: Path) -> list[dict[str, object]]:

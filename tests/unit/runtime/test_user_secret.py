@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import SecretError
-from slipstream.runtime import user_secret as user_secrets
-from slipstream.runtime.environment import Environment
-from slipstream.runtime.user_secret import user_secret, user_secret_path
+from slipstream.runtime.process import user_secret as user_secrets
+from slipstream.runtime.process.environment import Environment
+from slipstream.runtime.process.user_secret import user_secret, user_secret_path
 
 ACROSS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "29500"}
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from slipstream.service.batches import Examples
-from slipstream.service.features import Encoder
-from slipstream.service.model_file import ModelHead, write_model
-from slipstream.service.net import Scored, TextBatch, WideAndDeep
-from slipstream.service.rows import Rows
-from slipstream.service.settings import TextSetting
-from slipstream.service.task import tensors_of
+from slipstream.apps.service.batches import Examples
+from slipstream.apps.service.features import Encoder
+from slipstream.apps.service.model_file import ModelHead, write_model
+from slipstream.apps.service.net import Scored, TextBatch, WideAndDeep
+from slipstream.apps.service.rows import Rows
+from slipstream.apps.service.settings import TextSetting
+from slipstream.apps.service.task import tensors_of
 
 SETTING = TextSetting(dimensions=16, maps=8)
 LABELS = [f"class {number:02}" for number in range(12)]

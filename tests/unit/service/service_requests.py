@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from slipstream.service.app import Gate
-from slipstream.service.context import Service
-from slipstream.service.serve import prepare, recover
-from slipstream.service.serve_options import ServeOptions
+from slipstream.apps.service.app import Gate
+from slipstream.apps.service.context import Service
+from slipstream.apps.service.serve import prepare, recover
+from slipstream.apps.service.serve_options import ServeOptions
 
 LIMIT_S = 20
 

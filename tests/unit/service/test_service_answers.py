@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file
 from service_models import LABELS, TEXTS, scores_in_torch, write_random_model
 
-from slipstream.service.answers import Model
-from slipstream.service.errors import Damaged
-from slipstream.service.model_file import SHA256, TEXT, _digest
+from slipstream.apps.service.answers import Model
+from slipstream.apps.service.errors import Damaged
+from slipstream.apps.service.model_file import SHA256, TEXT, _digest
 
 REMOVED = object()
 UNSEEN = ["will it be hot tomorrow", "rain", "x", "Is it windy, today?", "天気"]
@@ -172,7 +172,7 @@ def test_the_command_answers_without_torch(path: Path) -> None:
     code = (
         "import sys; sys.argv[0] = 'slipstream'\n"
         "import atexit; atexit.register(lambda: print('torch' in sys.modules))\n"
-        "from slipstream.cli import main; main()"
+        "from slipstream.apps.cli import main; main()"
     )
     command = [sys.executable, "-c", code, "predict", str(path)]
     run = subprocess.run(

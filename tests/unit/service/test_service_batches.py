@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from slipstream._native import text_batch
-from slipstream.service.batches import Examples, Joined
-from slipstream.service.features import UNKNOWN, Encoded, Encoder
-from slipstream.service.net import TextBatch
-from slipstream.service.rows import Rows
-from slipstream.service.settings import TextSetting
+from slipstream.apps.service.batches import Examples, Joined
+from slipstream.apps.service.features import UNKNOWN, Encoded, Encoder
+from slipstream.apps.service.net import TextBatch
+from slipstream.apps.service.rows import Rows
+from slipstream.apps.service.settings import TextSetting
 
 TEXTS = ["the red fish swims in the sea", "a blue bird", "one", "green bird and red fish"]
 CLASSES = [[0], [1, 2], [2], [0, 1, 2]]

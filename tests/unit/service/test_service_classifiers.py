@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.service import app, classifiers, downloads, keys, own, queue
-from slipstream.service.context import Call, Service
-from slipstream.service.database import DatabaseUnavailable
-from slipstream.service.errors import ApiError
-from slipstream.service.serve import prepare, recover
-from slipstream.service.serve_options import ServeOptions
-from slipstream.service.upload import Upload
+from slipstream.apps.service import app, classifiers, downloads, keys, own, queue
+from slipstream.apps.service.context import Call, Service
+from slipstream.apps.service.database import DatabaseUnavailable
+from slipstream.apps.service.errors import ApiError
+from slipstream.apps.service.serve import prepare, recover
+from slipstream.apps.service.serve_options import ServeOptions
+from slipstream.apps.service.upload import Upload
 
 PART = '--b\r\nContent-Disposition: form-data; name="training_{}"\r\n\r\n{}\r\n'
 CSV = "".join(f"text {i},class{i % 2}\n" for i in range(6))

@@ -11,7 +11,7 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from slipstream.service.deadlines import CHECK_S, REST_NBYTES, REST_S, DeadlineProtocol
+from slipstream.apps.service.deadlines import CHECK_S, REST_NBYTES, REST_S, DeadlineProtocol
 
 HEAD = b"POST /nope HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 CHUNK = b"10000\r\n" + b"x" * 65536 + b"\r\n"

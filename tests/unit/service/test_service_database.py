@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.apps.service import keys
+from slipstream.apps.service.data_directory import MODEL, DataDirectory
 from slipstream.errors import ConfigError
-from slipstream.service import keys
-from slipstream.service.data_directory import MODEL, DataDirectory
 
 
 def write_notes(path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from service_requests import ask, prepared
 from test_service_classifiers import create
 
-from slipstream.service import downloads
-from slipstream.service.errors import ApiError
+from slipstream.apps.service import downloads
+from slipstream.apps.service.errors import ApiError
 
 LIMIT_S = 60
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.service.batches import Examples, hold_out
-from slipstream.service.features import (
+from slipstream.apps.service.batches import Examples, hold_out
+from slipstream.apps.service.features import (
     FIRST_WORD,
     UNKNOWN,
     Encoder,
@@ -20,9 +20,9 @@ from slipstream.service.features import (
     hash_terms,
     hash_words,
 )
-from slipstream.service.rows import Rows
-from slipstream.service.settings import TextSetting
-from slipstream.service.words import words_of
+from slipstream.apps.service.rows import Rows
+from slipstream.apps.service.settings import TextSetting
+from slipstream.apps.service.words import words_of
 
 WORDS = st.lists(st.text("abéß東😀", min_size=1, max_size=6), max_size=8)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.service.guide import guide_page, to_html
+from slipstream.apps.service.guide import guide_page, to_html
 
 GUIDE = Path(__file__).parents[3] / "docs" / "service.md"
 

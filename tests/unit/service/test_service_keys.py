@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from slipstream.apps.service import keys
+from slipstream.apps.service.database import Database
 from slipstream.errors import ConfigError
-from slipstream.service import keys
-from slipstream.service.database import Database
 
 SECRET = b"s" * 32
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from service_models import write_random_model
 
-from slipstream.service import model_file
-from slipstream.service.answers import Model
-from slipstream.service.models import Models
+from slipstream.apps.service import model_file
+from slipstream.apps.service.answers import Model
+from slipstream.apps.service.models import Models
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_damaged_file_is_not_read_again(path: Path, monkeypatch: pytest.Monkey
     models = Models(1 << 20)
     found = models.damage(path)
     assert found is not None
-    monkeypatch.delattr("slipstream.service.answers.read_model")
+    monkeypatch.delattr("slipstream.apps.service.answers.read_model")
     assert models.damage(path) == found
 
 

@@ -10,11 +10,11 @@ import torch
 from service_models import LABELS, TEXTS, random_net, reference
 
 from slipstream._native import text_net_gradients
-from slipstream.service.batches import Examples
-from slipstream.service.features import Encoder
-from slipstream.service.net import TextBatch, WideAndDeep
-from slipstream.service.rows import Rows
-from slipstream.service.settings import TextSetting
+from slipstream.apps.service.batches import Examples
+from slipstream.apps.service.features import Encoder
+from slipstream.apps.service.net import TextBatch, WideAndDeep
+from slipstream.apps.service.rows import Rows
+from slipstream.apps.service.settings import TextSetting
 
 CLASSES = [[number % len(LABELS)] for number in range(len(TEXTS))]
 CLASSES[2] = [0, 3, 7]  # a row of several classes

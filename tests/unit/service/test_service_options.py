@@ -14,7 +14,7 @@ import pytest
 from service_models import write_random_model
 from typer.testing import CliRunner
 
-from slipstream.cli import app, predict, serve
+from slipstream.apps.cli import app, predict, serve
 from slipstream.printable import printable_lines
 
 COMMAND = [sys.executable, "-m", "slipstream"]

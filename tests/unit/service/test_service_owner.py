@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.apps.service import database as databases
+from slipstream.apps.service import keys
+from slipstream.apps.service.data_directory import DataDirectory
+from slipstream.apps.service.database import Database, DatabaseUnavailable, Replaced
+from slipstream.apps.service.serve import prepare
+from slipstream.apps.service.serve_options import ServeOptions
 from slipstream.errors import ConfigError
-from slipstream.service import database as databases
-from slipstream.service import keys
-from slipstream.service.data_directory import DataDirectory
-from slipstream.service.database import Database, DatabaseUnavailable, Replaced
-from slipstream.service.serve import prepare
-from slipstream.service.serve_options import ServeOptions
 
 TENANTS = "SELECT COUNT(*) AS n FROM tenants"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from slipstream.service.pace import Pace
+from slipstream.apps.service.pace import Pace
 
 
 def paces(rates: list[float]) -> list[float]:

@@ -9,8 +9,8 @@ import pytest
 from service_requests import ask, prepared
 from test_service_classifiers import create
 
-from slipstream.service import phases, queue
-from slipstream.service.phases import Phase, PhaseFile, phase_of
+from slipstream.apps.service import phases, queue
+from slipstream.apps.service.phases import Phase, PhaseFile, phase_of
 
 
 @pytest.fixture(autouse=True)

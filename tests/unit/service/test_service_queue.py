@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.service import keys, queue
-from slipstream.service.database import Database
-from slipstream.service.serve_options import LEASE_MS
+from slipstream.apps.service import keys, queue
+from slipstream.apps.service.database import Database
+from slipstream.apps.service.serve_options import LEASE_MS
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

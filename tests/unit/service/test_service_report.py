@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from slipstream.service import report as report_module
-from slipstream.service.report import (
+from slipstream.apps.service import report as report_module
+from slipstream.apps.service.report import (
     Report,
     Training,
     calibration_error,
@@ -17,8 +17,8 @@ from slipstream.service.report import (
     unmeasured,
     wilson,
 )
-from slipstream.service.rows import Rows
-from slipstream.service.temperatures import Scores, Shares, Temperatures
+from slipstream.apps.service.rows import Rows
+from slipstream.apps.service.temperatures import Scores, Shares, Temperatures
 
 RNG = np.random.default_rng(0)
 PLAIN, USUAL = Temperatures(1.0, 1.0), Temperatures(1.0, 0.25)

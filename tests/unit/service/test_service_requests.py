@@ -14,12 +14,12 @@ import pytest
 from service_requests import ask, prepared
 from test_service_classifiers import CSV, PART, create
 
-from slipstream.service import classifiers, downloads, keys, metrics, queue
-from slipstream.service.context import Service
-from slipstream.service.database import Database, Row
-from slipstream.service.examples import EXAMPLES, ID, PARAMETERS
-from slipstream.service.routes import OPERATIONS, description
-from slipstream.service.rows import Limits
+from slipstream.apps.service import classifiers, downloads, keys, metrics, queue
+from slipstream.apps.service.context import Service
+from slipstream.apps.service.database import Database, Row
+from slipstream.apps.service.examples import EXAMPLES, ID, PARAMETERS
+from slipstream.apps.service.routes import OPERATIONS, description
+from slipstream.apps.service.rows import Limits
 
 FORM = "application/x-www-form-urlencoded"
 UPLOAD = (PART.format("metadata", "{}") + PART.format("data", CSV) + "--b--\r\n").encode()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.service.errors import ApiError as Refused
-from slipstream.service.rows import Limits, Rows, check, read
-from slipstream.service.words import cut_text, words_of
+from slipstream.apps.service.errors import ApiError as Refused
+from slipstream.apps.service.rows import Limits, Rows, check, read
+from slipstream.apps.service.words import cut_text, words_of
 
 FOUR = b"one,a\ntwo,b\nthree,a\nfour,b\n"
 FIVE = FOUR + b"five,a\n"

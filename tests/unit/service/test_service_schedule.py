@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.service.held_out_curve import HeldOutCurve
-from slipstream.service.schedule import FALL_EPOCHS, Point, Schedule, stalled_at
-from slipstream.service.settings import JobSetting, TextSetting
+from slipstream.apps.service.held_out_curve import HeldOutCurve
+from slipstream.apps.service.schedule import FALL_EPOCHS, Point, Schedule, stalled_at
+from slipstream.apps.service.settings import JobSetting, TextSetting
 
 ROWS, HELD = 900, 100
 JOB = JobSetting(epochs=200, patience_epochs=20, least_updates_to_stop=0)

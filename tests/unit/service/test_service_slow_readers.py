@@ -12,7 +12,7 @@ import pytest
 from test_service_connections import HEAD, Clock, Connection
 from uvicorn.server import ServerState
 
-from slipstream.service.deadlines import (
+from slipstream.apps.service.deadlines import (
     ANSWER_NBYTES_S,
     CHECK_S,
     LAG_FULL_S,

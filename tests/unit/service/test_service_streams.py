@@ -13,8 +13,8 @@ import pytest
 from service_requests import LIMIT_S, answer_to, ask, prepared
 from test_service_classifiers import create
 
-from slipstream.service import keys, own, queue
-from slipstream.service.context import Service
+from slipstream.apps.service import keys, own, queue
+from slipstream.apps.service.context import Service
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.service import keys, queue, trainer
-from slipstream.service.data_directory import DataDirectory
-from slipstream.service.database import Database
-from slipstream.service.phases import Phase, PhaseFile, phase_of
-from slipstream.service.serve_options import ServeOptions
-from slipstream.service.trainer import Running, Trainer
+from slipstream.apps.service import keys, queue, trainer
+from slipstream.apps.service.data_directory import DataDirectory
+from slipstream.apps.service.database import Database
+from slipstream.apps.service.phases import Phase, PhaseFile, phase_of
+from slipstream.apps.service.serve_options import ServeOptions
+from slipstream.apps.service.trainer import Running, Trainer
 
 LIMIT_S = 120.0
 ID = "0" * 6 + "x" + "0" * 10 + "-nlc-1"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.service import upload
-from slipstream.service.context import Call
-from slipstream.service.errors import ApiError
+from slipstream.apps.service import upload
+from slipstream.apps.service.context import Call
+from slipstream.apps.service.errors import ApiError
 
 PART = '--b\r\nContent-Disposition: form-data; name="training_{}"\r\n\r\n{}\r\n'
 

@@ -12,7 +12,7 @@ from torch.distributed import c10d_logger
 
 import slipstream
 from slipstream.errors import ConfigError
-from slipstream.runtime.environment import LOOPBACK, Environment
+from slipstream.runtime.process.environment import LOOPBACK, Environment
 from slipstream.sessions.default_group import (
     DefaultGroup,
     GroupStore,

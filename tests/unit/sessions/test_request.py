@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.sessions.request import Request, own_optimizer, pair_of
 from slipstream.systems import push_pull
-from slipstream.torch.loop_optimizer import LoopOptimizer
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
 
 
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:

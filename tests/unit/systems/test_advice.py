@@ -13,10 +13,10 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse, read_call
-from slipstream.torch.pairs import Pair
-from slipstream.torch.preparing import check_rounds, prepare_pairs
-from slipstream.torch.shard_optimizer import settings_of
-from slipstream.torch.shared_weights import check_shareable
+from slipstream.torch.distribute.preparing import check_rounds, prepare_pairs
+from slipstream.torch.modes.shared_weights import check_shareable
+from slipstream.torch.optimizers.shard_optimizer import settings_of
+from slipstream.torch.tensors.pairs import Pair
 
 VARIANTS = (
     *(name for name in SYSTEMS),

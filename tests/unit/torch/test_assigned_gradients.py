@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.torch.assigned_gradients import AssignedGradients, as_factors_with_bias
-from slipstream.torch.compact_layers import CompactLayer
+from slipstream.torch.capture.assigned_gradients import AssignedGradients, as_factors_with_bias
+from slipstream.torch.tensors.compact_layers import CompactLayer
 
 
 def layer_of(module: nn.Module) -> tuple[CompactLayer, list[Tensor]]:

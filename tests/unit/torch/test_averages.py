@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import slipstream
-from slipstream.torch.averages import Averages
+from slipstream.torch.tensors.averages import Averages
 from slipstream.updates import Ema
 
 

@@ -15,11 +15,11 @@ from torch import nn
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
-from slipstream.torch.carried_updates import CarriedUpdates, HostCopier, Pairs
-from slipstream.torch.fingerprint import digest_of
-from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
-from slipstream.torch.replaced_weights import FirstWeights
-from slipstream.torch.shared_weights import SharedWeights, shared_tensors
+from slipstream.torch.capture.replaced_weights import FirstWeights
+from slipstream.torch.modes.carried_updates import CarriedUpdates, HostCopier, Pairs
+from slipstream.torch.modes.learner_slots import Slot, SlotWriter, slots_of
+from slipstream.torch.modes.shared_weights import SharedWeights, shared_tensors
+from slipstream.torch.tensors.fingerprint import digest_of
 from slipstream.transports.shared_memory import SharedMemory
 
 

@@ -19,8 +19,14 @@ import slipstream
 from slipstream.errors import CheckpointError
 from slipstream.runtime.files import checkpoint_format, whole_files
 from slipstream.runtime.files.checkpoint_format import FORMAT, Piece, unpack
-from slipstream.torch.checkpoint import Checkpoint, check_model, load_model, model_tensors, pack
-from slipstream.torch.random_state import Generators, random_state
+from slipstream.torch.checkpoints.checkpoint import (
+    Checkpoint,
+    check_model,
+    load_model,
+    model_tensors,
+    pack,
+)
+from slipstream.torch.tensors.random_state import Generators, random_state
 
 FACTS = {"format": FORMAT, "step": 3, "strategy": "alone", "workers": 1, "random": []}
 

@@ -10,10 +10,10 @@ import torch
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.systems import allreduce, poseidon
-from slipstream.torch.buckets import make_buckets, reductions
-from slipstream.torch.collective_channel import CollectiveChannel
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.slots import OwnGradients
+from slipstream.torch.channels.buckets import make_buckets, reductions
+from slipstream.torch.channels.collective_channel import CollectiveChannel
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.slots import OwnGradients
 from slipstream.types import Cluster, Spec
 
 SHAPES = {"a": (30, 40), "b": (7,), "c": (500,)}

@@ -17,15 +17,15 @@ from slipstream.runtime.exchange.collector import Collector
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.systems import adam_factors, poseidon
 from slipstream.testing.cluster import Stage
-from slipstream.torch.assigned_gradients import AssignedGradients
-from slipstream.torch.compact_gradients import CompactGradients
-from slipstream.torch.compact_layers import CompactLayer, Ports, capture
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.layer_math import TorchLayerMath
-from slipstream.torch.replica import compact_layers
-from slipstream.torch.slots import LiveTensors
-from slipstream.torch.staging import Staging
+from slipstream.torch.capture.assigned_gradients import AssignedGradients
+from slipstream.torch.capture.compact_gradients import CompactGradients
+from slipstream.torch.distribute.replica import compact_layers
+from slipstream.torch.tensors.compact_layers import CompactLayer, Ports, capture
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.inventory import Inventory
+from slipstream.torch.tensors.layer_math import TorchLayerMath
+from slipstream.torch.tensors.slots import LiveTensors
+from slipstream.torch.tensors.staging import Staging
 from slipstream.transports.wire import Early, Push, Rows, checksum, decode_header
 from slipstream.types import Buffer, Cluster
 

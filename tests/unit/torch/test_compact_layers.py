@@ -24,7 +24,7 @@ from slipstream.codecs.matrices import Matrix, Scratch, to_frames
 from slipstream.plan import layers_of
 from slipstream.runtime.exchange.aggregator import LayerGradients
 from slipstream.systems import adam_factors
-from slipstream.torch.compact_layers import (
+from slipstream.torch.tensors.compact_layers import (
     CompactLayer,
     Ports,
     capture,
@@ -33,8 +33,8 @@ from slipstream.torch.compact_layers import (
     named_forms,
     shape_of,
 )
-from slipstream.torch.inventory import Inventory, dtype_name
-from slipstream.torch.layer_math import TorchLayerMath
+from slipstream.torch.tensors.inventory import Inventory, dtype_name
+from slipstream.torch.tensors.layer_math import TorchLayerMath
 from slipstream.types import Buffer, Cluster, Layer, Values
 
 

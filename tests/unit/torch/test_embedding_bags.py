@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream.torch.compact_layers import CompactLayer, Ports, capture, named_forms, shape_of
+from slipstream.torch.tensors.compact_layers import (
+    CompactLayer,
+    Ports,
+    capture,
+    named_forms,
+    shape_of,
+)
 
 ROWS, WIDTH = 6, 3
 

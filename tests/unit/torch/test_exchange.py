@@ -11,7 +11,7 @@ import torch
 
 import slipstream
 from slipstream.errors import ConfigError, RuntimeFault
-from slipstream.torch.exchange import FreshResults, HeldTensors, MemoryPool
+from slipstream.torch.distribute.exchange import FreshResults, HeldTensors, MemoryPool
 
 
 @pytest.fixture

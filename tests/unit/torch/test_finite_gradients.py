@@ -12,7 +12,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ConfigError, NonFiniteGradient
-from slipstream.torch.finite_gradients import (
+from slipstream.torch.tensors.finite_gradients import (
     BECOMES_INFINITE,
     FiniteGradients,
     magnitude_of,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.torch.flat_weights import FlatWeights
-from slipstream.torch.inventory import Inventory, is_constant
+from slipstream.torch.tensors.flat_weights import FlatWeights
+from slipstream.torch.tensors.inventory import Inventory, is_constant
 
 
 def mixed() -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from slipstream.torch.forward_gate import ForwardGate
+from slipstream.torch.capture.forward_gate import ForwardGate
 
 
 class Gate:

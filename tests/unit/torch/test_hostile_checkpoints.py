@@ -20,7 +20,7 @@ from torch import nn
 import slipstream
 from hostile_checkpoints import COUNTED, FILES, Make, setting, write
 from slipstream.errors import CheckpointError
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 KEPT = Path(__file__).parents[2] / "checkpoints"
 ALONE = "backup_workers(first=1, averaged=0.9)"

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ForeignParameters
-from slipstream.torch.inventory import (
+from slipstream.torch.tensors.inventory import (
     Inventory,
     check_optimizer,
     config_fingerprint,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.torch.late_steps import warn_of_late_steps
+from slipstream.torch.capture.late_steps import warn_of_late_steps
 
 
 def test_the_first_late_step_warns_at_its_line() -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.planning.segment import SegmentPlan
 from slipstream.routes import SharedMemory as SharedMemoryRoute
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.learner import Learner
-from slipstream.torch.shared_weights import shared_tensors
+from slipstream.torch.modes.learner import Learner
+from slipstream.torch.modes.shared_weights import shared_tensors
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
 from slipstream.transports.shared_memory import SharedMemory
 
 LIMIT_S = 5.0  # nothing here has to wait for anybody else

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import RuntimeFault
-from slipstream.torch.inventory import Inventory, is_constant
-from slipstream.torch.loaded_weights import LoadedWeights
-from slipstream.torch.outer_weights import OuterWeights
+from slipstream.torch.checkpoints.loaded_weights import LoadedWeights
+from slipstream.torch.checkpoints.outer_weights import OuterWeights
+from slipstream.torch.tensors.inventory import Inventory, is_constant
 from slipstream.updates import Nesterov
 
 

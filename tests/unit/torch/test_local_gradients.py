@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from slipstream.errors import RuntimeFault
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.local_gradients import LocalGradients
+from slipstream.torch.capture.local_gradients import LocalGradients
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.inventory import Inventory
 
 
 def test_unheld_parameters_are_refused_by_name_unless_they_are_frozen() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.errors import RuntimeFault
-from slipstream.torch.loop_watch import LoopWatch
+from slipstream.torch.capture.loop_watch import LoopWatch
 
 
 def synchronizer(layer: object) -> Any:

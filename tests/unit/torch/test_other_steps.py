@@ -12,9 +12,9 @@ from torch import nn
 
 from slipstream.errors import RuntimeFault
 from slipstream.systems import parse
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.other_steps import OtherSteps, why_not_by_others
+from slipstream.torch.capture.other_steps import OtherSteps, why_not_by_others
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
+from slipstream.torch.tensors.inventory import Inventory
 from slipstream.types import Cluster
 
 

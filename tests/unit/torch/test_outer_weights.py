@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.outer_weights import OuterWeights
+from slipstream.torch.checkpoints.outer_weights import OuterWeights
+from slipstream.torch.tensors.inventory import Inventory
 from slipstream.updates import Nesterov
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from slipstream.torch.outside_parameters import MOST_OPTIMIZERS, OutsideParameters
+from slipstream.torch.capture.outside_parameters import MOST_OPTIMIZERS, OutsideParameters
 
 STEPS = 10
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.torch.own_step import check_own_step, check_whole, is_replaced, run_hooks
+from slipstream.torch.optimizers.own_step import check_own_step, check_whole, is_replaced, run_hooks
 
 
 class Wrapper(torch.optim.Optimizer):

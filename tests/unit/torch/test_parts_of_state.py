@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slipstream.torch.server_state import ServerState
+from slipstream.torch.checkpoints.server_state import ServerState
 
 
 def test_an_entry_counts_when_all_servers_of_its_tensor_have_sent_it() -> None:

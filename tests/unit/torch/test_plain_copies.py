@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.torch.plain_copies import (
+from slipstream.torch.tensors.plain_copies import (
     ModuleHook,
     PlainReduction,
     ReplacedForward,

@@ -13,8 +13,8 @@ from slipstream.routes import ByTensor, Everywhere, Large, Prefer, Route, Rule
 from slipstream.routes import dense_only as dense
 from slipstream.strategy import Strategy
 from slipstream.topologies import Mesh, Sharded
-from slipstream.torch.pairs import Pair, distinct_models
-from slipstream.torch.preparing import as_trained, check_rounds, prepare_pairs
+from slipstream.torch.distribute.preparing import as_trained, check_rounds, prepare_pairs
+from slipstream.torch.tensors.pairs import Pair, distinct_models
 
 FACTORS, PLAIN = Route(Mesh(), up=Factors()), Route(Mesh())
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.torch.rate_share import RateShare
+from slipstream.torch.tensors.rate_share import RateShare
 
 
 def test_rate_share_is_of_the_highest_rate_so_far() -> None:

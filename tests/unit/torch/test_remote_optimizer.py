@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, RuntimeFault
-from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.remote_optimizer import RemoteOptimizer, State, check_own_state
+from slipstream.torch.capture.remote_optimizer import RemoteOptimizer, State, check_own_state
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
 
 
 class Elsewhere:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.replica_reports import ReplicaReport
-from slipstream.torch.replica_check import decoded, is_due
-from slipstream.torch.tensor_sums import sum_of, sums_of
+from slipstream.runtime.figures.replica_reports import ReplicaReport
+from slipstream.torch.capture.replica_check import decoded, is_due
+from slipstream.torch.tensors.tensor_sums import sum_of, sums_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.consistency.leases import Batch, Leases
 from slipstream.errors import ConfigError
-from slipstream.torch.sampler import LeasedBatches, in_turn
+from slipstream.torch.distribute.sampler import LeasedBatches, in_turn
 
 
 class Dealer:

@@ -11,8 +11,7 @@ from samples import make_plan
 
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.servers.configuration import OptimizerRecipe
-from slipstream.torch.shard_optimizer import (
+from slipstream.torch.optimizers.shard_optimizer import (
     ELEMENTWISE,
     WEIGHTS,
     ShardOptimizer,
@@ -21,8 +20,8 @@ from slipstream.torch.shard_optimizer import (
     settings_of,
     tensor_of,
 )
-from slipstream.transports.wire import Fetch, Load, Message, Settings, State, checksum
-from slipstream.types import Spec, Values
+from slipstream.transports.wire import Fetch, Load, Message, State, checksum
+from slipstream.types import OptimizerRecipe, Settings, Spec, Values
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.apps.studies.staleness import ramped_staleness
 from slipstream.errors import ConfigError
-from slipstream.planning.staleness import ramped_staleness
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
-from slipstream.torch.fingerprint import digest_of
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.learner_slots import Slot, SlotWriter, slots_of
-from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.replaced_weights import FirstWeights
-from slipstream.torch.shared_weights import SharedWeights, shared_tensors
-from slipstream.torch.slot_updates import SlotUpdates
+from slipstream.torch.capture.replaced_weights import FirstWeights
+from slipstream.torch.modes.learner_slots import Slot, SlotWriter, slots_of
+from slipstream.torch.modes.shared_weights import SharedWeights, shared_tensors
+from slipstream.torch.modes.slot_updates import SlotUpdates
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
+from slipstream.torch.tensors.fingerprint import digest_of
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
 from slipstream.transports.shared_memory import SharedMemory
 
 WORDS, WIDTH = 30, 8

@@ -10,10 +10,10 @@ from slipstream.errors import RuntimeFault
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
-from slipstream.torch.finite_gradients import FiniteGradients
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.slots import LiveTensors
-from slipstream.torch.staging import Staging
+from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.inventory import Inventory
+from slipstream.torch.tensors.slots import LiveTensors
+from slipstream.torch.tensors.staging import Staging
 from slipstream.types import Cluster, Spec, Values
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.torch.speed_cache import OwnSpeeds, cache_file, cached, read, this_machine
-from slipstream.torch.speeds import measure_machine
+from slipstream.torch.channels.speed_cache import OwnSpeeds, cache_file, cached, read, this_machine
+from slipstream.torch.channels.speeds import measure_machine
 
 FAST, SLOW = OwnSpeeds(2e11, 2e10), OwnSpeeds(1e9, 1e9)
 

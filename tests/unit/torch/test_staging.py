@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.torch.staging import ImmediateCopies, Staging, is_flat_host
+from slipstream.torch.tensors.staging import ImmediateCopies, Staging, is_flat_host
 from slipstream.types import Values
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.torch.step_watch import CHANGES, StepWatch
+from slipstream.torch.capture.step_watch import CHANGES, StepWatch
 
 Update = Callable[[nn.Module], None]
 

@@ -7,18 +7,18 @@ import copy
 import pytest
 import torch
 
-from slipstream.runtime.assembly import round_channel
+from slipstream.runtime.exchange.assembly import round_channel
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.runtime.members.member import HUB
 from slipstream.systems import parameter_flow
 from slipstream.testing.cluster import Stage
-from slipstream.torch.averages import Averages
-from slipstream.torch.inventory import Inventory
-from slipstream.torch.loop_optimizer import LoopOptimizer
-from slipstream.torch.slots import LiveTensors
-from slipstream.torch.staging import Staging
-from slipstream.torch.streamed_updates import StreamedUpdates, Timeline
-from slipstream.torch.synchronizer import Synchronizer
+from slipstream.torch.capture.synchronizer import Synchronizer
+from slipstream.torch.modes.streamed_updates import StreamedUpdates, Timeline
+from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
+from slipstream.torch.tensors.averages import Averages
+from slipstream.torch.tensors.inventory import Inventory
+from slipstream.torch.tensors.slots import LiveTensors
+from slipstream.torch.tensors.staging import Staging
 from slipstream.types import Cluster
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.torch.tap import BackwardTap
+from slipstream.torch.capture.tap import BackwardTap
 
 
 class Listener:

@@ -14,10 +14,10 @@ from typing import Any
 from slipstream.errors import LaunchError, SlipstreamError
 from slipstream.initialization import rank_in, with_step
 from slipstream.integrations.versions import require_version
-from slipstream.runtime.environment import LOOPBACK, Environment
-from slipstream.runtime.error_reporting import report_errors
 from slipstream.runtime.launch.children import Children
 from slipstream.runtime.launch.processes import SECRET_VARIABLES
+from slipstream.runtime.process.environment import LOOPBACK, Environment
+from slipstream.runtime.process.error_reporting import report_errors
 
 OLDEST = (2, 6)
 PARENT = "SLIPSTREAM_LIGHTNING_PARENT"  # see ``Children.follow``

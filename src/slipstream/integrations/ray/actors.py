@@ -35,8 +35,8 @@ from slipstream.integrations.ray.workers import (
     run_exit_handlers,
     train,
 )
-from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.supervision import CameBack, Ended, Limits, Supervision
+from slipstream.runtime.process.event_log import log_event
 
 logger = logging.getLogger(__name__)
 START_S = 120.0  # for Ray to start the actors' processes

@@ -27,9 +27,9 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.job_end import end_open_jobs
-from slipstream.runtime.environment import LOOPBACK, is_loopback
-from slipstream.runtime.error_reporting import location
 from slipstream.runtime.launch.processes import WORKER_VARIABLES
+from slipstream.runtime.process.environment import LOOPBACK, is_loopback
+from slipstream.runtime.process.error_reporting import location
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 

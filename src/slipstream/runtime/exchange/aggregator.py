@@ -22,7 +22,7 @@ from slipstream.runtime.exchange.result_frames import (
     result_parts,
     tells_merged,
 )
-from slipstream.transports.wire import Early, Publish, Push, Settings, checksum
+from slipstream.transports.wire import Early, Publish, Push, checksum
 from slipstream.types import (
     HERE,
     Buffer,
@@ -31,6 +31,7 @@ from slipstream.types import (
     Layer,
     Node,
     Rank,
+    Settings,
     Unit,
     Values,
 )

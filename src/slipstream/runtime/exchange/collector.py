@@ -14,8 +14,8 @@ from slipstream.consistency import Closed, RoundLedger
 from slipstream.consistency.ledgers import FirstOfLedger
 from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.plan import Plan
-from slipstream.transports.wire import Early, Push, Settings, checksum
-from slipstream.types import Buffer, Node, Rank, Unit
+from slipstream.transports.wire import Early, Push, checksum
+from slipstream.types import Buffer, Node, Rank, Settings, Unit
 
 Group = Sequence[Buffer] | None  # the frames of one place of a unit; None: no contribution there
 

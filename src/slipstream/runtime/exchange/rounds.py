@@ -24,8 +24,8 @@ from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
 from slipstream.runtime.exchange.unit_state import Answer, UnitState, fresh
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.transports.protocol import Ticket
-from slipstream.transports.wire import Early, Message, Publish, Push, Settings, checksum
-from slipstream.types import Buffer, Chunk, EncodeContext, Rank
+from slipstream.transports.wire import Early, Message, Publish, Push, checksum
+from slipstream.types import Buffer, Chunk, EncodeContext, Rank, Settings
 
 LEAVING_PAUSE_S = 0.0005
 

@@ -14,8 +14,7 @@ from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.transports.wire import Settings
-from slipstream.types import Values
+from slipstream.types import Settings, Values
 
 AddGradient = Callable[[int, Values], None]
 

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from slipstream.codecs.matrices import Matrix
-from slipstream.runtime.driver import Driver
 from slipstream.runtime.exchange.channel import Channel, LayerChannel, Slots
 from slipstream.runtime.exchange.collector import different_settings, different_steps
+from slipstream.runtime.exchange.driver import Driver
 from slipstream.runtime.exchange.rounds import completed_twice
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.runtime.hosts.channel import AddGradient, HostChannel, settings_number

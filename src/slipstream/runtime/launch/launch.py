@@ -15,8 +15,8 @@ from pathlib import Path
 
 from slipstream.errors import LaunchError
 from slipstream.routes import SharedMemory
-from slipstream.runtime.environment import LOOPBACK, address_of
 from slipstream.runtime.files.directory_lock import DirectoryLocks
+from slipstream.runtime.launch.learner_supervisor import RESTARTS, LearnerSupervisor
 from slipstream.runtime.launch.process_group import ProcessGroup, log_line
 from slipstream.runtime.launch.processes import (
     SERVER_COMMAND,
@@ -26,7 +26,7 @@ from slipstream.runtime.launch.processes import (
     start_server,
 )
 from slipstream.runtime.launch.supervision import Limits, Verdict
-from slipstream.runtime.shared_memory.supervisor import RESTARTS, LearnerSupervisor
+from slipstream.runtime.process.environment import LOOPBACK, address_of
 from slipstream.transports.credentials import Credentials, stretch
 
 

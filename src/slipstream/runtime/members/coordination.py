@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.errors import ContributionRefused, FrameRefused, PeerFailed, PeerLost, RuntimeFault
-from slipstream.runtime.event_log import log_event
 from slipstream.runtime.members.failure_detector import Roster, is_worker
 from slipstream.runtime.members.message_pump import MessagePump
 from slipstream.runtime.members.waiting import Waiter
+from slipstream.runtime.process.event_log import log_event
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Fault, Leave, Message, Rejoin, Return
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.errors import LaunchError, WaitLimit
-from slipstream.runtime.environment import Environment
 from slipstream.runtime.members.gathering import URGENT, Gathering
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.members.rendezvous import Rendezvous, Run
 from slipstream.runtime.members.store import await_name, default_group_store
+from slipstream.runtime.process.environment import Environment
 from slipstream.transports.wire import Rejoin
 from slipstream.transports.zmq import ZmqTransport
 

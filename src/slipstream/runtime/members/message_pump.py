@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from slipstream.errors import FrameRefused
-from slipstream.runtime.event_log import log_event
+from slipstream.runtime.process.event_log import log_event
 from slipstream.transports.protocol import Ticket, Transport
 from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer

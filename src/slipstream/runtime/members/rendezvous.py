@@ -20,7 +20,6 @@ import msgspec
 from torch import distributed
 
 from slipstream.errors import LaunchError, PeerFailed, SecretError, WaitLimit
-from slipstream.runtime.environment import Environment
 from slipstream.runtime.members.store import (
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
@@ -28,6 +27,7 @@ from slipstream.runtime.members.store import (
     default_group_store,
     only_this_host,
 )
+from slipstream.runtime.process.environment import Environment
 from slipstream.transports.credentials import Credentials, process_number, stretch
 
 NONCE_BYTES = SIGNATURE_BYTES = 32

@@ -19,7 +19,7 @@ from typing import Any
 from torch import distributed
 
 from slipstream.errors import LaunchError, SecretError
-from slipstream.runtime.environment import LOOPBACK, Environment, is_loopback
+from slipstream.runtime.process.environment import LOOPBACK, Environment, is_loopback
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 TRY_S = 2.0

@@ -9,16 +9,7 @@ import msgspec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.strategy import Strategy
-from slipstream.transports.wire import Settings
-from slipstream.types import Cluster, Spec
-
-
-class OptimizerRecipe(msgspec.Struct, frozen=True):
-    """A torch optimizer by name, its settings by group, and the group of every tensor."""
-
-    name: str
-    settings: Settings
-    group_of: list[int]
+from slipstream.types import Cluster, OptimizerRecipe, Spec
 
 
 class Configuration(msgspec.Struct, frozen=True):

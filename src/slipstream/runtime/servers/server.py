@@ -25,7 +25,7 @@ from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.members.member import HUB, Member, internal_fault
 from slipstream.runtime.servers.checkpoint_state import OptimizerState, Residuals, StatefulUpdater
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.round_coordinator import IDLE_S, RoundCoordinator
 from slipstream.runtime.servers.senders import from_hub
 from slipstream.runtime.servers.shard import Shard
@@ -54,7 +54,7 @@ from slipstream.transports.wire import (
     WorkerLeft,
 )
 from slipstream.transports.zmq import SERVER_SEND_BUFFER_BYTES, ZmqTransport
-from slipstream.types import Node
+from slipstream.types import Node, OptimizerRecipe
 
 NEEDS_CONFIGURATION: tuple[type[Any], ...] = (
     *(Push, Early, Arrived, Commit, Serve, WorkerLeft, RouteUpdated, Inquire),
@@ -155,7 +155,7 @@ class Server:
 
 def optimizer_of(plan: Plan, node: Node, recipe: OptimizerRecipe) -> StatefulUpdater:
     # Imported here, because it imports torch: a server that only averages starts without it.
-    from slipstream.torch.shard_optimizer import ShardOptimizer
+    from slipstream.torch.optimizers.shard_optimizer import ShardOptimizer
 
     return ShardOptimizer(plan, node, recipe)
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from slipstream.errors import ConfigError, FrameRefused, TooManyServers
 from slipstream.plan import Plan
-from slipstream.runtime.event_log import log_event
 from slipstream.runtime.launch.processes import ServerProcess, start_server
 from slipstream.runtime.launch.supervision import signal_name
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.members.member import HUB, Member
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.process.event_log import log_event
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.strategy import Strategy
 from slipstream.transports.wire import Configure, Message, Ready, Release, WorkerLeft
-from slipstream.types import Cluster, Rank, Spec
+from slipstream.types import Cluster, OptimizerRecipe, Rank, Spec
 
 logger = logging.getLogger(__name__)
 Hosts = tuple[tuple[Rank, ...], ...]

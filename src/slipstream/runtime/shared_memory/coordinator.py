@@ -19,7 +19,7 @@ from typing import Any
 from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import LaunchError
 from slipstream.planning.segment import SegmentPlan
-from slipstream.runtime.config_fingerprint import difference
+from slipstream.runtime.process.config_fingerprint import difference
 from slipstream.runtime.shared_memory import messages
 from slipstream.runtime.shared_memory.batches import BatchDealer, Rank
 from slipstream.runtime.shared_memory.server_requests import Send, ServerRequests

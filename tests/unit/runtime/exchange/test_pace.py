@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from slipstream.codecs import Rotate
-from slipstream.runtime.exchange.pace import CALM_LOOKS, LOOK_STEPS, TICK_S, Pace
+from slipstream.runtime.gossip.pace import CALM_LOOKS, LOOK_STEPS, TICK_S, Pace
 from slipstream.testing.clock import VirtualClock
 
 MODEL, LINK = 1_000_000, 10e6

@@ -25,8 +25,8 @@ from slipstream.runtime.files.whole_files import (
     write_whole,
 )
 from slipstream.runtime.shared_memory.checkpoints import Snapshot
-from slipstream.torch.checkpoint import Checkpoint
-from slipstream.torch.speed_cache import OwnSpeeds, cached, read
+from slipstream.torch.channels.speed_cache import OwnSpeeds, cached, read
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 FACTS = {"step": 3, "strategy": "alone", "workers": 1, "random": [], "optimizer": {}}
 DRAFT = f".slipstream-{HOST}-0123456789abcdef.draft"

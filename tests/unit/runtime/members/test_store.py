@@ -10,7 +10,6 @@ import pytest
 from torch import distributed
 
 from slipstream.errors import LaunchError, WaitLimit
-from slipstream.runtime.environment import Environment
 from slipstream.runtime.members import store
 from slipstream.runtime.members.rendezvous import Rendezvous
 from slipstream.runtime.members.store import (
@@ -21,6 +20,7 @@ from slipstream.runtime.members.store import (
     require_same_world,
     unreachable,
 )
+from slipstream.runtime.process.environment import Environment
 
 PODS = Environment(rank=1, world_size=2, master_addr="job-0.job", master_port=29500)
 

@@ -8,12 +8,12 @@ from slipstream.codecs import Dense
 from slipstream.errors import FrameRefused, TooManyServers
 from slipstream.plan import Plan
 from slipstream.routes import ByTensor, Large, Route, Rule
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.schedules import AfterBackward, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS
 from slipstream.topologies import Mesh, Sharded
-from slipstream.types import Cluster, Spec
+from slipstream.types import Cluster, OptimizerRecipe, Spec
 from slipstream.updates import Update, User
 
 WIRES = st.builds(Dense, st.sampled_from(["own", "bfloat16", "float16", "float32"]))

@@ -12,14 +12,14 @@ from slipstream.consistency import Consistency, Each, FirstOf, Lag
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.members.member import HUB, Member
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
 from slipstream.strategy import Strategy
 from slipstream.testing.clock import VirtualClock
 from slipstream.topologies import Sharded
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Configure, Publish, Push, checksum
-from slipstream.types import Cluster, Spec
+from slipstream.types import Cluster, OptimizerRecipe, Spec
 from slipstream.updates import Update, User
 
 SETTINGS = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}

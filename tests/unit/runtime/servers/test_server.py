@@ -8,7 +8,7 @@ from samples import floats, make_plan, push, vector
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.members.member import HUB, Member
-from slipstream.runtime.servers.configuration import Configuration, OptimizerRecipe
+from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
@@ -30,7 +30,7 @@ from slipstream.transports.wire import (
     WorkerLeft,
     checksum,
 )
-from slipstream.types import Buffer, Spec
+from slipstream.types import Buffer, OptimizerRecipe, Spec
 
 SPECS = [vector("w", 3)]
 SGD = OptimizerRecipe("SGD", [{"lr": 1.0, "momentum": 0.0}], [0])

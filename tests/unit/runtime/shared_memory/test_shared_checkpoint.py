@@ -19,7 +19,7 @@ from slipstream.errors import CheckpointError
 from slipstream.runtime.files.checkpoint_format import Piece, unpack
 from slipstream.runtime.files.whole_files import sweep_drafts
 from slipstream.runtime.shared_memory.checkpoints import Snapshot, keep, kept_in, newest_in
-from slipstream.torch.checkpoint import Checkpoint
+from slipstream.torch.checkpoints.checkpoint import Checkpoint
 
 FACTS = {"strategy": "gadei", "workers": 2, "optimizer": {"$dict": [["kind", "SGD"]]}}
 

@@ -17,7 +17,7 @@ from slipstream.planning.segment import FROZEN, SegmentPlan, SharedTensor, setti
 from slipstream.runtime.shared_memory.checkpoints import Snapshot, newest_in
 from slipstream.runtime.shared_memory.messages import Start
 from slipstream.runtime.shared_memory.update_server import UpdateServer, restore_from
-from slipstream.torch.learner_slots import Slot
+from slipstream.torch.modes.learner_slots import Slot
 from slipstream.transports.shared_memory import SharedMemory
 
 GOOD = Path(__file__).parents[3] / "checkpoints" / "gadei.safetensors"

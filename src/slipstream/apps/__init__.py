@@ -1,0 +1,1 @@
+"""What is built on the public face: command line, service, benchmarks, measurements, studies."""

@@ -1,0 +1,84 @@
+"""Generated text whose entropy is known: a Markov source of the second order.
+
+The last character says which few may follow, the last two how likely each of them is: a model
+learns the former soon, and the latter with time. With π the stationary distribution over pairs, a
+character has
+
+    H = − Σ_pair π(pair) Σ_next P(next | pair) ln P(next | pair)   nats,
+
+which is the least loss that any model can have on this text.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.apps.bench.data.characters import CharacterText
+
+ALPHABET = " abcdefghijklmnopqrstuvwxyz"
+FOLLOWERS = 6
+STATIONARY_STEPS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSource:
+    """``followers[pair]`` are the characters that may come next, ``shares[pair]`` how likely."""
+
+    alphabet: str
+    followers: Tensor
+    shares: Tensor
+
+    @classmethod
+    def drawn(
+        cls, *, alphabet: str = ALPHABET, followers: int = FOLLOWERS, seed: int
+    ) -> MarkovSource:
+        """Which characters follow which, by this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        size = len(alphabet)
+        by_last = torch.rand(size, size, generator=generator).argsort(1)[:, :followers]
+        drawn = torch.rand(size * size, followers, generator=generator, dtype=torch.float64)
+        weights = drawn**3 + 0.01  # uneven: one of them is likely
+        return cls(alphabet, by_last.repeat(size, 1), weights / weights.sum(1, keepdim=True))
+
+    def next_pairs(self) -> Tensor:
+        """The pairs that may come after each pair: the first of its two characters is dropped."""
+        size = len(self.alphabet)
+        last = torch.arange(size * size).remainder(size).unsqueeze(1)
+        return last * size + self.followers
+
+    def entropy(self) -> float:
+        """In nats a character; H above, with π by power iteration."""
+        after = self.next_pairs()
+        at = torch.full((len(after),), 1 / len(after), dtype=torch.float64)
+        for _ in range(STATIONARY_STEPS):
+            moved = (at.unsqueeze(1) * self.shares).flatten()
+            # Halfway: a source that alternates would never settle otherwise.
+            at = (at + torch.zeros_like(at).index_add_(0, after.flatten(), moved)) / 2
+        each = -(self.shares * self.shares.log()).sum(1)
+        return float((at * each).sum())
+
+    def draw(self, count: int, *, seed: int) -> Tensor:
+        """So many characters, by their numbers."""
+        bounds: list[list[float]] = self.shares.cumsum(1)[:, :-1].tolist()
+        after: list[list[int]] = self.next_pairs().tolist()
+        uniform = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+        pairs = itertools.accumulate(
+            uniform.tolist(),
+            lambda pair, drawn: after[pair][bisect.bisect(bounds[pair], drawn)],
+            initial=0,
+        )
+        drawn = torch.tensor([*itertools.islice(pairs, 1, None)], dtype=torch.int32)
+        return drawn.remainder(len(self.alphabet))
+
+
+def markov_text(*, count: int = 300_000, seed: int = 0) -> CharacterText:
+    """Text of a source of this seed, with its entropy."""
+    source = MarkovSource.drawn(seed=seed)
+    entropy = source.entropy()
+    origin = f"generated text of {entropy:.3f} nats a character"
+    return CharacterText(source.draw(count, seed=seed + 1), source.alphabet, origin, entropy)

@@ -1,0 +1,1 @@
+"""Studies of training methods: their effect on a model, without a network."""

@@ -1,0 +1,1 @@
+"""Partial exchange between peers, and the return of a restarted worker."""

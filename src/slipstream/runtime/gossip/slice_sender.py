@@ -1,0 +1,136 @@
+"""Sends one worker's partitions to its peers: each is sent when the one before has left.
+
+So on a slow link updates accumulate, and no queue grows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+import numpy as np
+
+from slipstream.codecs import Rotate
+from slipstream.codecs.partition import (
+    Accumulator,
+    PeerAccumulators,
+    Rotation,
+    packed,
+    without,
+)
+from slipstream.codecs.residual import Floats, Residual
+from slipstream.runtime.gossip.numbered_links import NumberedLinks
+from slipstream.transports.protocol import Ticket
+from slipstream.transports.wire import Part, checksum
+from slipstream.types import Rank
+
+MESSAGE_VALUES = 1 << 18
+
+
+class SliceSender:
+    """What has accumulated for peers, and how it is sent; used by the training thread only.
+
+    Args:
+        rotate: The rule of partial exchange.
+        partitions: p, until ``start_rotation`` changes it.
+        peers: The receivers of updates.
+        numel: How many weights there are.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        rotate: Rotate,
+        partitions: int,
+        peers: Collection[Rank],
+        numel: int,
+        links: NumberedLinks,
+    ) -> None:
+        self.peers = set(peers)
+        self._rank, self._rotate, self._numel, self._links = rank, rotate, numel, links
+        self._owed = self._accumulators(partitions)
+        self._left_over: list[Accumulator] = []  # of the old rotation
+        self._leaving: defaultdict[Rank, list[Ticket]] = defaultdict(list)
+
+    @property
+    def partitions(self) -> int:
+        return self._owed.rotation.partitions
+
+    @property
+    def accumulators(self) -> list[Accumulator]:
+        """Each needs as much memory as the model."""
+        return self._left_over + self._owed.accumulators
+
+    @property
+    def is_turning_over(self) -> bool:
+        """Whether something of the old rotation has not been sent yet."""
+        return bool(self._left_over)
+
+    def _accumulators(self, partitions: int) -> PeerAccumulators:
+        rotation = Rotation(partitions, self._rotate.same_for_all)
+        return PeerAccumulators(rotation, self._rank, self.peers, self._numel)
+
+    def add(self, update: Floats) -> None:
+        self._owed.add(update)
+
+    def start_rotation(self, partitions: int) -> None:
+        """All that has accumulated will be sent; new updates go into new accumulators."""
+        self._left_over += self._owed.accumulators
+        self._owed = self._accumulators(partitions)
+
+    def offer(self, step: int) -> bool:
+        """Send due partitions where the one before has left.
+
+        Returns:
+            Whether everything that is due could be sent.
+        """
+        for left in [left for left in self._left_over if self._is_free(left.peers)]:
+            self._send(left.peers, step, 0, left.residual.values)
+            self._left_over.remove(left)
+        due = [each for each in self._owed.accumulators if each.fresh]
+        free = [each for each in due if self._is_free(each.peers)]
+        for each in free:
+            self._send(each.peers, step, *self._owed.take(each, self._rotate.above))
+        return len(free) == len(due) and not self._left_over
+
+    def _is_free(self, peers: Collection[Rank]) -> bool:
+        for peer in peers:
+            self._leaving[peer] = [t for t in self._leaving[peer] if not t.done]
+        return not any(self._leaving[peer] for peer in peers)
+
+    def _send(self, peers: Collection[Rank], step: int, start: int, values: Floats) -> None:
+        # An empty partition (fewer weights than partitions) is sent, too: it carries the step.
+        for offset in range(0, max(1, len(values)), MESSAGE_VALUES):
+            numbers = values[offset : offset + MESSAGE_VALUES]
+            is_packed = self._rotate.above is not None and len(numbers) > 0
+            piece = packed(numbers) if is_packed else numbers.view(np.uint8)
+            crc = checksum([piece])
+            last = offset + MESSAGE_VALUES >= len(values)
+            for peer in peers:
+                fields = (step, start + offset, last, crc, len(numbers) * is_packed)
+                ticket = self._links.send(peer, Part, *fields, frames=[piece])
+                if ticket is not None:
+                    self._leaving[peer].append(ticket)
+
+    # ---- peers that die and come back
+
+    def owed_to(self, peer: Rank) -> Floats:
+        """A copy of all that has not been sent to a peer yet."""
+        owed = Residual.zeros(self._numel)
+        for each in self.accumulators:
+            if peer in each.peers:
+                owed.add(each.residual.values)
+        return owed.values
+
+    def include(self, peer: Rank, values: Floats) -> None:
+        """A peer is back, and gets these values first."""
+        self.peers.add(peer)
+        self._left_over.append(Accumulator(0, {peer}, Residual(values)))
+        self._owed.include(peer)
+
+    def forget(self, peer: Rank) -> None:
+        """A peer has died: drop what has not been sent to it."""
+        self.peers.discard(peer)
+        self._leaving[peer].clear()
+        self._owed.forget(peer)
+        self._left_over = without(self._left_over, peer)

@@ -1,0 +1,1 @@
+"""A process and its surroundings: environment, scheduler, errors, events, secrets."""

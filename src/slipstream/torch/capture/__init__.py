@@ -1,0 +1,1 @@
+"""Gradients taken from autograd, and what a training loop does with weights and steps."""

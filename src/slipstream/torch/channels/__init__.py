@@ -1,0 +1,1 @@
+"""Channels of torch tensors: collectives, host memory, and the speeds of links."""

@@ -1,0 +1,1 @@
+"""Checkpoints: files, their sections, their checks, and the state that they hold."""

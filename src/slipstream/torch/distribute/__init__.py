@@ -1,0 +1,1 @@
+"""``job.distribute``, ``job.save`` and ``job.load``: what a training is made of."""

@@ -1,0 +1,215 @@
+"""``job.load``: read a checkpoint, check all of it, and only then change any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.errors import CheckpointError, DamagedCheckpoint
+from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.files.checkpoint_format import (
+    OptimizerState,
+    is_model,
+    misfit,
+    optimizer_in,
+    section_name,
+    sections_in,
+)
+from slipstream.runtime.members.joining import Membership
+from slipstream.runtime.shared_memory.checkpoints import refuse_nonfinite
+from slipstream.torch.checkpoints.checkpoint import Checkpoint, load_model, pieces_of
+from slipstream.torch.checkpoints.fitting import AVERAGED, OUTER, PRECISE, check_pairs, named_under
+from slipstream.torch.checkpoints.kept_state import Held, KeptState
+from slipstream.torch.distribute.replica import Replica
+from slipstream.torch.distribute.saving import share_outcome
+from slipstream.torch.tensors.copying import copy_state
+from slipstream.torch.tensors.inventory import dtype_text, whole_state
+from slipstream.torch.tensors.pairs import Pair, distinct_models, first_with
+from slipstream.torch.tensors.random_state import Generators
+from slipstream.torch.tensors.staging import Staging
+
+OF_MODEL = ("model/", AVERAGED, OUTER, PRECISE)  # what a checkpoint holds by a tensor's name
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One pair's section of a checkpoint."""
+
+    step: int
+    saved: OptimizerState
+    held: Held  # without weights and the optimizer's state
+    tensors: dict[str, torch.Tensor]
+
+
+def sections_of(checkpoint: Checkpoint) -> list[Section]:
+    """The sections of a checkpoint, by pair."""
+    return [
+        Section(
+            int(facts["step"]),
+            optimizer_in(facts, own),
+            Held(
+                averages=named_under(AVERAGED, own),
+                momenta=named_under(OUTER, own),
+                precise=named_under(PRECISE, own),
+            ),
+            own,
+        )
+        for facts, own in sections_in(checkpoint.facts, checkpoint.tensors)
+    ]
+
+
+def load_alone(
+    path: Path, pairs: Sequence[Pair], states: Sequence[KeptState], *, takes_nonfinite: bool
+) -> list[int]:
+    """Read a checkpoint into this process. If it is invalid, nothing changes.
+
+    Args:
+        takes_nonfinite: Also if some of it is NaN or infinite.
+
+    Returns:
+        The step of each pair.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is for another model or optimizer.
+    """
+    checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
+    load_models(pairs, checkpoint)
+    sections = sections_of(checkpoint)
+    for pair, state, section in zip(pairs, states, sections, strict=True):
+        restore_pair(pair, state, section)
+    restore_generators(checkpoint, rank=0)
+    return [section.step for section in sections]
+
+
+def load_job(
+    path: Path,
+    occasion: str,
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    membership: Membership,
+    *,
+    takes_nonfinite: bool,
+) -> tuple[list[int], dict[str, Any]]:
+    """Rank 0 reads and checks; all ranks end with the same state.
+
+    Nothing changes on any rank before rank 0 has checked all of it.
+
+    Args:
+        occasion: The name of this gathering, a new one for each call.
+        takes_nonfinite: Also if some of it is NaN or infinite.
+
+    Returns:
+        The step of each pair, and the checkpoint's facts.
+
+    Raises:
+        CheckpointError: The file cannot be read or is invalid, or a worker died meanwhile.
+    """
+    rank, gathering, chain = membership.env.rank, membership.gathering, replicas[0].chain
+    checkpoint, problem = Checkpoint(), ""
+    if rank == 0:
+        try:
+            checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
+        except CheckpointError as error:
+            problem = str(error)
+    with chain.opened():
+        # No rank sends before all ranks are ready to receive.
+        gathering.gather(f"{occasion}/begun", True, bool)
+        share_outcome(membership, occasion, problem)
+        if rank == 0:
+            load_models(pairs, checkpoint)
+        copied = [copy_state(chain, model) for model in distinct_models(pairs)]
+        checkpoint, rest = spread(checkpoint, occasion, chain, membership)
+        if not all(gathering.gather(f"{occasion}/whole", all(copied) and rest, bool)):
+            raise CheckpointError(f"a worker died while {path} was copied: load it again")
+        sections = sections_of(checkpoint)
+        for replica, section in zip(replicas, sections, strict=True):
+            for channel in replica.link_exchanges:
+                channel.forget_residuals()
+            if replica.residuals is not None:
+                replica.residuals.restore(section.tensors)
+            replica.synchronizer.slots.know_buffers()
+    for pair, replica, section in zip(pairs, replicas, sections, strict=True):
+        restore_pair(pair, replica.state, section)
+    # Rank 0's weights are sent from their own memory: no rank trains before all have them.
+    gathering.gather(f"{occasion}/done", True, bool)
+    restore_generators(checkpoint, rank)
+    return [section.step for section in sections], checkpoint.facts
+
+
+def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
+    """Restore everything except the model itself."""
+    for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
+        group.update(settings)
+    state.restore(section.saved, section.held)
+
+
+def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:
+    for number, pair in enumerate(pairs):
+        if first_with(pairs, number) == number:
+            load_model(pair.model, checkpoint, section_name(number, len(pairs)))
+
+
+def restore_generators(checkpoint: Checkpoint, rank: int) -> None:
+    """Restore random generators, on ranks that the writing job had too."""
+    saved = checkpoint.facts["random"]
+    if rank < len(saved) and saved[rank]:
+        Generators.of(saved[rank]).restore()
+
+
+def read_fitting(path: Path, pairs: Sequence[Pair], *, takes_nonfinite: bool) -> Checkpoint:
+    """A checkpoint that has passed all checks, so that loading it cannot fail.
+
+    Args:
+        takes_nonfinite: Also if some of it is NaN or infinite.
+
+    Raises:
+        DamagedCheckpoint: The file was damaged after it was written.
+        CheckpointError: It cannot be read, is of another model, optimizer or job, or not finite.
+    """
+    try:
+        checkpoint = Checkpoint.read(path)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{error}; load an earlier checkpoint") from error
+    try:
+        check_pairs(checkpoint.tensors, checkpoint.facts, pairs)
+    except ValueError as error:
+        raise misfit(path, error) from error
+    if not takes_nonfinite:
+        untrained = untrained_in(pairs)
+        refuse_nonfinite(path, pieces_of(checkpoint.tensors), untrained=untrained)
+    return checkpoint
+
+
+def untrained_in(pairs: Sequence[Pair]) -> set[str]:
+    """Names in a checkpoint of buffers and frozen parameters, which may be infinite on purpose."""
+    untrained = set()
+    for number, pair in enumerate(pairs):
+        trained = {name for name, p in pair.model.named_parameters() if p.requires_grad}
+        section = section_name(number, len(pairs))
+        for name, _ in whole_state(pair.model):
+            if name not in trained:
+                untrained |= {f"{section}{kind}{name}" for kind in OF_MODEL}
+    return untrained
+
+
+def spread(
+    checkpoint: Checkpoint, occasion: str, chain: StateChain, membership: Membership
+) -> tuple[Checkpoint, bool]:
+    """Send everything except the models from rank 0 to all; returns it, and whether all arrived."""
+    gathering, rank = membership.gathering, membership.env.rank
+    if rank == 0:
+        rest = {n: t for n, t in checkpoint.tensors.items() if not is_model(n)}
+        shapes = [[n, list(t.shape), dtype_text(t.dtype)] for n, t in rest.items()]
+        gathering.post(f"{occasion}/rest", [shapes, checkpoint.facts])
+    else:
+        shapes, facts = gathering.read(f"{occasion}/rest", 0, list[Any])
+        rest = {n: torch.empty(shape, dtype=getattr(torch, kind)) for n, shape, kind in shapes}
+        checkpoint = Checkpoint(facts=facts)
+    staging = Staging()
+    whole = chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
+    checkpoint.tensors.update(rest)
+    return checkpoint, whole

@@ -1,0 +1,1 @@
+"""Ways of training: who updates the weights, when, and from which gradients."""
