@@ -141,10 +141,10 @@ def work(asked: dict[str, Any]) -> None:
         for _ in range(1 + asked["broadcasts"]):
             for parameter in net.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            job.share(None)
+            job.broadcast(None)
             begun = time.perf_counter()
             optimizer.step()
-            job.share(None)  # the last one to have everything ends it
+            job.broadcast(None)  # the last one to have everything ends it
             times.append(time.perf_counter() - begun)
         if job.rank == 0:
             Path(asked["told"]).write_text(json.dumps(times[1:]))

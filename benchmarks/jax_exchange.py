@@ -53,7 +53,7 @@ def torch_exchange(job: slipstream.Job, sizes: list[tuple[int, ...]]) -> Callabl
     def exchange() -> float:
         for parameter in parameters:
             parameter.grad = parameter.detach() + 1.0
-        job.share(None)
+        job.broadcast(None)
         begun = time.perf_counter()
         optimizer.step()
         return time.perf_counter() - begun
@@ -68,7 +68,7 @@ def jax_exchange(job: slipstream.Job, sizes: list[tuple[int, ...]]) -> Callable[
 
     def exchange() -> float:
         grads = jax.block_until_ready(gradients(engine.params))
-        job.share(None)
+        job.broadcast(None)
         begun = time.perf_counter()
         jax.block_until_ready(engine.mean(grads))
         return time.perf_counter() - begun

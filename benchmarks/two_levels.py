@@ -25,15 +25,15 @@ from typing import Any
 
 WARM, STEPS = 2, 6
 SYSTEMS = {  # with two levels, and with one
-    "push_pull": ("push_pull", "push_pull(hosts='flat')"),
+    "push_pull": ("push_pull", "push_pull(hierarchical=False)"),
     "push_pull_server": (
         "push_pull(update='server')",
-        "push_pull(update='server', hosts='flat')",
+        "push_pull(update='server', hierarchical=False)",
     ),
-    "allreduce": ("allreduce", "allreduce(hosts='flat')"),
-    "allreduce_int8": ("allreduce(wire='int8')", "allreduce(wire='int8', hosts='flat')"),
-    "backup_workers": ("backup_workers(backup=0, hosts='first')", "backup_workers(backup=0)"),
-    "local_sgd": ("local_sgd(every=1, hosts='first')", "local_sgd(every=1)"),
+    "allreduce": ("allreduce", "allreduce(hierarchical=False)"),
+    "allreduce_int8": ("allreduce(wire='int8')", "allreduce(wire='int8', hierarchical=False)"),
+    "backup_workers": ("backup_workers(backup=0, hierarchical=True)", "backup_workers(backup=0)"),
+    "local_sgd": ("local_sgd(every=1, hierarchical=True)", "local_sgd(every=1)"),
 }
 
 
@@ -58,12 +58,12 @@ def worker(folder: Path, width: int) -> None:
         model, optimizer = job.distribute(model, optimizer)
         for step in range(WARM + STEPS):
             if step == WARM:
-                job.share(None)  # a barrier
+                job.broadcast(None)  # a barrier
                 begun, before = time.monotonic(), moved()
             optimizer.zero_grad()
             model(torch.randn(4, width)).square().mean().backward()
             optimizer.step()
-        job.share(None)
+        job.broadcast(None)
         took, counted = time.monotonic() - begun, moved() - before
         file = folder / f"{job.rank}.json"
         file.write_text(json.dumps({"step_s": took / STEPS, "step_bytes": counted / STEPS}))

@@ -24,9 +24,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import slipstream
 from slipstream.apps.bench.comparison import machine_facts
 from slipstream.apps.bench.data import Split, TensorExamples, read_images
+from slipstream.apps.studies.simulated_staleness import simulated_staleness
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def train(split: Split[TensorExamples], recipe: Recipe) -> Outcome:
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.averaging))
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.lr)
     schedule = LambdaLR(optimizer, recipe.rate_factor)
-    with slipstream.simulated_staleness(optimizer, steps=recipe.staleness, ramp_up=recipe.ramp_up):
+    with simulated_staleness(optimizer, steps=recipe.staleness, ramp_up=recipe.ramp_up):
         for _ in range(recipe.steps):
             images, labels = split.train.take(torch.randint(len(split.train), (recipe.batch,)))
             optimizer.zero_grad()

@@ -65,12 +65,22 @@ def check(strategy: Strategy) -> None:
     Raises:
         IncompatibleParts: A ConfigError with every reason, and what to do instead.
 
-    >>> from slipstream import Everywhere, Mesh, Route, Strategy, Update, User
-    >>> check(Strategy("mine", Everywhere(Route(Mesh())), update=Update(outer=User(at="holder"))))
+    >>> from slipstream.routes import Everywhere, Route
+
+
+    >>> from slipstream.topologies import Mesh
+
+
+    >>> from slipstream import Strategy
+
+
+    >>> from slipstream.updates import Update, UserOptimizer
+    >>> at_servers = Update(outer=UserOptimizer(at="server"))
+    >>> check(Strategy("mine", Everywhere(Route(Mesh())), update=at_servers))
     Traceback (most recent call last):
     ...
     slipstream.errors.IncompatibleParts: mine on dense/mesh: every worker holds the tensor: there \
-is no server to update weights; use User(at='worker'), or Sharded()
+is no server to update weights; use UserOptimizer(at='worker'), or Sharded()
     """
     if not hasattr(strategy, "consistency"):
         raise ConfigError(

@@ -248,6 +248,10 @@ class Job(JobMetrics):
         sum."""
         return self._training.accumulate()
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """``accumulate``, by the name that DistributedDataParallel has for it."""
+        return self.accumulate()
+
     def backward_for(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """With several pairs: backward passes within belong to one optimizer.
 
@@ -274,14 +278,14 @@ class Job(JobMetrics):
         """
         self._training.flush()
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank; every rank must call it.
 
-        For decisions that all ranks must follow: ``if job.share(accuracy > 0.99): break``.
+        For decisions that all ranks must follow: ``if job.broadcast(accuracy > 0.99): break``.
         The value is plain data: numbers, text, lists, dicts, None. Where learners share memory
         (``gadei``), it is the value of the first learner that calls it, and no learner waits.
         """
-        return self._session.share(value)
+        return self._session.broadcast(value)
 
     def fault_behind(self, error: BaseException) -> RuntimeFault | None:
         """The job's fault, if it is why a collective of torch has failed.

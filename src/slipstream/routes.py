@@ -13,6 +13,7 @@ from slipstream.codecs import AnyCodec, Dense, InPlace, SegmentCodec
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
+from slipstream.planning.choosing import ByBytes as ByBytes
 from slipstream.planning.costs import dense_link_bytes
 from slipstream.topologies import AnyTopology, PeerSharded, TwoLevel
 from slipstream.types import Cluster, Spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slipstream.parts import Incompatibility, facts
 
-SERVERS_UPDATE = "let servers update and send weights: Update(outer=User(at='holder'))"
+SERVERS_UPDATE = "let servers update and send weights: Update(outer=UserOptimizer(at='server'))"
 
 RULES = (
     # ---- A worker may miss results.
@@ -35,7 +35,7 @@ RULES = (
         facts("rounds of the first N", "may run ahead"),
         "a round of the first N does not wait for slow workers, so there is nothing to run ahead "
         "of",
-        "use Lag(0), or Fold()",
+        "use Lag(0), or StaleSynchronous()",
     ),
     Incompatibility(
         facts("each gradient is an update", "may run ahead"),
@@ -46,7 +46,7 @@ RULES = (
     Incompatibility(
         facts("the holder updates", "every worker holds"),
         "every worker holds the tensor: there is no server to update weights",
-        "use User(at='worker'), or Sharded()",
+        "use UserOptimizer(at='worker'), or Sharded()",
     ),
     Incompatibility(
         facts("every worker holds", "each gradient is an update"),
@@ -79,7 +79,7 @@ RULES = (
     Incompatibility(
         facts("workers hold shares", "the holder updates"),
         "a worker that holds a share of the chunks has no optimizer for it",
-        "use User(at='worker'), or Sharded()",
+        "use UserOptimizer(at='worker'), or Sharded()",
     ),
     Incompatibility(
         facts("workers hold shares"),
@@ -115,14 +115,14 @@ RULES = (
         facts("hosts aggregate first", "update deltas are sent"),
         "update deltas are applied in the order in which messages bring them, and only one worker "
         "of a host gets these",
-        "use Update(inner=Off()), or one level: between= of TwoLevel()",
+        "use Update(inner=Gradients()), or one level: between= of TwoLevel()",
     ),
     Incompatibility(
         facts("hosts aggregate first", "keeps own weights in part", "up: error feedback"),
         "what waits for the next round is the host's, and its workers cannot take it out of the "
         "weights that each of them keeps",
-        "use mix=0 (where steps overlap it is 0.5 by default), or up=Dense() (wire='own'), or one "
-        "level: hosts='flat', or the topology that is between= of TwoLevel()",
+        "use mix=0 (where steps overlap it is 0.5 by default), or up=Dense() (wire='same'), or one "
+        "level: hierarchical=False, or the topology that is between= of TwoLevel()",
     ),
     # ---- Collectives.
     Incompatibility(
@@ -152,7 +152,7 @@ RULES = (
         facts("over a collective", "update deltas are sent"),
         "update deltas are applied in the order in which messages bring them, and a collective "
         "sends no messages",
-        "use Update(inner=Off()), or over=Links()",
+        "use Update(inner=Gradients()), or over=Links()",
     ),
     Incompatibility(
         facts("over a collective", "survives lost workers"),
@@ -170,7 +170,7 @@ RULES = (
     Incompatibility(
         facts("up: compact form"),
         "factors and rows are forms of a gradient, not of an update delta or an outer gradient",
-        "use Update(inner=Off()), or up=Dense()",
+        "use Update(inner=Gradients()), or up=Dense()",
         any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),
     Incompatibility(
@@ -194,7 +194,7 @@ RULES = (
         facts("chosen for each step", "the holder updates"),
         "gradients sent as factors or rows do not reach the server that updates the layer when its "
         "gradient is dense",
-        "use User(at='worker'), or Prefer() with Sharded(whole_layers=True)",
+        "use UserOptimizer(at='worker'), or Prefer() with Sharded(whole_layers=True)",
     ),
     Incompatibility(
         facts("chosen for each step", "up: compact form"),
@@ -254,26 +254,26 @@ RULES = (
     Incompatibility(
         facts("gradients are sent", "adds the result"),
         "a gradient that is added to the weights would have no learning rate",
-        "use outer=User(), or inner=UserSteps()",
+        "use outer=UserOptimizer(), or inner=UserSteps()",
     ),
     # ---- Local steps and an outer optimizer (DiLoCo).
     Incompatibility(
         facts("outer gradients are sent"),
         "an outer gradient is the distance that a worker has moved, which is no gradient of the "
         "loss",
-        "use outer=Nesterov(), or inner=Off()",
+        "use outer=Nesterov(), or inner=Gradients()",
         unless=facts("an outer optimizer applies the result"),
     ),
     Incompatibility(
         facts("an outer optimizer applies the result"),
         "an outer optimizer applies outer gradients, which workers have after steps of their own",
-        "use inner=LocalSteps(), or outer=User()",
+        "use inner=LocalSteps(), or outer=UserOptimizer()",
         unless=facts("outer gradients are sent"),
     ),
     Incompatibility(
         facts("outer gradients are sent"),
-        "outer gradients of one round start from the same outer weights, and Each() and Fold() "
-        "would mix those of several",
+        "outer gradients of one round start from the same outer weights, and Asynchronous() and "
+        "StaleSynchronous() would mix those of several",
         "use Consistency(All()) or Consistency(FirstOf(n))",
         any_of=facts("each gradient is an update", "stale-synchronous rounds"),
     ),
@@ -309,7 +309,7 @@ RULES = (
     Incompatibility(
         facts("outer gradients are sent", "survives lost workers"),
         "a worker's own weights are lost with it",
-        "use All(), or FirstOf() with Nesterov(at='holder')",
+        "use All(), or FirstOf() with Nesterov(at='server')",
     ),
     Incompatibility(
         facts("deltas grow with workers"),
@@ -327,7 +327,7 @@ RULES = (
     Incompatibility(
         facts("damped by age", "workers update"),
         "only the holder of the weights knows how old a gradient is",
-        "use Constant(), or User(at='holder')",
+        "use Constant(), or UserOptimizer(at='server')",
     ),
     Incompatibility(
         facts("damped", "rounds of all workers", "workers update"),
@@ -379,13 +379,13 @@ RULES = (
     Incompatibility(
         facts("up: partial exchange"),
         "partitions belong to no round",
-        "use Consistency(Each(), LagBehindPeers())",
+        "use Consistency(Asynchronous(), LagBehindPeers())",
         unless=facts("bounded lead over peers"),
     ),
     Incompatibility(
         facts("up: partial exchange"),
         "partitions belong to no round",
-        "use Consistency(Each(), LagBehindPeers())",
+        "use Consistency(Asynchronous(), LagBehindPeers())",
         unless=facts("each gradient is an update"),
     ),
     Incompatibility(
@@ -426,13 +426,13 @@ RULES = (
     Incompatibility(
         facts("in shared memory"),
         "in shared memory every gradient is an update of its own",
-        "use Consistency(Each(), Free())",
+        "use Consistency(Asynchronous(), NoWait())",
         unless=facts("each gradient is an update"),
     ),
     Incompatibility(
         facts("in shared memory"),
         "in shared memory a worker waits only when its slots are full",
-        "use Consistency(Each(), Free())",
+        "use Consistency(Asynchronous(), NoWait())",
         unless=facts("waits for nobody"),
     ),
     Incompatibility(
@@ -461,7 +461,7 @@ RULES = (
     Incompatibility(
         facts("in shared memory"),
         "backward writes gradients, not update deltas, into shared memory",
-        "use Update(inner=Off())",
+        "use Update(inner=Gradients())",
         any_of=facts("update deltas are sent", "outer gradients are sent"),
     ),
     Incompatibility(

@@ -25,6 +25,19 @@ from slipstream.topologies import TwoLevel
 from slipstream.types import LARGEST_CHUNK_BYTES, Cluster, Spec
 from slipstream.updates import Update
 
+# Names in JSON that earlier versions wrote, by the field that has them.
+RESPELLED = {
+    "part": {
+        "Each": "Asynchronous",
+        "Fold": "StaleSynchronous",
+        "Free": "NoWait",
+        "Off": "Gradients",
+        "User": "UserOptimizer",
+    },
+    "at": {"holder": "server"},
+    "wire": {"own": "same"},
+}
+
 
 class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One point in the design space; ``slipstream.systems`` holds the named ones.
@@ -167,8 +180,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"no strategy can be read from this JSON: {error}; write one with "
-                "strategy.to_json() and compare"
+                f"no strategy can be read from this JSON: {error}; "
+                f"{respelled(text) or 'write one with strategy.to_json() and compare'}"
             ) from error
 
 
@@ -183,3 +196,23 @@ def unknown_part(value: Any) -> object:
     else:
         return value
     return next((found for each in nested if (found := unknown_part(each)) is not None), None)
+
+
+def respelled(text: str | bytes) -> str:
+    """What to write in place of earlier versions' names in this JSON; empty if it has none."""
+    try:
+        pending = [msgspec.json.decode(text)]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    found: dict[str, str] = {}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+            for field, now in RESPELLED.items():
+                name = value.get(field)
+                if isinstance(name, str) and name in now:
+                    found[name] = now[name]
+    return ", ".join(f"write {new!r} for {old!r}" for old, new in sorted(found.items()))

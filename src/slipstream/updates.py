@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 
-At = Literal["worker", "holder"]
+At = Literal["worker", "server"]
 Growth = Literal["none", "sqrt", "linear"]
 GROWTHS: dict[Growth, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
@@ -18,14 +18,14 @@ def _by(at: At) -> Facts:
 
 
 def _check_place(at: object) -> None:
-    if at not in ("worker", "holder"):
-        raise ConfigError(f"at={at!r}: choose 'worker' or 'holder'")
+    if at not in ("worker", "server"):
+        raise ConfigError(f"at={at!r}: choose 'worker' or 'server'")
 
 
-class Off(Part, frozen=True):
+class Gradients(Part, frozen=True):
     """No optimizer step before the exchange: gradients are sent.
 
-    >>> Update(inner=Off()).inner.travels
+    >>> Update(inner=Gradients()).inner.travels
     'gradients'
     """
 
@@ -136,17 +136,17 @@ class LocalSteps(Part, frozen=True):
         return facts("outer gradients are sent") | parts | later | mixed
 
 
-class User(Part, frozen=True):
+class UserOptimizer(Part, frozen=True):
     """The user's optimizer applies the result.
 
     Args:
-        at: "worker": at every worker, so that results are mean gradients. "holder": at the server
+        at: "worker": at every worker, so that results are mean gradients. "server": at the server
             that holds the tensor, so that results are new weights.
 
     Raises:
         ConfigError: ``at`` is neither.
 
-    >>> Update(outer=User(at="holder")).holder_applies
+    >>> Update(outer=UserOptimizer(at="server")).holder_applies
     True
     """
 
@@ -217,7 +217,7 @@ class Nesterov(Part, frozen=True):
     Args:
         lr: η, above 0.
         momentum: μ, at least 0 and below 1.
-        at: "worker": at every worker, alike. "holder": at the servers, which send back θ.
+        at: "worker": at every worker, alike. "server": at the servers, which send back θ.
 
     Raises:
         ConfigError: A value is out of range.
@@ -294,8 +294,8 @@ class Ema(Part, frozen=True):
 
 
 # Everything that an update may name.
-AnyInner = Off | UserSteps | LocalSteps
-AnyOuter = User | Add | Nesterov
+AnyInner = Gradients | UserSteps | LocalSteps
+AnyOuter = UserOptimizer | Add | Nesterov
 AnyTransform = ClipNorm
 
 
@@ -303,17 +303,18 @@ class Update(Part, frozen=True):
     """What is sent, who applies the result, and what happens before and after.
 
     Args:
-        inner: Whether workers step before they exchange: ``Off``, ``UserSteps``, ``LocalSteps``.
-        outer: Who applies the result, and how: ``User``, ``Add`` or ``Nesterov``.
+        inner: Whether workers step before they exchange: ``Gradients``, ``UserSteps``,
+            ``LocalSteps``.
+        outer: Who applies the result, and how: ``UserOptimizer``, ``Add`` or ``Nesterov``.
         before: What is done to a worker's gradient before it leaves: ``ClipNorm``.
         average: Averaged weights: ``Ema``, or None.
 
-    >>> Update(outer=User(at="holder"), average=Ema(0.9999)).holder_applies
+    >>> Update(outer=UserOptimizer(at="server"), average=Ema(0.9999)).holder_applies
     True
     """
 
-    inner: AnyInner = Off()
-    outer: AnyOuter = User()
+    inner: AnyInner = Gradients()
+    outer: AnyOuter = UserOptimizer()
     before: tuple[AnyTransform, ...] = ()
     average: Ema | None = None
 
@@ -323,12 +324,12 @@ class Update(Part, frozen=True):
     @property
     def holder_applies(self) -> bool:
         """Whether the holder updates weights and sends them back."""
-        return self.outer.at == "holder"
+        return self.outer.at == "server"
 
     @property
     def user_at_holder(self) -> bool:
         """Whether servers run the user's own optimizer."""
-        return isinstance(self.outer, User) and self.outer.at == "holder"
+        return isinstance(self.outer, UserOptimizer) and self.outer.at == "server"
 
     @property
     def clip_norm(self) -> float | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.codecs import Above, Dense, Filter
-from slipstream.consistency import All, ByAge, Consistency, Each, FirstOf
+from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
@@ -36,10 +36,10 @@ from slipstream.transports.wire import (
     checksum,
 )
 from slipstream.types import Buffer, Cluster, EncodeContext, OptimizerRecipe, Spec, Values
-from slipstream.updates import Ema, LocalSteps, Nesterov, Update, User
+from slipstream.updates import Ema, LocalSteps, Nesterov, Update, UserOptimizer
 
 SPECS = [Spec("weight", (2,), "float32", 0)]
-AT_HOLDER = Update(outer=User(at="holder"))
+AT_HOLDER = Update(outer=UserOptimizer(at="server"))
 
 
 class ServerHarness:
@@ -220,7 +220,7 @@ def test_late_outer_gradient_is_divided_by_its_number_of_blocks() -> None:
         "outer rounds",
         Everywhere(Route(Sharded(), up=Filter(Above(0.0, decay="constant")))),
         Consistency(FirstOf(first=1)),
-        Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0, at="holder")),
+        Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0, at="server")),
         AfterBackward(),
     )
     harness = ServerHarness(strategy, workers=2)
@@ -235,7 +235,7 @@ def test_late_outer_gradient_is_divided_by_its_number_of_blocks() -> None:
 
 def test_old_gradient_damps_only_its_own_update() -> None:
     """Gradient k updates old: rate 1/k; settings are sent only when they change."""
-    strategy = sharded(Consistency(Each(), damping=ByAge()), AT_HOLDER)
+    strategy = sharded(Consistency(Asynchronous(), damping=ByAge()), AT_HOLDER)
     harness = ServerHarness(strategy, workers=2)
     weights = [0.0]
     for rank, read in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (0, 5)]:
@@ -246,7 +246,7 @@ def test_old_gradient_damps_only_its_own_update() -> None:
 
 @pytest.mark.parametrize("decay", [0.25, 0.9])
 def test_averages_keep_the_share_of_decay(decay: float) -> None:
-    update = Update(outer=User(at="holder"), average=Ema(decay))
+    update = Update(outer=UserOptimizer(at="server"), average=Ema(decay))
     harness = ServerHarness(sharded(Consistency(), update), workers=1)
     weights, averages = np.float64([4.0, -8.0]), np.float64([4.0, -8.0])
     harness.load(*weights)

@@ -217,7 +217,7 @@ class ComingBack:
                 one_step(model, optimizer, step, range(job.rank, job.rank + 1), None)
                 if life:
                     back.touch()
-                if step % 50 == 49 and job.share(back.exists()):
+                if step % 50 == 49 and job.broadcast(back.exists()):
                     break
         node = ray.get_runtime_context().get_node_id()
         return {"weights": weights(model), "life": life, "first": first, "node": node}

@@ -26,16 +26,16 @@ with slipstream.init() as job:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = job.distribute(model, optimizer, "push_pull")
     # Barriers on both sides of each look: nothing that steps send is under way then.
-    job.share(None)
+    job.broadcast(None)
     before = moved()
-    job.share(None)
+    job.broadcast(None)
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
-    job.share(None)
+    job.broadcast(None)
     counted = moved() - before
-    job.share(None)
+    job.broadcast(None)
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     on_host = int(os.environ["LOCAL_WORLD_SIZE"])
 told = {

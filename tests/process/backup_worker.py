@@ -328,7 +328,7 @@ def shared_at_the_end(rank: Rank) -> None:
         wait_until(lambda: min(rank.board.read(2)) >= rank.asked["total"])
         time.sleep(LATE_S * (rank.job.rank - 2))
     by_steps(rank)
-    rank.told["shared"] = rank.job.share(7 if rank.job.rank == 0 else None)
+    rank.told["shared"] = rank.job.broadcast(7 if rank.job.rank == 0 else None)
 
 
 def refuses(rank: Rank) -> None:

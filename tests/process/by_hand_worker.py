@@ -41,7 +41,7 @@ with slipstream.init(wait_limit_s=120) as job:
             first.step()
             critic.zero_grad()
         elif LOOP == "accumulates" and number < PASSES / 2:
-            with job.accumulate():
+            with job.no_sync() if number % 2 else job.accumulate():
                 backward(generator)
         elif LOOP == "accumulates":
             backward(generator)

@@ -123,7 +123,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
         if asked.get("load"):
             job.load(asked["load"])
             told["loaded"] = digest(net)
-            job.share(None)
+            job.broadcast(None)
             schedule.last_epoch = job.step
         told["losses"] = []
         for step in job.steps(asked["steps"] + asked.get("more_steps", [0] * 9)[job.rank]):
@@ -150,12 +150,12 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 told["apart"] = job.consensus().spread
                 job.flush()
                 told["flushed"] = digest(net)
-                job.share(None)  # before anybody trains on, and sends what others would add
+                job.broadcast(None)  # before anybody trains on, and sends what others would add
                 told["together"] = job.consensus().spread
             if step + 1 == asked.get("save_at"):
                 job.save(asked["save"])
                 told["saved"] = digest(net)
-                job.share(None)
+                job.broadcast(None)
         told["step"] = job.step
         told["refused"] = job.stats().get("refused_by_servers")
         told["slices"] = job.stats().get("slices")

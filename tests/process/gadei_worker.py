@@ -71,7 +71,7 @@ def counted() -> None:
             optimizer.zero_grad()
             model(1 + (job.rank + step) % 5, step % 10).backward()
             optimizer.step()
-        shared = job.share(f"of rank {job.rank}")
+        shared = job.broadcast(f"of rank {job.rank}")
     tell(
         job,
         whole=sorted(set(model.whole.tolist())),
@@ -250,7 +250,7 @@ def mistaken() -> None:
         other = what == "strategy" or (what == "one strategy" and job.rank == 1)
         strategy = slipstream.push_pull() if other else STRATEGY
         if what == "share first":
-            job.share(job.rank)
+            job.broadcast(job.rank)
         if what == "exception" and job.rank == 1:
             raise ZeroDivisionError("on purpose")
         model, optimizer = job.distribute(model, optimizer, strategy)

@@ -27,7 +27,9 @@ def main(checkpoint: str, doing: str, told_to: str) -> None:
         if doing == "read":
             job.load(checkpoint)
         told = {"step": job.step, "loaded": digest(model)}
-        job.share(None)  # a barrier: the updates of others come into the weights as they are made
+        job.broadcast(
+            None
+        )  # a barrier: the updates of others come into the weights as they are made
         for step in job.steps(job.step + HALF):
             samples = torch.Generator().manual_seed(1000 * job.rank + step)
             inputs = torch.randn(BATCH, INPUTS, generator=samples)

@@ -34,7 +34,7 @@ with slipstream.init() as job:
         wait_for("init.0")
         raise ZeroDivisionError("on purpose")
     if CASE == "share":
-        Path(f"shared.{job.rank}").write_text(str(job.share(17 + job.rank)))
+        Path(f"shared.{job.rank}").write_text(str(job.broadcast(17 + job.rank)))
     if CASE != "no distribute":
         model, optimizer = job.distribute(model, optimizer)
     for _ in range(3):

@@ -12,8 +12,12 @@ from backup_worker import NEVER, Board, wait_until
 from torch import Tensor, nn
 
 import slipstream
-from slipstream import Consistency, FirstOf, Route, Sharded, Strategy, Update, User
+from slipstream import Strategy
 from slipstream.codecs import Above, Dense, Filter
+from slipstream.consistency import Consistency, FirstOf
+from slipstream.routes import Everywhere, Route
+from slipstream.topologies import Sharded
+from slipstream.updates import Update, UserOptimizer
 
 SAMPLES, BATCH, ROUNDS, FIRST, RANKS = 96, 4, 60, 2, 3
 LATE, WITHIN = RANKS - 1, 6
@@ -57,9 +61,9 @@ if __name__ == "__main__":
     route = Route(Sharded(), up=CODECS[sys.argv[1]])
     strategy = Strategy(
         "leased",
-        slipstream.Everywhere(route),
+        Everywhere(route),
         Consistency(FirstOf(FIRST)),
-        Update(outer=User(at="holder")),
+        Update(outer=UserOptimizer(at="server")),
     )
     dealt: list[int] = []
     with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:

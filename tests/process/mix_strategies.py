@@ -14,16 +14,16 @@ from slipstream.codecs import (
     Rows,
     TopK,
 )
-from slipstream.consistency import All, Consistency, FirstOf, Fold, Lag
+from slipstream.consistency import All, Consistency, FirstOf, Lag, StaleSynchronous
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import ako, poseidon, push_pull
 from slipstream.topologies import Mesh, PeerSharded, Sharded, TwoLevel
-from slipstream.updates import ClipNorm, Ema, Update, User
+from slipstream.updates import ClipNorm, Ema, Update, UserOptimizer
 
 WHOLE = Sharded(whole_layers=True)
-HOLDER = Update(outer=User(at="holder"))
+HOLDER = Update(outer=UserOptimizer(at="server"))
 SMALL = 4096  # bytes: several chunks even of small models
 CRUMBS = 512  # so many that workers' shares of them are even
 
@@ -83,7 +83,7 @@ MIXES = {
         "factors_lag", compact(Mesh()), Consistency(All(), Lag(2))
     ),
     "factors at servers, staleness": Strategy(
-        "factors_fold", compact(WHOLE), Consistency(Fold(), Lag(2))
+        "factors_fold", compact(WHOLE), Consistency(StaleSynchronous(), Lag(2))
     ),
     "filter, backup workers": Strategy(
         "filter_backup", FILTERED, Consistency(FirstOf(2)), HOLDER, chunk_bytes=SMALL
@@ -153,7 +153,7 @@ MIXES = {
     "clipped, stale, at workers": Strategy(
         "clipped_stale",
         Everywhere(Route(Sharded())),
-        Consistency(Fold(), Lag(1)),
+        Consistency(StaleSynchronous(), Lag(1)),
         Update(before=(ClipNorm(0.05),), average=Ema(0.8)),
         AfterBackward(),
     ),

@@ -38,7 +38,7 @@ def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
         model, optimizer = job.distribute(net, optimizer, "ako(partitions=2)")
         if Path(checkpoint).exists():
             job.load(checkpoint)
-        told["before"] = job.share(17)
+        told["before"] = job.broadcast(17)
         for step in job.steps(int(total), scheduler=schedule):
             if job.rank == 1 and LIFE == 0 and step == int(killed_at):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def main(folder: str, killed_at: str, total: str, checkpoint: str) -> None:
             steps.append(step)
             losses.append(loss.item())
             if step % 100 == 99:
-                told["shared"] = job.share(step)
+                told["shared"] = job.broadcast(step)
                 job.save(checkpoint)
     told |= {"steps": steps, "losses": losses, "digest": digest(net)}
     told["rate"] = optimizer.param_groups[0]["lr"]

@@ -93,7 +93,7 @@ def count(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 assert job._training.replica.partial is not None
                 job._training.replica.partial.drain()  # all there is in a flush, but for the copy
                 told.setdefault("drained", []).append(counted(model))
-                job.share(None)
+                job.broadcast(None)
         assert job._training.replica.partial is not None
         job._training.replica.partial.drain()
         told["counted"] = counted(model)

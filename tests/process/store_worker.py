@@ -47,5 +47,5 @@ with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:
             Path(f"training.{job.rank}").touch()
             if HOLD and job.rank == 0:
                 hold()
-        shared.append(job.share(f"{TAG} {step}" if job.rank == 0 else None))
+        shared.append(job.broadcast(f"{TAG} {step}" if job.rank == 0 else None))
     Path(f"shared.{job.rank}").write_text(json.dumps(shared))

@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("host_rounds_worker.py")
 STEPS = 12
 HOSTS = (0, 0, 1)  # by rank: its host
 EVEN, UNEVEN = (0, 1, 2, 0, 1, 2), (0, 0, 0, 1, 1, 2)
-FIRST = "backup_workers(first=2, hosts='first', chunk_bytes=2048)"
+FIRST = "backup_workers(first=2, hierarchical=True, chunk_bytes=2048)"
 ALL = "push_pull(update='server', averaged=0.8, chunk_bytes=2048)"
 
 

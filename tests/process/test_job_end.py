@@ -99,10 +99,10 @@ def test_without_a_with_block_errors_reach_the_others(fork_server: ForkServer) -
 FAILS = """
 import slipstream
 with slipstream.init() as job:
-    job.share(None)
+    job.broadcast(None)
     if job.rank == 1:
         raise ValueError(f"no such file: {__file__}")
-    job.share(None)
+    job.broadcast(None)
 """
 
 
@@ -127,7 +127,7 @@ def test_without_a_with_block_under_the_launcher(launch: Callable[..., Launch]) 
         assert job.own_lines == []
     assert jobs[1].wait() != 0
     assert "job.gather waits for every rank" in jobs[1].stderr
-    assert "job.share(value)" in jobs[1].stderr
+    assert "job.broadcast(value)" in jobs[1].stderr
 
 
 LATE = """

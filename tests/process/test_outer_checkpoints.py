@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 AT_SERVERS = composed(
-    Route(Sharded(), up=Quantized(4, block=64)), Update(LocalSteps(5), Nesterov(at="holder"))
+    Route(Sharded(), up=Quantized(4, block=64)), Update(LocalSteps(5), Nesterov(at="server"))
 )
 
 

@@ -30,8 +30,8 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Run:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "local_sgd(every=5, hosts='first')",
-        "diloco(every=4, fragments=3, overlap_steps=3, mix=0.25, hosts='first')",
+        "local_sgd(every=5, hierarchical=True)",
+        "diloco(every=4, fragments=3, overlap_steps=3, mix=0.25, hierarchical=True)",
     ],
 )
 def test_every_outer_round_is_what_one_process_makes_of_it(strategy: str, run: Run) -> None:
@@ -62,7 +62,7 @@ def test_with_error_feedback_every_step_counts_once(run: Run) -> None:
 
 
 def test_hosts_hold_shares_of_the_model(run: Run) -> None:
-    told = run("diloco(every=4, wire='int8', hosts='first')", "float32")
+    told = run("diloco(every=4, wire='int8', hierarchical=True)", "float32")
     assert len({each["digest"] for each in told}) == 1
     assert "int8/peers" in told[0]["stats"]["bytes"]["by_scheme"]
     assert not told[1]["stats"]["bytes"]["sent"], "one stream a host"
@@ -70,7 +70,7 @@ def test_hosts_hold_shares_of_the_model(run: Run) -> None:
 
 def test_what_a_late_host_did_counts_in_a_later_round(run: Run) -> None:
     """Each round is one host's: the mean over all steps of its workers that have not counted."""
-    strategy = "diloco(every=2, lr=1.0, momentum=0.0, first=1, hosts='first')"
+    strategy = "diloco(every=2, lr=1.0, momentum=0.0, first=1, hierarchical=True)"
     told = run(strategy, "float32", late=2)
     assert sum(told[0]["stats"]["rounds"]["dropped"].values()) > 0, "nobody was late"
     assert len({each["digest"] for each in told}) == 1
@@ -82,7 +82,7 @@ def test_what_a_late_host_did_counts_in_a_later_round(run: Run) -> None:
 
 @pytest.mark.parametrize("first", ["", ", first=2"])
 def test_a_checkpoint_continues_as_the_run_did(first: str, run: Run, tmp_path: Path) -> None:
-    strategy = f"diloco(every=4, hosts='first'{first})"
+    strategy = f"diloco(every=4, hierarchical=True{first})"
     whole = run(strategy, "float32", save_after=8)
     resumed = run(strategy, "float32", load=str(tmp_path / "saved.safetensors"))
     assert {each["digest"] for each in resumed} == {whole[0]["digest"]}

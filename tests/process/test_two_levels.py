@@ -37,7 +37,7 @@ PUSH_PULL = "push_pull(chunk_bytes=8192)"
 AFTER = "push_pull(overlap=False, chunk_bytes=8192)"
 ALLREDUCE = "allreduce(bucket_bytes=16384)"
 AT_SERVERS = "push_pull(update='server', chunk_bytes=8192)"
-FLOW = "parameter_flow(delta=0.0, hosts='first', chunk_bytes=8192)"  # all of it is sent
+FLOW = "parameter_flow(delta=0.0, hierarchical=True, chunk_bytes=8192)"  # all of it is sent
 EVEN, UNEVEN = (0, 1, 0, 1), (0, 0, 0, 1)  # by rank: its host
 TOLERANCE = {torch.bfloat16: 5e-2}
 # Of buffers, the mean runs over the workers on which they changed, also of uneven hosts.
@@ -53,7 +53,7 @@ ALL = {
         Asked(4, "dtypes", ALLREDUCE),
         Asked(4, "unused", ALLREDUCE),
         Asked(4, "norm", ALLREDUCE),
-        Asked(4, "groups", "push_pull(hosts='flat', chunk_bytes=8192)", servers=2),
+        Asked(4, "groups", "push_pull(hierarchical=False, chunk_bytes=8192)", servers=2),
         Asked(4, "norm", AT_SERVERS, servers=2),
     ],
     UNEVEN: [
@@ -72,7 +72,7 @@ POSEIDON = [
     Asked(4, "animals_accumulated", "to-and-fro"),
     Asked(4, "two_backwards", "everything-collective"),
     Asked(4, "unused", "everything"),
-    Asked(4, "animals", "poseidon(choose='bytes', hosts='flat')"),
+    Asked(4, "animals", "poseidon(choose='bytes', hierarchical=False)"),
 ]
 CASES_ON_HOSTS = [(hosts, asked) for hosts, all_ in ALL.items() for asked in all_]
 

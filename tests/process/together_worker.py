@@ -35,7 +35,7 @@ with slipstream.init() as job:
         optimizer.step()
         if what == "save midway" and step == 3 and job.rank == culprit:
             job.save("alone.safetensors")
-        if what == "share" and job.share(step + 10 * job.rank) == 4:
+        if what == "share" and job.broadcast(step + 10 * job.rank) == 4:
             break
     Path(f"steps.{job.rank}").write_text(str(step))
     if what == "save at the end" and job.rank == culprit:

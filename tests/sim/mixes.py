@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 
 from slipstream.codecs import Dense, Factors, Rows
-from slipstream.consistency import ByAge, Each, FirstOf
+from slipstream.consistency import Asynchronous, ByAge, FirstOf
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
@@ -151,7 +151,7 @@ def contributed(simulation: Simulation) -> dict[int, Any]:
 def counts_everything(plan: Any, tensor: int) -> bool:
     """Not where gradients that come before a worker's turn are dropped for good."""
     admit = plan.consistency.admit
-    drops = isinstance(admit, Each) and admit.ramp_up > 0
+    drops = isinstance(admit, Asynchronous) and admit.ramp_up > 0
     return not drops or keeps_residual(plan, tensor)
 
 
@@ -163,7 +163,7 @@ def received(simulation: Simulation) -> dict[int, Any]:
     """By tensor, what the results add up to, times what each sum was divided by."""
     plan = simulation.plan
     admit = plan.consistency.admit
-    divisor = 1 if isinstance(admit, Each) else WORKERS
+    divisor = 1 if isinstance(admit, Asynchronous) else WORKERS
     if isinstance(admit, FirstOf):
         divisor = admit.first or WORKERS
     if plan.update.holder_applies:

@@ -32,15 +32,15 @@ from slipstream.consistency import (
     AnyAdmission,
     AnyDamping,
     AnyGate,
+    Asynchronous,
     ByAge,
     Consistency,
     Constant,
-    Each,
     FirstOf,
-    Fold,
-    Free,
     Lag,
     LagBehindPeers,
+    NoWait,
+    StaleSynchronous,
 )
 from slipstream.consistency.admission import All
 from slipstream.errors import IncompatibleParts, IncompatibleRoute
@@ -73,7 +73,7 @@ from slipstream.updates import (
     LocalSteps,
     Nesterov,
     Update,
-    User,
+    UserOptimizer,
     UserSteps,
 )
 
@@ -93,16 +93,16 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), LARGEST, *PARTITIONS],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
-    Fold: [Fold(), Fold(without_lost=True)],
-    Each: [Each(), Each(ramp_up=2)],
+    StaleSynchronous: [StaleSynchronous(), StaleSynchronous(without_lost=True)],
+    Asynchronous: [Asynchronous(), Asynchronous(ramp_up=2)],
     Lag: [Lag(0), Lag(2)],
     LagBehindPeers: [LagBehindPeers(3)],
     Constant: [Constant(), Constant(0.5)],
-    User: [User("worker"), User("holder")],
-    Add: [Add("worker"), Add("holder"), Add("worker", "sqrt"), Add("worker", "linear", 5)],
+    UserOptimizer: [UserOptimizer("worker"), UserOptimizer("server")],
+    Add: [Add("worker"), Add("server"), Add("worker", "sqrt"), Add("worker", "linear", 5)],
     UserSteps: [UserSteps("returned"), UserSteps("kept")],
     LocalSteps: [LocalSteps(4), LocalSteps(4, fragments=2), LocalSteps(4, overlap_steps=1)],
-    Nesterov: [Nesterov(at="worker"), Nesterov(at="holder")],
+    Nesterov: [Nesterov(at="worker"), Nesterov(at="server")],
 }
 
 
@@ -143,11 +143,11 @@ NAMES = list(AXES)
 PLAIN = tuple(AXES[name][0] for name in NAMES)
 # Beside these less can be checked: a pair that a strategy with one of them is to cover has it.
 LOOSELY_CHECKED = {
-    ByAge(), Dense("bfloat16"), Factors("int8"), Rows("int8"), Each(ramp_up=2)
+    ByAge(), Dense("bfloat16"), Factors("int8"), Rows("int8"), Asynchronous(ramp_up=2)
 }  # fmt: skip
 # What the named systems choose where it is not the plain part: the neighbourhood of these is
 # where most combinations that make sense are.
-HOLDER = {"outer": User("holder")}
+HOLDER = {"outer": UserOptimizer("server")}
 WHOLE = {"topology": Sharded(whole_layers=True)}
 STARTS: list[dict[str, Any]] = [
     {},
@@ -164,18 +164,18 @@ STARTS: list[dict[str, Any]] = [
     {"policy": ByTensor, "topology": Mesh(), "up": LowRank()},
     {"policy": ByRole, "topology": Mesh(), "over": Collective()},
     {"admit": FirstOf(2), **HOLDER},
-    {"admit": Fold(), "gate": Lag(2)},
-    {"admit": Fold(), "gate": Lag(2), **HOLDER},
+    {"admit": StaleSynchronous(), "gate": Lag(2)},
+    {"admit": StaleSynchronous(), "gate": Lag(2), **HOLDER},
     {"gate": Lag(2)},
-    {"admit": Each(), **HOLDER},
+    {"admit": Asynchronous(), **HOLDER},
     {"inner": UserSteps("returned"), "outer": Add("worker"), "schedule": AfterBackward()},
     {"inner": LocalSteps(4), "outer": Nesterov(), "schedule": AfterBackward()},
-    {"inner": LocalSteps(4), "outer": Nesterov(at="holder"), "schedule": AfterBackward()},
+    {"inner": LocalSteps(4), "outer": Nesterov(at="server"), "schedule": AfterBackward()},
     {
         "topology": Mesh(),
         "up": Filter(Rotate(2)),
         "down": InPlace(),
-        "admit": Each(),
+        "admit": Asynchronous(),
         "gate": LagBehindPeers(3),
         "inner": UserSteps("kept"),
         "outer": Add("worker"),
@@ -185,8 +185,8 @@ STARTS: list[dict[str, Any]] = [
         "topology": OneHolder(),
         "down": InPlace(),
         "over": SharedMemory(),
-        "admit": Each(),
-        "gate": Free(),
+        "admit": Asynchronous(),
+        "gate": NoWait(),
         "schedule": AfterBackward(),
         **HOLDER,
     },

@@ -15,7 +15,7 @@ from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.topologies import Sharded
 from slipstream.types import OptimizerRecipe, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 SPECS = [Spec("wide", (40, 30), "float32", 0), Spec("deep", (1100,), "float32", 1)]
 SGD = OptimizerRecipe("SGD", [{"lr": 1.0, "momentum": 0.0}], [0, 0])
@@ -37,7 +37,7 @@ def play(codec: SegmentCodec, workers: int, seed: int, conduct: dict[int, Conduc
         "filtered",
         Everywhere(Route(Sharded(), up=codec)),
         Consistency(FirstOf(first=FIRST)),
-        Update(outer=User(at="holder")),
+        Update(outer=UserOptimizer(at="server")),
         chunk_bytes=1024,
     )
     return simulate(

@@ -27,7 +27,7 @@ def test_equal_outer_gradients_move_weights_by_one_of_them_a_round(codec: Segmen
         "late blocks",
         Everywhere(Route(Sharded(), up=codec)),
         Consistency(FirstOf(first=2)),
-        Update(LocalSteps(4), Nesterov(lr=1.0, momentum=0.0, at="holder")),
+        Update(LocalSteps(4), Nesterov(lr=1.0, momentum=0.0, at="server")),
         AfterBackward(),
         chunk_bytes=1024,
     )

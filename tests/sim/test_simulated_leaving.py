@@ -4,12 +4,12 @@ import pytest
 from mixes import DENSE, sgd, whole_numbers
 
 from slipstream.codecs import Dense
-from slipstream.consistency import All, Consistency, Fold, Lag
+from slipstream.consistency import All, Consistency, Lag, StaleSynchronous
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
 from slipstream.topologies import Sharded, Tree
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 ROUNDS = 6
 CHAIN = ((0,), (1,), (2,), (3,), ())  # the server to rank 0, rank 0 to rank 1, ...
@@ -18,13 +18,16 @@ TREES = {"chain": CHAIN, "wide": WIDE, "flat": ((3, 2, 1, 0), (), (), (), ())}
 
 
 def play(
-    topology: Sharded | Tree, admit: All | Fold, conduct: dict[int, Conduct], seed: int = 3
+    topology: Sharded | Tree,
+    admit: All | StaleSynchronous,
+    conduct: dict[int, Conduct],
+    seed: int = 3,
 ) -> Simulation:
     strategy = Strategy(
         "leaving",
         Everywhere(Route(topology, up=Dense())),
         Consistency(admit, Lag(2)),
-        Update(outer=User(at="holder")),
+        Update(outer=UserOptimizer(at="server")),
         chunk_bytes=2048,
     )
     return simulate(
@@ -40,11 +43,11 @@ def play(
     )
 
 
-@pytest.mark.parametrize("admit", [Fold(), All()], ids=["fold", "all"])
+@pytest.mark.parametrize("admit", [StaleSynchronous(), All()], ids=["fold", "all"])
 @pytest.mark.parametrize("leaves", range(4))
 @pytest.mark.parametrize("tree", [*TREES, None])
 def test_the_others_go_on_and_nothing_is_refused(
-    tree: str | None, leaves: int, admit: All | Fold
+    tree: str | None, leaves: int, admit: All | StaleSynchronous
 ) -> None:
     topology = Sharded() if tree is None else Tree((TREES[tree],))
     simulation = play(topology, admit, {leaves: Conduct(steps=2)})
@@ -55,12 +58,12 @@ def test_the_others_go_on_and_nothing_is_refused(
     assert all(final == simulation.held for final in stayed)
 
 
-@pytest.mark.parametrize("admit", [Fold(without_lost=True), All(without_lost=True)])
+@pytest.mark.parametrize("admit", [StaleSynchronous(without_lost=True), All(without_lost=True)])
 @pytest.mark.parametrize("tree", [*TREES, None])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("away_at", [0.05, 0.1, 0.2, 0.3])
 def test_the_others_go_on_when_one_is_lost(
-    tree: str | None, admit: All | Fold, seed: int, away_at: float
+    tree: str | None, admit: All | StaleSynchronous, seed: int, away_at: float
 ) -> None:
     topology = Sharded() if tree is None else Tree((TREES[tree],))
     simulation = play(topology, admit, {2: Conduct(away_at=away_at, given_up=True)}, seed)

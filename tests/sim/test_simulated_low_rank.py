@@ -17,7 +17,7 @@ from slipstream.systems import low_rank
 from slipstream.testing import Conduct, simulate
 from slipstream.topologies import Mesh, Sharded, Tree
 from slipstream.types import Cluster, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 SPECS = (
     Spec("conv.weight", (32, 8, 3, 3), "float32", 0),
@@ -25,7 +25,7 @@ SPECS = (
     Spec("fc.weight", (40, 64), "float32", 2),
 )
 RANK = LowRank(3)
-AT_HOLDER = Update(outer=User(at="holder"))
+AT_HOLDER = Update(outer=UserOptimizer(at="server"))
 TREE = Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))
 
 

@@ -12,11 +12,11 @@ from mixes import check, everywhere, run
 from slipstream import compat
 from slipstream.codecs import Dense, Filter, OneBit, Quantized
 from slipstream.codecs.select import Above, Drop
-from slipstream.consistency import All, Consistency, Each, FirstOf, Fold, Lag
+from slipstream.consistency import All, Asynchronous, Consistency, FirstOf, Lag, StaleSynchronous
 from slipstream.errors import IncompatibleParts
 from slipstream.routes import Route
 from slipstream.topologies import PeerSharded
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 CODECS = [
     Dense(),
@@ -50,10 +50,10 @@ def test_the_holder_applies_what_it_sent_and_keeps_what_rounding_lost() -> None:
 @pytest.mark.parametrize(
     ("consistency", "update", "said"),
     [
-        (Consistency(), Update(outer=User(at="holder")), "has no optimizer for it"),
+        (Consistency(), Update(outer=UserOptimizer(at="server")), "has no optimizer for it"),
         (Consistency(FirstOf(2)), Update(), "count the gradients of all workers"),
-        (Consistency(Fold()), Update(), "count the gradients of all workers"),
-        (Consistency(Each()), Update(), "count the gradients of all workers"),
+        (Consistency(StaleSynchronous()), Update(), "count the gradients of all workers"),
+        (Consistency(Asynchronous()), Update(), "count the gradients of all workers"),
         (Consistency(All(without_lost=True)), Update(), "is lost with it"),
     ],
 )

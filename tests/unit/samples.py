@@ -12,7 +12,7 @@ from slipstream.strategy import Strategy
 from slipstream.topologies import AnyTopology, Mesh, Sharded
 from slipstream.transports.wire import Push, checksum
 from slipstream.types import ITEM_BYTES, Buffer, Chunk, Cluster, Spec, Values
-from slipstream.updates import Ema, Update, User
+from slipstream.updates import Ema, Update, UserOptimizer
 
 DTYPES = tuple(ITEM_BYTES)
 SHAPES = st.lists(st.integers(0, 15), max_size=3).map(tuple)
@@ -65,7 +65,7 @@ def make_plan(
     strategy = Strategy(
         "sample",
         Everywhere(Route(where, up=what, down=what)),
-        update=Update(outer=User("holder" if at_holder else "worker"), average=average),
+        update=Update(outer=UserOptimizer("server" if at_holder else "worker"), average=average),
         chunk_bytes=chunk_bytes,
     )
     return strategy.plan(specs, Cluster(workers, servers))

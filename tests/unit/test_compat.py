@@ -21,15 +21,15 @@ from slipstream.codecs import (
 from slipstream.compat import RULES, problems
 from slipstream.consistency import (
     All,
+    Asynchronous,
     ByAge,
     Consistency,
     Constant,
-    Each,
     FirstOf,
-    Fold,
-    Free,
     Lag,
     LagBehindPeers,
+    NoWait,
+    StaleSynchronous,
 )
 from slipstream.errors import IncompatibleParts
 from slipstream.parts import FACTS, Facts
@@ -47,7 +47,7 @@ from slipstream.updates import (
     LocalSteps,
     Nesterov,
     Update,
-    User,
+    UserOptimizer,
     UserSteps,
 )
 
@@ -58,12 +58,12 @@ SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
 IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
 HOSTS = Route(TwoLevel())
 RELAYED = Route(Tree((((0,), (1,), ()),)))
-AT_HOLDER = Update(outer=User(at="holder"))
+AT_HOLDER = Update(outer=UserOptimizer(at="server"))
 STEPS = Update(inner=UserSteps(), outer=Add())
 KEPT = Update(inner=UserSteps(own="kept"), outer=Add())
 LOCAL = Update(LocalSteps(), Nesterov())
-APART = Consistency(Each(), LagBehindPeers(4))
-HOGWILD = Consistency(Each(), Free())
+APART = Consistency(Asynchronous(), LagBehindPeers(4))
+HOGWILD = Consistency(Asynchronous(), NoWait())
 FILTERED = Filter(Above(0.5))
 
 
@@ -121,10 +121,10 @@ HOLES = {
         SHARDS, update=Update(before=(ClipNorm(1.0),)), schedule=WaitFree()
     ),
     "clipping in shared memory": made(
-        IN_MEMORY, HOGWILD, Update(outer=User("holder"), before=(ClipNorm(1.0),))
+        IN_MEMORY, HOGWILD, Update(outer=UserOptimizer("server"), before=(ClipNorm(1.0),))
     ),
     "averages in shared memory": made(
-        IN_MEMORY, HOGWILD, Update(outer=User("holder"), average=Ema(0.9))
+        IN_MEMORY, HOGWILD, Update(outer=UserOptimizer("server"), average=Ema(0.9))
     ),
     "factors between workers that may be lost": made(
         Route(Mesh(), up=Factors()), Consistency(All(without_lost=True))
@@ -167,29 +167,33 @@ def test_what_those_holes_asked_for_can_be_had_otherwise() -> None:
 # By a word of the reason: parts that break this rule. Each is one change away from what goes.
 BROKEN: dict[str, Strategy] = {
     "of which none may be missed": made(SHARDS, Consistency(FirstOf(first=1))),
-    "miss the other workers' increments": made(SHARDS, Consistency(Each())),
+    "miss the other workers' increments": made(SHARDS, Consistency(Asynchronous())),
     "no server to update": made(PEERS, update=AT_HOLDER),
-    "must use the same basis": made(Route(Sharded(), up=LowRank()), Consistency(Fold())),
+    "must use the same basis": made(
+        Route(Sharded(), up=LowRank()), Consistency(StaleSynchronous())
+    ),
     "in which workers sent their gradients": made(Route(Sharded(), LowRank(4), LowRank(2))),
     "which is a mesh": made(Route(Sharded(), over=Collective())),
     "has no optimizer for it": made(SHARES, update=AT_HOLDER),
-    "count the gradients of all workers": made(SHARES, Consistency(Fold())),
+    "count the gradients of all workers": made(SHARES, Consistency(StaleSynchronous())),
     "is lost with it": made(SHARES, Consistency(All(without_lost=True))),
     "sums dense values": made(Route(Mesh(), up=OneBit(), over=Collective())),
-    "needs every worker in every round": made(REDUCED, Consistency(Fold())),
+    "needs every worker in every round": made(REDUCED, Consistency(StaleSynchronous())),
     "ends when every worker has joined": made(REDUCED, Consistency(All(), Lag(1))),
     "in which messages bring them": made(REDUCED, update=STEPS),
     "would have no learning rate": made(SHARDS, update=Update(outer=Add("worker"))),
-    "is added, not used for another step": made(SHARDS, update=Update(UserSteps(), User("worker"))),
+    "is added, not used for another step": made(
+        SHARDS, update=Update(UserSteps(), UserOptimizer("worker"))
+    ),
     "scale each worker's own update deltas": made(
         SHARDS, update=Update(UserSteps(), Add("worker", growth="linear"))
     ),
-    "how old a gradient is": made(SHARDS, Consistency(Fold(), Lag(1), ByAge())),
+    "how old a gradient is": made(SHARDS, Consistency(StaleSynchronous(), Lag(1), ByAge())),
     "no gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5))),
     "cannot continue without a lost worker": made(REDUCED, Consistency(All(without_lost=True))),
-    "in different orders": made(PEERS, Consistency(Each())),
+    "in different orders": made(PEERS, Consistency(Asynchronous())),
     "no server decides for all workers": made(PEERS, Consistency(FirstOf(first=1))),
-    "count different gradients": made(PEERS, Consistency(Fold(), Lag(1))),
+    "count different gradients": made(PEERS, Consistency(StaleSynchronous(), Lag(1))),
     "different parts of what a lost worker sent": made(PEERS, Consistency(All(without_lost=True))),
     "computes the result for itself": made(Route(Mesh(), down=OneBit())),
     "must be in one place": made(Route(Sharded(), up=Factors())),
@@ -204,7 +208,7 @@ BROKEN: dict[str, Strategy] = {
     "stay rounded": made(Route(Sharded(), down=Dense("float16")), update=AT_HOLDER),
     "known only after the optimizer's step": made(SHARDS, update=STEPS, schedule=WaitFree()),
     "are added where the optimizer has run": made(
-        SHARDS, update=Update(inner=UserSteps(), outer=Add("holder"))
+        SHARDS, update=Update(inner=UserSteps(), outer=Add("server"))
     ),
     "known only after backward": made(
         SHARDS, update=Update(before=(ClipNorm(1.0),)), schedule=WaitFree()
@@ -212,26 +216,28 @@ BROKEN: dict[str, Strategy] = {
     "does not wait for slow workers": made(
         SHARDS, Consistency(FirstOf(first=1), Lag(1)), AT_HOLDER
     ),
-    "when its own gradient is applied": made(SHARDS, Consistency(Each(), Lag(1)), AT_HOLDER),
+    "when its own gradient is applied": made(
+        SHARDS, Consistency(Asynchronous(), Lag(1)), AT_HOLDER
+    ),
     "sent whenever the link is free": made(SLICES, APART, KEPT),
     "may leave at any time": made(SHARDS, schedule=Merging()),
     "from worker to worker": made(
         Route(Sharded(), up=Filter(Rotate(3)), down=InPlace()), APART, KEPT, Merging()
     ),
     "only its peers add it": made(SLICES, APART, STEPS, Merging()),
-    "belong to no round": made(SLICES, Consistency(Each()), KEPT, Merging()),
+    "belong to no round": made(SLICES, Consistency(Asynchronous()), KEPT, Merging()),
     "results to all workers": made(RELAYED, Consistency(FirstOf(first=1)), AT_HOLDER),
-    "only for the workers whose gradients": made(RELAYED, Consistency(Each()), AT_HOLDER),
+    "only for the workers whose gradients": made(RELAYED, Consistency(Asynchronous()), AT_HOLDER),
     "would never be sent": made(Route(Sharded(), down=Filter(Rotate(3)))),
     "no result is sent back": made(Route(Mesh(), up=Filter(Rotate(3))), APART, KEPT, Merging()),
     "count twice": made(SHARDS, update=KEPT),
     "how many steps its peers have made": made(
-        SHARDS, Consistency(Each(), LagBehindPeers(1)), AT_HOLDER
+        SHARDS, Consistency(Asynchronous(), LagBehindPeers(1)), AT_HOLDER
     ),
     "queue up without limit": made(SHARDS, HOGWILD, AT_HOLDER),
     "no worker would get the result": made(Route(Sharded(), down=InPlace())),
-    "an update of its own": made(IN_MEMORY, Consistency(All(), Free()), AT_HOLDER),
-    "only when its slots are full": made(IN_MEMORY, Consistency(Each()), AT_HOLDER),
+    "an update of its own": made(IN_MEMORY, Consistency(All(), NoWait()), AT_HOLDER),
+    "only when its slots are full": made(IN_MEMORY, Consistency(Asynchronous()), AT_HOLDER),
     "one owner": made(Route(Sharded(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER),
     "in shared memory where they are": made(
         Route(OneHolder(), over=SharedMemory()), HOGWILD, AT_HOLDER
@@ -246,9 +252,11 @@ BROKEN: dict[str, Strategy] = {
     "handed to the server as a whole": made(IN_MEMORY, HOGWILD, AT_HOLDER, WaitFree()),
     "and servers get dense gradients": made(Cheapest((WHOLE, Route(WHOLE.topology)), ByBytes())),
     "update deltas as they are": made(
-        SLICES, Consistency(Each(), LagBehindPeers(4), Constant(0.5)), KEPT, Merging()
+        SLICES, Consistency(Asynchronous(), LagBehindPeers(4), Constant(0.5)), KEPT, Merging()
     ),
-    "when a worker may begin": made(IN_MEMORY, Consistency(Each(ramp_up=2), Free()), AT_HOLDER),
+    "when a worker may begin": made(
+        IN_MEMORY, Consistency(Asynchronous(ramp_up=2), NoWait()), AT_HOLDER
+    ),
     "are not compressed": made(
         Route(Mesh(), up=Filter(Rotate(3), squeeze="lz4"), down=InPlace()), APART, KEPT, Merging()
     ),
@@ -266,14 +274,14 @@ BROKEN: dict[str, Strategy] = {
     "what waits for the next round is the host's": made(
         Route(TwoLevel(), up=Quantized()), update=Update(LocalSteps(mix=0.5), Nesterov())
     ),
-    "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), User())),
+    "which is no gradient of the loss": made(SHARDS, update=Update(LocalSteps(), UserOptimizer())),
     "which workers have after steps of their own": made(SHARDS, update=Update(outer=Nesterov())),
-    "would mix those of several": made(SHARDS, Consistency(Fold()), LOCAL),
+    "would mix those of several": made(SHARDS, Consistency(StaleSynchronous()), LOCAL),
     "is a matter of LocalSteps": made(SHARDS, Consistency(gate=Lag(1)), LOCAL),
     "decided for the whole model": made(
         SHARDS,
         Consistency(FirstOf(2)),
-        Update(LocalSteps(4, fragments=2, overlap_steps=1), Nesterov(at="holder")),
+        Update(LocalSteps(4, fragments=2, overlap_steps=1), Nesterov(at="server")),
     ),
     "what waits at the holder for its next result": made(
         Route(Sharded(), up=Quantized(), down=OneBit()), update=Update(LocalSteps(4, mix=0.5))
@@ -285,9 +293,9 @@ BROKEN: dict[str, Strategy] = {
     "no outer gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5)), LOCAL),
     "own weights are lost with it": made(SHARDS, Consistency(All(without_lost=True)), LOCAL),
     "applies all gradients with the same learning rate": made(
-        IN_MEMORY, Consistency(Each(), Free(), ByAge())
+        IN_MEMORY, Consistency(Asynchronous(), NoWait(), ByAge())
     ),
-    "make a round together": made(HOSTS, Consistency(Fold()), AT_HOLDER),
+    "make a round together": made(HOSTS, Consistency(StaleSynchronous()), AT_HOLDER),
     "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
     "only one worker of a host gets these": made(HOSTS, update=STEPS),
     "all tensors have two levels or none": made(Prefer((HOSTS, SHARDS))),
@@ -318,7 +326,7 @@ def test_all_that_is_wrong_is_said_at_once_and_each_reason_once() -> None:
     routes = Prefer((Route(Mesh(), up=Factors()), PEERS))
     text = str(refusal(made(routes, update=AT_HOLDER)))
     assert text.count("there is no server to update weights") == 1
-    both = made(PEERS, Consistency(Fold()), AT_HOLDER)
+    both = made(PEERS, Consistency(StaleSynchronous()), AT_HOLDER)
     assert "; also on dense/mesh: " in str(refusal(both))
 
 

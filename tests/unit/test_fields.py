@@ -6,16 +6,22 @@ from typing import Any
 import pytest
 
 import slipstream as s
+from slipstream.codecs import Above, Drop, Factors, Filter
+from slipstream.consistency import All, Consistency, FirstOf
 from slipstream.errors import ConfigError
 from slipstream.parts import Part
+from slipstream.routes import ByRole, Cheapest, Everywhere, Prefer, Route
+from slipstream.schedules import Priority
 from slipstream.systems import parse
+from slipstream.topologies import Sharded, Tree
+from slipstream.updates import ClipNorm, Update, UserOptimizer
 
-ROUTE = s.Route(s.Sharded())
-ALL = s.Everywhere(ROUTE)
+ROUTE = Route(Sharded())
+ALL = Everywhere(ROUTE)
 
 
 def routed(**fields: Any) -> s.Strategy:
-    return s.Strategy("m", s.Everywhere(s.Route(**{"topology": s.Sharded(), **fields})))
+    return s.Strategy("m", Everywhere(Route(**{"topology": Sharded(), **fields})))
 
 
 def made(*args: Any, **fields: Any) -> s.Strategy:
@@ -29,36 +35,36 @@ MISPLACED: dict[str, Callable[[], object]] = {
     ),
     "routes.parameter takes .* write Everywhere(Route(…))": lambda: s.Strategy(
         "m",
-        s.ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
+        ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
     ),
     "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree, OneHolder or": lambda: routed(
         topology="sharded"
     ),
-    "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=s.Sharded),
+    "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=Sharded),
     "topology.whole_layers takes True or False, not 'yes'": lambda: routed(
-        topology=s.Sharded("yes")  # type: ignore[arg-type]
+        topology=Sharded("yes")  # type: ignore[arg-type]
     ),
     "routes.route.up.select takes Above, TopK or Rotate, not 0.9: write Above(0.9)": lambda: routed(
-        up=s.Filter(0.9)  # type: ignore[arg-type]
+        up=Filter(0.9)  # type: ignore[arg-type]
     ),
-    "routes.route.down takes .*, not a Factors$": lambda: routed(down=s.Factors()),
+    "routes.route.down takes .*, not a Factors$": lambda: routed(down=Factors()),
     "consistency takes Consistency, not a FirstOf: write Consistency(FirstOf(…))": lambda: made(
-        s.FirstOf(2)
+        FirstOf(2)
     ),
-    "consistency.gate takes .*, not 2: write Lag(2)": lambda: made(s.Consistency(s.All(), 2)),  # type: ignore[arg-type]
-    "update takes Update, not a User: write Update(outer=User(…))": lambda: made(
-        update=s.User(at="holder")
+    "consistency.gate takes .*, not 2: write Lag(2)": lambda: made(Consistency(All(), 2)),  # type: ignore[arg-type]
+    "update takes Update, not a UserOptimizer: write Update(outer=UserOptimizer(…))": lambda: made(
+        update=UserOptimizer(at="server")
     ),
     "update.average takes Ema or None, not 0.99: write Ema(0.99)": lambda: made(
-        update=s.Update(average=0.99)  # type: ignore[arg-type]
+        update=Update(average=0.99)  # type: ignore[arg-type]
     ),
     "update.before takes a tuple, not a ClipNorm": lambda: made(
-        update=s.Update(before=s.ClipNorm(1.0))  # type: ignore[arg-type]
+        update=Update(before=ClipNorm(1.0))  # type: ignore[arg-type]
     ),
-    "schedule takes .*: write Priority()": lambda: made(schedule=s.Priority),
+    "schedule takes .*: write Priority()": lambda: made(schedule=Priority),
     "name takes text, not 3": lambda: s.Strategy(3, ALL),  # type: ignore[arg-type]
     "chunk_bytes takes a whole number, not True": lambda: made(chunk_bytes=True),
-    "for every server give a list of lists": lambda: s.Tree(2),  # type: ignore[arg-type]
+    "for every server give a list of lists": lambda: Tree(2),  # type: ignore[arg-type]
     "compat.check takes a strategy": lambda: s.compat.check("push_pull"),  # type: ignore[arg-type]
 }
 
@@ -80,7 +86,10 @@ def test_a_part_of_ones_own_passes_where_parts_are_taken() -> None:
 
 
 def test_json_is_a_strategys_text_too() -> None:
-    mine = made(s.Consistency(s.FirstOf(2)), s.Update(outer=s.User(at="holder")))
+    mine = made(
+        Consistency(FirstOf(2)),
+        Update(outer=UserOptimizer(at="server")),
+    )
     assert parse(mine.to_json()) == mine
 
 
@@ -90,15 +99,15 @@ def test_what_a_part_refuses_names_the_text_it_came_from() -> None:
 
 
 def test_ako_takes_a_share_as_text() -> None:
-    assert parse("ako(delta='90%')").rotation.above == s.Above(s.Drop(0.9), decay="constant")  # type: ignore[union-attr]
+    assert parse("ako(delta='90%')").rotation.above == Above(Drop(0.9), decay="constant")  # type: ignore[union-attr]
 
 
 def test_lists_become_tuples() -> None:
     lists: Any = [ROUTE]
-    clips: Any = [s.ClipNorm(1.0)]
-    assert s.Prefer(lists) == s.Prefer((ROUTE,))
-    assert s.Update(before=clips) == s.Update(before=(s.ClipNorm(1.0),))
-    assert hash(s.Cheapest(lists)) == hash(s.Cheapest((ROUTE,)))
+    clips: Any = [ClipNorm(1.0)]
+    assert Prefer(lists) == Prefer((ROUTE,))
+    assert Update(before=clips) == Update(before=(ClipNorm(1.0),))
+    assert hash(Cheapest(lists)) == hash(Cheapest((ROUTE,)))
 
 
 def test_a_message_is_not_prefixed_twice() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.compat import check
-from slipstream.consistency import Consistency, Each, FirstOf, Fold, Lag
+from slipstream.consistency import Asynchronous, Consistency, FirstOf, Lag, StaleSynchronous
 from slipstream.errors import ConfigError, IncompatibleParts
 from slipstream.planning.fragments import deal_fragments
 from slipstream.routes import Everywhere, Route
@@ -20,7 +20,7 @@ from slipstream.strategy import Strategy
 from slipstream.systems import diloco, local_sgd, parse
 from slipstream.topologies import Sharded
 from slipstream.types import Cluster, Spec
-from slipstream.updates import LocalSteps, Nesterov, Update, User
+from slipstream.updates import LocalSteps, Nesterov, Update, UserOptimizer
 
 
 @st.composite
@@ -119,16 +119,19 @@ def composed(**changes: Any) -> Strategy:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"update": Update(LocalSteps(), User())}, "use outer=Nesterov(), or inner=Off()"),
-        ({"update": Update(outer=Nesterov())}, "use inner=LocalSteps(), or outer=User()"),
+        (
+            {"update": Update(LocalSteps(), UserOptimizer())},
+            "use outer=Nesterov(), or inner=Gradients()",
+        ),
+        ({"update": Update(outer=Nesterov())}, "use inner=LocalSteps(), or outer=UserOptimizer()"),
         ({"schedule": WaitFree()}, "known only after the optimizer's step; use AfterBackward()"),
-        ({"consistency": Consistency(Each())}, "would mix those of several"),
-        ({"consistency": Consistency(Fold())}, "would mix those of several"),
+        ({"consistency": Consistency(Asynchronous())}, "would mix those of several"),
+        ({"consistency": Consistency(StaleSynchronous())}, "would mix those of several"),
         ({"consistency": Consistency(gate=Lag(2))}, "use Lag(0), and overlap_steps="),
         (
             {
                 "consistency": Consistency(FirstOf(2)),
-                "update": Update(LocalSteps(4, 2), Nesterov(at="holder")),
+                "update": Update(LocalSteps(4, 2), Nesterov(at="server")),
             },
             "use LocalSteps() without fragments=, overlap_steps= and mix=",
         ),

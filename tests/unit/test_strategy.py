@@ -29,7 +29,7 @@ from slipstream.strategy import Strategy
 from slipstream.systems import parse
 from slipstream.topologies import Mesh, Sharded
 from slipstream.types import Cluster, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 SHARDED = Route(Sharded(), up=Dense())
 HALVED = Route(Sharded(), up=Dense("bfloat16"))
@@ -59,7 +59,7 @@ def strategy(
     return Strategy(
         "test",
         policy,
-        update=Update(outer=User("holder" if at_holder else "worker")),
+        update=Update(outer=UserOptimizer("server" if at_holder else "worker")),
         schedule=schedule or WaitFree(),
         chunk_bytes=chunk_bytes,
     )
@@ -94,7 +94,7 @@ def test_a_scheme_names_codec_and_place() -> None:
 
 
 def test_a_mesh_has_no_server_to_update_it() -> None:
-    with pytest.raises(IncompatibleParts, match=r"on dense/mesh: .*User\(at='worker'\)"):
+    with pytest.raises(IncompatibleParts, match=r"on dense/mesh: .*UserOptimizer\(at='worker'\)"):
         strategy(PEERS, at_holder=True).plan(SPECS, Cluster(2, 1))
 
 

@@ -23,15 +23,15 @@ from slipstream.codecs import (
 )
 from slipstream.consistency import (
     All,
+    Asynchronous,
     ByAge,
     Consistency,
     Constant,
-    Each,
     FirstOf,
-    Fold,
-    Free,
     Lag,
     LagBehindPeers,
+    NoWait,
+    StaleSynchronous,
 )
 from slipstream.errors import ConfigError
 from slipstream.parts import FACTS, Part
@@ -59,11 +59,11 @@ from slipstream.updates import (
     Add,
     ClipNorm,
     Ema,
+    Gradients,
     LocalSteps,
     Nesterov,
-    Off,
     Update,
-    User,
+    UserOptimizer,
     UserSteps,
 )
 
@@ -97,27 +97,27 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Cheapest: Strategy("mine", Cheapest((FACTORS, SHARDED), dense=("fc", "out"))),
     ClipNorm: updated(before=(ClipNorm(2.5),)),
     Collective: on(Route(Mesh(), over=Collective())),
-    Consistency: counted(Fold(), Lag(3), Constant(0.5)),
+    Consistency: counted(StaleSynchronous(), Lag(3), Constant(0.5)),
     Constant: counted(All(), Lag(), Constant(0.125)),
     Dense: on(Route(Sharded(), up=Dense("bfloat16"))),
     Drop: on(Route(Mesh(), up=Filter(Above(Drop(0.9), congested=Drop(0.99))))),
-    Each: counted(Each(100)),
+    Asynchronous: counted(Asynchronous(100)),
     Ema: updated(average=Ema(0.999)),
     Everywhere: on(SHARDED),
     Factors: on(FACTORS),
     Filter: on(Route(Mesh(), up=Filter(values="bfloat16", squeeze="lz4"))),
     FirstOf: counted(FirstOf(backup=2, adapts=True, close_after_s=0.5, min_first=2)),
-    Fold: counted(Fold(without_lost=True)),
-    Free: counted(Each(), Free()),
+    StaleSynchronous: counted(StaleSynchronous(without_lost=True)),
+    NoWait: counted(Asynchronous(), NoWait()),
     InPlace: on(Route(OneHolder(), down=InPlace(), over=SharedMemory())),
     Lag: counted(All(), Lag(2)),
-    LagBehindPeers: counted(Each(), LagBehindPeers(7)),
+    LagBehindPeers: counted(Asynchronous(), LagBehindPeers(7)),
     Large: Strategy("mine", ByTensor((Rule(Large(9, 1, "*.weight"), SHARDED),), FACTORS)),
     Links: on(Route(Mesh(), over=Links())),
     LowRank: on(Route(Sharded(), up=LowRank(2, 5), down=LowRank(2, 5))),
     Merging: Strategy("mine", Everywhere(SHARDED), schedule=Merging()),
     Mesh: on(Route(Mesh())),
-    Off: updated(inner=Off()),
+    Gradients: updated(inner=Gradients()),
     OneBit: on(Route(Sharded(), up=OneBit(), down=OneBit())),
     OneHolder: on(Route(OneHolder(), down=InPlace())),
     Prefer: Strategy("mine", Prefer((FACTORS, SHARDED))),
@@ -136,9 +136,9 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
     TwoLevel: on(Route(TwoLevel(Mesh()))),
     Update: updated(inner=UserSteps(), outer=Add()),
-    User: updated(outer=User("holder")),
+    UserOptimizer: updated(outer=UserOptimizer("server")),
     LocalSteps: updated(inner=LocalSteps(8, fragments=2, overlap_steps=3, mix=0.5)),
-    Nesterov: updated(outer=Nesterov(0.5, 0.8, at="holder")),
+    Nesterov: updated(outer=Nesterov(0.5, 0.8, at="server")),
     UserSteps: updated(inner=UserSteps("kept")),
     WaitFree: Strategy("mine", Everywhere(SHARDED), schedule=WaitFree(), chunk_bytes=4096),
 }
@@ -257,6 +257,25 @@ WRONG = {
 def test_what_is_no_strategy_is_refused_with_one_message(trouble: str) -> None:
     with pytest.raises(ConfigError, match=r"no strategy can be read from this JSON: .*to_json\(\)"):
         Strategy.from_json(WRONG[trouble])
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ('"Asynchronous"', '"Each"'),
+        ('"StaleSynchronous"', '"Fold"'),
+        ('"NoWait"', '"Free"'),
+        ('"Gradients"', '"Off"'),
+        ('"UserOptimizer"', '"User"'),
+        ('"server"', '"holder"'),
+        ('"same"', '"own"'),
+    ],
+)
+def test_names_of_earlier_versions_are_refused_with_the_new_ones(new: str, old: str) -> None:
+    texts = [parse(name).to_json() for name in ("gadei", "bounded_staleness(s=2)")]
+    text = next(text for text in texts if new in text)
+    with pytest.raises(ConfigError, match=f"write '{new[1:-1]}' for '{old[1:-1]}'"):
+        Strategy.from_json(text.replace(new, old))
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:

@@ -13,14 +13,14 @@ from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import HERE, ITEM_BYTES, Buffer, EncodeContext, Spec, Values
 
-Wire = Literal["own", "float32", "bfloat16", "float16"]
+Wire = Literal["same", "float32", "bfloat16", "float16"]
 
 
 class Dense(Part, frozen=True):
     """Send every value.
 
     Args:
-        wire: "own" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round. A tensor
+        wire: "same" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round. A tensor
             whose own format is no wider keeps its own format.
 
     Raises:
@@ -30,7 +30,7 @@ class Dense(Part, frozen=True):
     ('bfloat16', 'float16')
     """
 
-    wire: Wire = "own"
+    wire: Wire = "same"
 
     form: ClassVar[Form] = "dense"
     splits: ClassVar[bool] = True
@@ -42,10 +42,10 @@ class Dense(Part, frozen=True):
 
     @property
     def name(self) -> str:
-        return "dense" if self.wire == "own" else f"dense-{self.wire}"
+        return "dense" if self.wire == "same" else f"dense-{self.wire}"
 
     def wire_dtype(self, dtype: str) -> str:
-        shorter = self.wire != "own" and ITEM_BYTES[self.wire] < ITEM_BYTES[dtype]
+        shorter = self.wire != "same" and ITEM_BYTES[self.wire] < ITEM_BYTES[dtype]
         return self.wire if shorter else dtype
 
     def facts(self) -> Facts:
@@ -53,7 +53,7 @@ class Dense(Part, frozen=True):
 
     @property
     def lossy(self) -> bool:
-        return self.wire != "own"  # float32 is shorter than float64
+        return self.wire != "same"  # float32 is shorter than float64
 
     def obstacle(self, spec: Spec) -> str:
         if spec.dtype in ITEM_BYTES:

@@ -18,7 +18,7 @@ class Factors(LayerCodec, frozen=True):
     """X and dY of a fully connected layer; X is known in the forward pass and may be sent then.
 
     Args:
-        wire: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32 and rounds; "int8"
+        wire: "same" and "float32" are exact; "bfloat16" halves the bytes of fp32 and rounds; "int8"
             and "int4" quarter and eighth them, and round by chance, so that the expected gradient
             is the exact one.
         seed: Of that chance.

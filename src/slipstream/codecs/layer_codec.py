@@ -14,19 +14,19 @@ from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import ITEM_BYTES, Buffer, Layer, Rank, Values
 
-CompactWire = Literal["own", "bfloat16", "float32", "int8", "int4"]
+CompactWire = Literal["same", "bfloat16", "float32", "int8", "int4"]
 
 
 class LayerCodec(Part, frozen=True):
     """A codec of a whole layer; its subclasses define which two matrices are sent.
 
-    ``wire="own"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32. ``"int8"``
+    ``wire="same"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32. ``"int8"``
     and ``"int4"`` quarter and eighth them: each value is rounded up or down by chance, so that the
     expected gradient is the exact one. Chance follows from ``seed``, the worker, the step, the
     layer and the matrix: a run can be repeated.
     """
 
-    wire: CompactWire = "own"
+    wire: CompactWire = "same"
     seed: int = 0
 
     form: ClassVar[Form]

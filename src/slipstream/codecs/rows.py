@@ -20,7 +20,7 @@ class Rows(LayerCodec, frozen=True):
     """Ids (rows × 1, int64) and values (rows × width) of an embedding's used rows.
 
     Args:
-        wire: Of the values: "own" and "float32" are exact; "bfloat16" halves the bytes of fp32;
+        wire: Of the values: "same" and "float32" are exact; "bfloat16" halves the bytes of fp32;
             "int8" and "int4" quarter and eighth them, and round by chance.
         seed: Of that chance.
 

@@ -1,9 +1,15 @@
 """When a worker may continue, and which contributions count. Pure."""
 
-from slipstream.consistency.admission import All, AnyAdmission, Each, FirstOf, Fold
+from slipstream.consistency.admission import (
+    All,
+    AnyAdmission,
+    Asynchronous,
+    FirstOf,
+    StaleSynchronous,
+)
 from slipstream.consistency.consistency import Consistency
 from slipstream.consistency.damping import AnyDamping, ByAge, Constant
-from slipstream.consistency.gates import AnyGate, Free, Lag, LagBehindPeers
+from slipstream.consistency.gates import AnyGate, Lag, LagBehindPeers, NoWait
 from slipstream.consistency.protocol import Closed, Progress, RoundLedger
 
 __all__ = [
@@ -11,16 +17,16 @@ __all__ = [
     "AnyAdmission",
     "AnyDamping",
     "AnyGate",
+    "Asynchronous",
     "ByAge",
     "Closed",
     "Consistency",
     "Constant",
-    "Each",
     "FirstOf",
-    "Fold",
-    "Free",
     "Lag",
     "LagBehindPeers",
+    "NoWait",
     "Progress",
     "RoundLedger",
+    "StaleSynchronous",
 ]

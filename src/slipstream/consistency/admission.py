@@ -36,7 +36,7 @@ class Admission(Part, frozen=True):
 
 
 class EveryRound(Admission, frozen=True):
-    """Every worker contributes to every round; see ``All`` and ``Fold``.
+    """Every worker contributes to every round; see ``All`` and ``StaleSynchronous``.
 
     Args:
         without_lost: If a worker is lost, the remaining workers continue; else the job fails.
@@ -145,7 +145,7 @@ class FirstOf(Admission, frozen=True):
         )
 
 
-class Fold(EveryRound, frozen=True):
+class StaleSynchronous(EveryRound, frozen=True):
     """Round t closes when all workers have pushed clock t. It also contains gradients of later
     clocks, as many as the gate allows, that faster workers have already pushed (SSP).
 
@@ -154,7 +154,7 @@ class Fold(EveryRound, frozen=True):
     Args:
         without_lost: If a worker is lost, the remaining workers continue; else the job fails.
 
-    >>> ledger = Fold().ledger(workers=2, ahead=1)
+    >>> ledger = StaleSynchronous().ledger(workers=2, ahead=1)
     >>> [ledger.arrive(rank, clock) for rank, clock in ((0, 0), (0, 1), (1, 0))]
     [True, True, True]
     >>> ledger.close().contributions  # by clock and rank
@@ -168,7 +168,7 @@ class Fold(EveryRound, frozen=True):
         return SspLedger(ahead, dict.fromkeys(range(workers), 0))
 
 
-class Each(Admission, frozen=True):
+class Asynchronous(Admission, frozen=True):
     """Every gradient is its own update, applied when it arrives.
 
     Args:
@@ -177,7 +177,7 @@ class Each(Admission, frozen=True):
     Raises:
         ConfigError: ``ramp_up`` is negative or no whole number.
 
-    >>> ledger = Each().ledger(workers=2, ahead=0)
+    >>> ledger = Asynchronous().ledger(workers=2, ahead=0)
     >>> ledger.arrive(rank=1, clock=0), ledger.close().audience
     (True, (1,))
     """
@@ -197,4 +197,4 @@ class Each(Admission, frozen=True):
 
 
 # Every admission that a strategy may name.
-AnyAdmission = All | FirstOf | Fold | Each
+AnyAdmission = All | FirstOf | StaleSynchronous | Asynchronous

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.consistency.admission import All, AnyAdmission, Each
+from slipstream.consistency.admission import All, AnyAdmission, Asynchronous
 from slipstream.consistency.damping import AnyDamping, Constant
 from slipstream.consistency.gates import AnyGate, Lag, LagBehindPeers
 from slipstream.consistency.protocol import Progress, RoundLedger
@@ -39,7 +39,7 @@ class Consistency(Part, frozen=True):
     @property
     def alone(self) -> bool:
         """Whether every gradient is its own update, applied by the holder of the weights."""
-        return isinstance(self.admit, Each) and not isinstance(self.gate, LagBehindPeers)
+        return isinstance(self.admit, Asynchronous) and not isinstance(self.gate, LagBehindPeers)
 
     @property
     def agreed(self) -> bool:
@@ -50,7 +50,7 @@ class Consistency(Part, frozen=True):
     def goes_on(self) -> bool:
         """Whether training continues when a worker is lost."""
         lost = "survives lost workers" in self.admit.facts()
-        return lost or self.agreed or isinstance(self.admit, Each)
+        return lost or self.agreed or isinstance(self.admit, Asynchronous)
 
     @property
     def under_way(self) -> int:

@@ -110,7 +110,7 @@ class LagBehindPeers(Gate, frozen=True):
         return partitions + self.extra
 
 
-class Free(Gate, frozen=True):
+class NoWait(Gate, frozen=True):
     """A worker never waits."""
 
     under_way: ClassVar[int] = 1
@@ -120,4 +120,4 @@ class Free(Gate, frozen=True):
 
 
 # Every gate that a strategy may name.
-AnyGate = Lag | LagBehindPeers | Free
+AnyGate = Lag | LagBehindPeers | NoWait

@@ -39,7 +39,7 @@ class AloneSession:
         self._env = env
         self._training: AloneTraining | None = None
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def group_store(self, backend: str) -> GroupStore:

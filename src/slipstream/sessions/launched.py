@@ -43,8 +43,8 @@ class LaunchedSession:
 
     # ---- joining
 
-    def share(self, value: Any) -> Any:
-        return self._joined("has called job.share before job.distribute").share(value)
+    def broadcast(self, value: Any) -> Any:
+        return self._joined("has called job.broadcast before job.distribute").broadcast(value)
 
     def group_store(self, backend: str) -> GroupStore:
         session = self._joined("has called job.init_process_group before job.distribute")
@@ -61,7 +61,7 @@ class LaunchedSession:
             session = self._enter(self._join_network(f"asks for {strategy.name}", self._limits))
         elif strategy.shared_memory is not None and not self._is_for_learners:
             raise ConfigError(
-                f"job.share or job.init_process_group came before job.distribute, and "
+                f"job.broadcast or job.init_process_group came before job.distribute, and "
                 f"{strategy.name} was not known yet: the workers have joined over the network, and "
                 "cannot share memory any more; call it after job.distribute, or start with "
                 f"--strategy {strategy.name}"

@@ -77,10 +77,10 @@ class NetworkedSession:
         self._link_store = LinkStore(membership.gathering)  # torch does not keep Python's object
         self._groups = 0
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         # Every rank waits for all: if one continued at once, a rank that has not called this yet
         # could see it train.
-        return self._calls.gather("share", value if self.membership.env.rank == 0 else None)[0]
+        return self._calls.gather("broadcast", value if self.membership.env.rank == 0 else None)[0]
 
     def group_store(self, backend: str) -> GroupStore:
         membership, self._groups = self.membership, self._groups + 1

@@ -51,7 +51,7 @@ class TrainingFigures:
 class Session(Protocol):
     """This process's connection to the other processes of a job."""
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """One process's value, on all of them: see ``Job.share``."""
 
     def group_store(self, backend: str) -> GroupStore:

@@ -62,7 +62,7 @@ class SharedMemorySession:
         self._opened = ExitStack()
         self._ages: Counter[int] = Counter()
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The value of the first learner that calls it for the n-th time. No learner waits; a
         restarted learner gets the values that the other learners got."""
         self._shared += 1
@@ -77,7 +77,7 @@ class SharedMemorySession:
             return [value]
         raise ConfigError(
             f"job.{call} waits for every rank, and learners that share memory do not wait for each "
-            "other: use job.share(value), which gives all learners the value of the first that "
+            "other: use job.broadcast(value), which gives all learners the value of the first that "
             "calls it"
         )
 

@@ -72,9 +72,7 @@ def parse(text: str) -> Strategy:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownStrategy(f"no strategy {name!r}: there are {', '.join(SYSTEMS)}{hint}")
     factory = SYSTEMS[name]
-    known = {*inspect.signature(factory).parameters, *getattr(factory, "renamed", {})}
-    unknown = set(arguments) - known
-    if unknown:
+    if unknown := set(arguments) - set(inspect.signature(factory).parameters):
         takes = ", ".join(inspect.signature(factory).parameters) or "no arguments"
         raise UnknownStrategy(
             f"{name} does not take {', '.join(sorted(unknown))}: it takes {takes}"

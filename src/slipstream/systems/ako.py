@@ -26,7 +26,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.codecs import Above, Filter, InPlace, Rotate
-from slipstream.consistency import Consistency, Each, LagBehindPeers
+from slipstream.consistency import Asynchronous, Consistency, LagBehindPeers
 from slipstream.errors import ConfigError
 from slipstream.routes import Everywhere, Route
 from slipstream.schedules import Merging
@@ -80,7 +80,7 @@ def ako(
     return Strategy(
         "ako",
         Everywhere(Route(Mesh(), up=Filter(rotate), down=InPlace())),
-        Consistency(Each(), LagBehindPeers(staleness)),
+        Consistency(Asynchronous(), LagBehindPeers(staleness)),
         Update(UserSteps(own="kept"), Add(at="worker", growth=growth, warm_steps=warm_steps)),
         Merging(),
     )

@@ -13,11 +13,11 @@ from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Mesh
 
 
-def all_to_all(*, wire: Wire = "own") -> Strategy:
+def all_to_all(*, wire: Wire = "same") -> Strategy:
     """Dense gradients over the peer mesh.
 
     Args:
-        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
 
     Returns:
         The strategy.

@@ -17,7 +17,7 @@ from slipstream.codecs import Dense
 from slipstream.routes import AnyPolicy, ByRole, Collective, Everywhere, Route
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import Hosts, Wire, check_wire, routes_for, with_hosts
+from slipstream.systems.wires import Wire, check_wire, routes_for, with_levels
 from slipstream.topologies import Mesh, PeerSharded
 
 # Each call of a collective has a fixed cost, so buckets are larger than a server's chunks.
@@ -27,19 +27,19 @@ BUCKET_BYTES = 8 * 1024 * 1024
 def allreduce(
     *,
     overlap: bool = True,
-    wire: Wire = "own",
+    wire: Wire = "same",
     bucket_bytes: int = BUCKET_BYTES,
-    hosts: Hosts = "first",
+    hierarchical: bool = True,
 ) -> Strategy:
     """Collective all-reduce, wait-free by default.
 
     Args:
         overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
-        wire: The format of gradients on the wire, both ways: see ``routes_for``; "own" is exact.
+        wire: The format of gradients on the wire, both ways: see ``routes_for``; "same" is exact.
         bucket_bytes: The largest part of a gradient that one all-reduce sums.
-        hosts: "first": where several workers share a host, and there are several hosts, the workers
+        hierarchical: Where several workers share a host, and there are several hosts, the workers
             of a host aggregate first, and one of them takes part for all (on GPUs NCCL has levels
-            of its own); "flat": every worker takes part by itself.
+            of its own).
 
     Returns:
         The strategy.
@@ -54,16 +54,16 @@ def allreduce(
     """
     return Strategy(
         "allreduce",
-        reduced(wire, hosts),
+        reduced(wire, hierarchical),
         schedule=WaitFree() if overlap else AfterBackward(),
         chunk_bytes=bucket_bytes,
     )
 
 
-def reduced(wire: Wire, hosts: Hosts) -> AnyPolicy:
+def reduced(wire: Wire, hierarchical: bool) -> AnyPolicy:
     check_wire(wire, get_args(Wire))
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, with_hosts(hosts, PeerSharded()), back="same")
-    topology = with_hosts(hosts, Mesh())
+        return routes_for(wire, with_levels(hierarchical, PeerSharded()), back="same")
+    topology = with_levels(hierarchical, Mesh())
     summed = Route(topology, up=Dense(wire), down=Dense(wire), over=Collective())
     return ByRole(parameter=Everywhere(summed), buffer=Everywhere(Route(topology, up=Dense())))

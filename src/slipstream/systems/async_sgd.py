@@ -12,7 +12,7 @@ diverge here. Divide the learning rate by n and keep momentum near 0.
 
 from __future__ import annotations
 
-from slipstream.consistency import ByAge, Consistency, Constant, Each, Lag
+from slipstream.consistency import Asynchronous, ByAge, Consistency, Constant, Lag
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
@@ -27,7 +27,7 @@ def async_sgd(
     ramp_up: int = 0,
     averaged: float | None = None,
     overlap: bool = True,
-    wire: Wire = "own",
+    wire: Wire = "same",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
     """Apply every gradient when it arrives; no worker waits for another.
@@ -39,7 +39,7 @@ def async_sgd(
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
-        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
@@ -54,8 +54,8 @@ def async_sgd(
     return Strategy(
         "async_sgd",
         routes_for(wire, Sharded()),
-        Consistency(Each(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
-        applied_at("holder", averaged, clip_norm),
+        Consistency(Asynchronous(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
+        applied_at("server", averaged, clip_norm),
         order_of_leaving(overlap and clip_norm is None, "server"),
         chunk_bytes,
     )

@@ -1,6 +1,6 @@
 """Synchronous SGD with backup workers (Chen and others, 2016): the first N of N + b make a round.
 
-- Topology: sharded servers, chunks dealt evenly; with ``hosts="first"`` workers of one host
+- Topology: sharded servers, chunks dealt evenly; with ``hierarchical=True`` workers of one host
   aggregate first, and "worker" below reads "host".
 - Consistency: round t is the mean of the first N gradients of round t to arrive, the same N at
   every shard. The other gradients are dropped and counted. A late worker gets the current weights
@@ -23,7 +23,7 @@ from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
-from slipstream.systems.wires import Hosts, Wire, routes_for, with_hosts
+from slipstream.systems.wires import Wire, routes_for, with_levels
 from slipstream.topologies import Sharded
 
 
@@ -35,9 +35,9 @@ def backup_workers(
     min_first: int = 1,
     averaged: float | None = None,
     overlap: bool = True,
-    wire: Wire = "own",
+    wire: Wire = "same",
     chunk_bytes: int = CHUNK_BYTES,
-    hosts: Hosts = "flat",
+    hierarchical: bool = False,
 ) -> Strategy:
     """Close each round with the first N gradients.
 
@@ -50,12 +50,11 @@ def backup_workers(
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
-        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hosts: "first": where several workers share a host, and there are several hosts, the workers
+        hierarchical: Where several workers share a host, and there are several hosts, the workers
             of a host aggregate first, and one stream per host crosses the network. Then hosts are
-            what ``first``, ``backup`` and ``min_first`` count. "flat": every worker takes part by
-            itself.
+            what ``first``, ``backup`` and ``min_first`` count.
 
     Returns:
         The strategy.
@@ -77,9 +76,9 @@ def backup_workers(
     )
     return Strategy(
         "backup_workers",
-        routes_for(wire, with_hosts(hosts, Sharded())),
+        routes_for(wire, with_levels(hierarchical, Sharded())),
         Consistency(admit),
-        applied_at("holder", averaged),
+        applied_at("server", averaged),
         order_of_leaving(overlap, "server"),
         chunk_bytes,
     )

@@ -13,7 +13,7 @@ learning rate has to decrease as s grows: rates that are stable with s = 0 may d
 
 from __future__ import annotations
 
-from slipstream.consistency import Consistency, Fold, Lag
+from slipstream.consistency import Consistency, Lag, StaleSynchronous
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
@@ -26,7 +26,7 @@ def bounded_staleness(
     *,
     averaged: float | None = None,
     overlap: bool = True,
-    wire: Wire = "own",
+    wire: Wire = "same",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
     """Dense push-pull in which no worker computes with weights older than ``s`` clocks.
@@ -36,7 +36,7 @@ def bounded_staleness(
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
-        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
 
     Returns:
@@ -51,8 +51,8 @@ def bounded_staleness(
     return Strategy(
         "bounded_staleness",
         routes_for(wire, Sharded()),
-        Consistency(Fold(), Lag(s)),
-        applied_at("holder", averaged),
+        Consistency(StaleSynchronous(), Lag(s)),
+        applied_at("server", averaged),
         order_of_leaving(overlap, "server"),
         chunk_bytes,
     )

@@ -37,7 +37,7 @@ from slipstream.routes import (
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems.allreduce import BUCKET_BYTES
-from slipstream.systems.wires import Hosts, Wire, check_wire, in_few_bits, routes_for, with_hosts
+from slipstream.systems.wires import Wire, check_wire, in_few_bits, routes_for, with_levels
 from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.updates import LocalSteps, Nesterov, Update
 
@@ -50,9 +50,9 @@ def diloco(
     fragments: int = 1,
     overlap_steps: int = 0,
     mix: float | None = None,
-    wire: Wire = "own",
+    wire: Wire = "same",
     first: int | None = None,
-    hosts: Hosts = "flat",
+    hierarchical: bool = False,
 ) -> Strategy:
     """Local steps, and an outer optimizer with Nesterov momentum.
 
@@ -69,12 +69,12 @@ def diloco(
         overlap_steps: τ, how many steps a worker makes while its outer gradient is under way.
         mix: α, how much of its own weights a worker keeps when it merges; by default 0.5 where
             steps overlap, and else 0.
-        wire: The form of outer gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of outer gradients on the wire: see ``routes_for``; "same" is exact.
         first: N; a round closes with the first N outer gradients. The outer optimizer then runs at
             the servers.
-        hosts: "first": where several workers share a host, and there are several hosts, the workers
+        hierarchical: Where several workers share a host, and there are several hosts, the workers
             of a host average their outer gradients first, and one stream per host crosses the
-            network; ``first`` then counts hosts. "flat": every worker takes part by itself.
+            network; ``first`` then counts hosts.
 
     Returns:
         The strategy.
@@ -88,11 +88,11 @@ def diloco(
     kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
-        outer_routes(wire, first, hosts),
+        outer_routes(wire, first, hierarchical),
         Consistency(All() if first is None else FirstOf(first)),
         Update(
             LocalSteps(every, fragments, overlap_steps, kept),
-            Nesterov(lr, momentum, at="worker" if first is None else "holder"),
+            Nesterov(lr, momentum, at="worker" if first is None else "server"),
         ),
         AfterBackward(),
         chunk_bytes=BUCKET_BYTES,
@@ -100,7 +100,7 @@ def diloco(
 
 
 def local_sgd(
-    *, every: int = 8, wire: Wire = "own", first: int | None = None, hosts: Hosts = "flat"
+    *, every: int = 8, wire: Wire = "same", first: int | None = None, hierarchical: bool = False
 ) -> Strategy:
     """Local steps, after which all workers go on from the mean of their weights.
 
@@ -109,9 +109,9 @@ def local_sgd(
 
     Args:
         every: H, the number of local steps between two means.
-        wire: The form of outer gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of outer gradients on the wire: see ``routes_for``; "same" is exact.
         first: N; a mean is taken of the first N workers.
-        hosts: Whether workers of one host average first: see ``diloco``.
+        hierarchical: Whether workers of one host average first: see ``diloco``.
 
     Returns:
         The strategy.
@@ -122,11 +122,13 @@ def local_sgd(
     >>> local_sgd(every=4).update.outer
     Nesterov(lr=1.0, momentum=0.0, at='worker')
     """
-    strategy = diloco(every=every, lr=1.0, momentum=0.0, wire=wire, first=first, hosts=hosts)
+    strategy = diloco(
+        every=every, lr=1.0, momentum=0.0, wire=wire, first=first, hierarchical=hierarchical
+    )
     return msgspec.structs.replace(strategy, name="local_sgd")
 
 
-def outer_routes(wire: Wire, first: int | None, hosts: Hosts) -> AnyPolicy:
+def outer_routes(wire: Wire, first: int | None, hierarchical: bool) -> AnyPolicy:
     """Collectives where values are plain and all workers take part; else links.
 
     With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
@@ -135,15 +137,15 @@ def outer_routes(wire: Wire, first: int | None, hosts: Hosts) -> AnyPolicy:
     check_wire(wire, get_args(Wire))
     if first is not None:
         precision: Precision = "bfloat16" if wire == "bfloat16" else "float32"
-        servers = with_hosts(hosts, Sharded())
+        servers = with_levels(hierarchical, Sharded())
         everything = Route(servers, up=Filter(Above(0.0, decay="constant"), values=precision))
         rules = [Rule(Large(0), everything)]
         if wire == "int8" or wire == "int4":
             rules.insert(0, in_few_bits(wire, servers, back="dense"))
         return ByTensor(tuple(rules), default=Route(servers))
     if wire == "int8" or wire == "int4":
-        return routes_for(wire, with_hosts(hosts, PeerSharded()), back="same")
+        return routes_for(wire, with_levels(hierarchical, PeerSharded()), back="same")
     dense = Dense(wire)
-    mesh = with_hosts(hosts, Mesh())
+    mesh = with_levels(hierarchical, Mesh())
     reduced = Route(mesh, up=dense, down=dense, over=Collective())
     return ByRole(parameter=Everywhere(reduced), buffer=Everywhere(Route(mesh)))

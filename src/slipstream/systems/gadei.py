@@ -27,13 +27,13 @@ import os
 from typing import Literal
 
 from slipstream.codecs import Dense, InPlace
-from slipstream.consistency import Consistency, Each, Free
+from slipstream.consistency import Asynchronous, Consistency, NoWait
 from slipstream.errors import ConfigError
 from slipstream.routes import Everywhere, Route, SharedMemory
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.topologies import OneHolder
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 
 def gadei(
@@ -70,7 +70,7 @@ def gadei(
     return Strategy(
         "gadei",
         Everywhere(Route(OneHolder(), up=Dense(), down=InPlace(), over=memory)),
-        Consistency(Each(), Free()),
-        Update(outer=User(at="holder" if apply == "server" else "worker")),
+        Consistency(Asynchronous(), NoWait()),
+        Update(outer=UserOptimizer(at="server" if apply == "server" else "worker")),
         AfterBackward(),
     )

@@ -32,7 +32,7 @@ import msgspec
 from slipstream.codecs import Above, Dense, Drop, Filter
 from slipstream.codecs.filter import Precision, Squeeze
 from slipstream.codecs.select import Decay
-from slipstream.consistency import All, Consistency, Constant, Fold, Lag
+from slipstream.consistency import All, Consistency, Constant, Lag, StaleSynchronous
 from slipstream.errors import ConfigError
 from slipstream.input_files import read_limited
 from slipstream.planning.learning_rates import stale_rate
@@ -42,11 +42,10 @@ from slipstream.printable import shown
 from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
-from slipstream.systems.renamed import renamed
-from slipstream.systems.wires import Hosts, with_hosts
+from slipstream.systems.wires import with_levels
 from slipstream.topologies import AnyTopology, Sharded, Tree
 from slipstream.units import bits_per_second
-from slipstream.updates import Add, Update, User, UserSteps
+from slipstream.updates import Add, Update, UserOptimizer, UserSteps
 
 Delta = float | str | Drop
 Payload = Literal["gradient", "update"]
@@ -55,11 +54,6 @@ BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a relay forwards w
 TYPICAL_BLOCKS = 32  # per shard: decides how much filling the pipeline costs
 
 
-@renamed(
-    narrow_delta="it is congested_delta now",
-    narrow_below="it is congested_below now",
-    travels="it is payload now, 'gradient' or 'update'",
-)
 def parameter_flow(
     *,
     delta: Delta | Mapping[str, Delta] = "85%",
@@ -74,7 +68,7 @@ def parameter_flow(
     rate_factor: float | None = None,
     overlap: bool = True,
     chunk_bytes: int = BLOCK_BYTES,
-    hosts: Hosts = "flat",
+    hierarchical: bool = False,
 ) -> Strategy:
     """Filtered updates up, filtered means down.
 
@@ -92,7 +86,7 @@ def parameter_flow(
         rate_factor: Multiplies learning rates; by default it shrinks as staleness grows.
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hosts: "first": workers of a host aggregate first, and none may be lost; or "flat".
+        hierarchical: Workers of a host aggregate first; then none may be lost.
 
     Returns:
         The strategy.
@@ -105,7 +99,7 @@ def parameter_flow(
     """
     if payload not in get_args(Payload):
         raise ConfigError(f"payload={payload!r}: choose 'gradient' or 'update'")
-    topology = with_levels(topology_of(tree, chunk_bytes), hosts)
+    topology = levels_of(topology_of(tree, chunk_bytes), hierarchical)
     select = selector(decay, congested_delta, congested_below)
     filtered = msgspec.structs.replace(filter_as(codec), select=select)
     patterns = delta if isinstance(delta, Mapping) else {"*": delta}
@@ -115,19 +109,21 @@ def parameter_flow(
     return Strategy(
         "parameter_flow",
         ByTensor(rules, default=Route(topology, up=Dense())),
-        consistency_for(staleness, rate_factor, steps, may_lose=hosts == "flat"),
-        Update(UserSteps(own="returned"), Add(at="worker")) if steps else Update(outer=User()),
+        consistency_for(staleness, rate_factor, steps, may_lose=not hierarchical),
+        Update(UserSteps(own="returned"), Add(at="worker"))
+        if steps
+        else Update(outer=UserOptimizer()),
         WaitFree() if overlap and not steps else AfterBackward(),
         chunk_bytes,
     )
 
 
-def with_levels(topology: AnyTopology, hosts: Hosts) -> AnyTopology:
-    """The topology with what ``hosts`` asks for."""
+def levels_of(topology: AnyTopology, hierarchical: bool) -> AnyTopology:
+    """The topology, with two levels if asked for."""
     if isinstance(topology, Sharded):
-        return with_hosts(hosts, topology)
-    if hosts != "flat":
-        raise ConfigError(f"hosts={hosts!r}: results come along trees of workers; use tree='star'")
+        return with_levels(hierarchical, topology)
+    if hierarchical:
+        raise ConfigError("hierarchical=True: results come along trees of workers; use tree='star'")
     return topology
 
 
@@ -166,7 +162,7 @@ def consistency_for(
     if staleness == 0 and rate_factor is None and not steps:
         return Consistency(All(without_lost=may_lose))
     factor = stale_rate(staleness) if rate_factor is None else rate_factor
-    return Consistency(Fold(without_lost=True), Lag(staleness), Constant(factor))
+    return Consistency(StaleSynchronous(without_lost=True), Lag(staleness), Constant(factor))
 
 
 def topology_of(tree: str | Tree, block_bytes: int) -> AnyTopology:

@@ -22,37 +22,36 @@ from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
 from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route, Rule
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import Hosts, check_wire, in_few_bits, with_hosts
+from slipstream.systems.wires import check_wire, in_few_bits, with_levels
 from slipstream.topologies import AnyTopology, Mesh, PeerSharded, Sharded
 from slipstream.units import bits_per_second
 
-PoseidonWire = Literal["own", "bfloat16", "int8", "int4"]
+PoseidonWire = Literal["same", "bfloat16", "int8", "int4"]
 
 
 def poseidon(
     *,
     choose: Literal["time", "bytes"] = "time",
-    wire: PoseidonWire = "own",
+    wire: PoseidonWire = "same",
     rate: str | float | None = None,
     gemm_gflops: float = 50.0,
     server_gbytes: float = 5.0,
     dense: Sequence[str] = (),
-    hosts: Hosts = "first",
+    hierarchical: bool = True,
 ) -> Strategy:
     """Hybrid communication: the cheapest route for every layer.
 
     Args:
         choose: By predicted "time", or by "bytes" as in the paper.
-        wire: The precision of factors and rows on the wire; "own" is the tensor's. "int8" and
+        wire: The precision of factors and rows on the wire; "same" is the tensor's. "int8" and
             "int4" are that of dense gradients, too: with error feedback, while factors and rows
             are rounded by chance.
         rate: Of a link, such as "10gbit". With it, nothing is measured when the job starts.
         gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
         server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
         dense: Names of layers that are always sent dense, or patterns of them such as "D.*".
-        hosts: "first": where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first: their rows are sent once, stacked; "flat": every worker takes
-            part by itself.
+        hierarchical: Where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first: their rows are sent once, stacked.
 
     Returns:
         The strategy.
@@ -66,8 +65,8 @@ def poseidon(
     if choose not in ("time", "bytes"):
         raise ConfigError(f"choose={choose!r}: choose by 'time' or by 'bytes'")
     check_wire(wire, get_args(PoseidonWire))
-    mesh, sharded = with_hosts(hosts, Mesh()), with_hosts(hosts, Sharded())
-    peers, shards = with_hosts(hosts, PeerSharded()), Route(sharded)
+    mesh, sharded = with_levels(hierarchical, Mesh()), with_levels(hierarchical, Sharded())
+    peers, shards = with_levels(hierarchical, PeerSharded()), Route(sharded)
     compact = (Route(mesh, up=Factors(wire)), Route(mesh, up=Rows(wire)))
     in_shards: tuple[Route | Rule, ...] = (*few_bits_first(wire, sharded), shards)
     if choose == "bytes":

@@ -21,9 +21,9 @@ from slipstream.errors import UnknownStrategy
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.schedules import AfterBackward, AnySchedule, Priority, WaitFree
 from slipstream.strategy import Strategy
-from slipstream.systems.wires import Hosts, Wire, routes_for, with_hosts
+from slipstream.systems.wires import Wire, routes_for, with_levels
 from slipstream.topologies import Sharded
-from slipstream.updates import At, ClipNorm, Ema, Update, User
+from slipstream.updates import At, ClipNorm, Ema, Update, UserOptimizer
 
 UpdateAt = Literal["worker", "server"]
 
@@ -32,26 +32,25 @@ def push_pull(
     *,
     overlap: bool = True,
     update: UpdateAt = "worker",
-    wire: Wire = "own",
+    wire: Wire = "same",
     averaged: float | None = None,
     clip_norm: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-    hosts: Hosts = "first",
+    hierarchical: bool = True,
 ) -> Strategy:
     """Sharded parameter servers, with or without wait-free backpropagation.
 
     Args:
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         update: Where the user's optimizer runs: at every "worker", or at the "server".
-        wire: The form of gradients on the wire: see ``routes_for``; "own" is exact.
+        wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
         clip_norm: Scale each worker's whole gradient down to this norm before it is sent, after
             backward.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hosts: "first": where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first, and one stream per host crosses the network; "flat": every
-            worker takes part by itself.
+        hierarchical: Where several workers share a host, and there are several hosts, the workers
+            of a host aggregate first, and one stream per host crosses the network.
 
     Returns:
         The strategy.
@@ -68,9 +67,11 @@ def push_pull(
         "push_pull",
         # New weights are not rounded on the way back: the errors would accumulate over steps.
         routes_for(
-            wire, with_hosts(hosts, Sharded()), back="same" if update == "worker" else "dense"
+            wire,
+            with_levels(hierarchical, Sharded()),
+            back="same" if update == "worker" else "dense",
         ),
-        update=applied_at("worker" if update == "worker" else "holder", averaged, clip_norm),
+        update=applied_at("worker" if update == "worker" else "server", averaged, clip_norm),
         schedule=order_of_leaving(overlap and clip_norm is None, update),
         chunk_bytes=chunk_bytes,
     )
@@ -86,7 +87,7 @@ def order_of_leaving(overlap: bool, update: UpdateAt) -> AnySchedule:
 def applied_at(at: At, averaged: float | None = None, clip_norm: float | None = None) -> Update:
     """Run the user's optimizer at workers, or at the holders of tensors."""
     return Update(
-        outer=User(at),
+        outer=UserOptimizer(at),
         before=() if clip_norm is None else (ClipNorm(clip_norm),),
         average=None if averaged is None else Ema(averaged),
     )

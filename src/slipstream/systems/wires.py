@@ -14,27 +14,27 @@ from slipstream.topologies import AnyTopology, TwoLevel
 from slipstream.topologies.two_level import Between
 
 Wire = Literal[DenseWire, "int8", "int4"]
-Hosts = Literal["first", "flat"]
 SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
 
 
-def with_hosts(hosts: Hosts, between: Between) -> TwoLevel | Between:
-    """What ``hosts=`` means.
+def with_levels(hierarchical: bool, between: Between) -> TwoLevel | Between:
+    """What ``hierarchical=`` means.
 
     Args:
-        hosts: "first": workers of one host aggregate first; "flat": each takes part by itself.
+        hierarchical: Whether workers of one host aggregate first; otherwise each takes part by
+            itself.
         between: The topology of hosts, or of workers.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither true nor false.
 
     >>> from slipstream.topologies import Mesh
-    >>> with_hosts("first", Mesh())
+    >>> with_levels(True, Mesh())
     TwoLevel(between=Mesh(), inside=OneHolder())
     """
-    if hosts not in get_args(Hosts):
-        raise ConfigError(f"hosts={hosts!r}: choose 'first' or 'flat'")
-    return TwoLevel(between) if hosts == "first" else between
+    if type(hierarchical) is not bool:
+        raise ConfigError(f"hierarchical={hierarchical!r}: choose True or False")
+    return TwoLevel(between) if hierarchical else between
 
 
 def routes_for(
@@ -43,9 +43,9 @@ def routes_for(
     """The routes of dense gradients in this format.
 
     Args:
-        wire: "own" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round; "int8" and
-            "int4" quantise fp32 parameters of 1,024 values or more, with error feedback, and do not
-            change the rest.
+        wire: "same" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round; "int8"
+            and "int4" quantise fp32 parameters of 1,024 values or more, with error feedback, and do
+            not change the rest.
         topology: Who holds tensors.
         back: The format of results: exact, or the same as that of gradients.
 

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError, FrameRefused
 from slipstream.types import ITEM_BYTES, Spec, Values
 
 DTYPES = tuple(ITEM_BYTES)
-WIRES: tuple[Wire, ...] = ("own", "float32", "bfloat16", "float16")
+WIRES: tuple[Wire, ...] = ("same", "float32", "bfloat16", "float16")
 # Small enough to stay finite in float16; of 32 bits, because torch rounds 64 to 16 bits twice.
 NUMBERS = st.lists(st.floats(-60000, 60000, width=32), max_size=70)
 
@@ -33,7 +33,7 @@ def numbers_of(frame: object, dtype: str) -> torch.Tensor:
 
 
 def expected_wire(wire: Wire, dtype: str) -> str:
-    return wire if wire != "own" and ITEM_BYTES[wire] < ITEM_BYTES[dtype] else dtype
+    return wire if wire != "same" and ITEM_BYTES[wire] < ITEM_BYTES[dtype] else dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,7 +140,7 @@ def test_names_tell_wire_formats_apart() -> None:
     ]
 
 
-@pytest.mark.parametrize("wire", ["int3", "fp16", "", None, ["own"]])
+@pytest.mark.parametrize("wire", ["int3", "fp16", "", None, ["same"]])
 def test_an_unknown_wire_format_lists_those_there_are(wire: Wire) -> None:
     with pytest.raises(ConfigError, match=r"wire=.*own, float32, bfloat16, float16"):
         Dense(wire)

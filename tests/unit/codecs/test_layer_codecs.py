@@ -27,7 +27,7 @@ from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Layer, Spec, Value
 
 LINEAR = Layer("fc", "factors", outputs=3, inputs=5, weight=0, bias=1, dtype="float32")
 TABLE = Layer("words", "rows", outputs=7, inputs=5, weight=0, bias=None, dtype="float32")
-WIRES: list[Any] = ["own", "bfloat16", "float32"]
+WIRES: list[Any] = ["same", "bfloat16", "float32"]
 FEW: list[Any] = ["int8", "int4"]
 COUNTS = st.integers(0, 40)
 PRECISIONS = st.sampled_from(sorted(ITEM_BYTES))

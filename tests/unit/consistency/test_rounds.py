@@ -4,15 +4,15 @@ from hypothesis import strategies as st
 
 from slipstream.consistency import (
     All,
+    Asynchronous,
     Closed,
     Consistency,
-    Each,
     FirstOf,
-    Fold,
-    Free,
     Lag,
     LagBehindPeers,
+    NoWait,
     Progress,
+    StaleSynchronous,
 )
 from slipstream.consistency.ledgers import AllLedger, FirstOfLedger
 from slipstream.errors import ConfigError, FrameRefused
@@ -87,9 +87,9 @@ def test_who_has_left_is_not_waited_for_and_what_it_had_sent_counts() -> None:
 
 def test_what_follows_from_an_admission_and_a_gate() -> None:
     whole, lost = Consistency(), Consistency(All(without_lost=True))
-    first, folded = Consistency(FirstOf(first=1)), Consistency(Fold(), Lag(2))
-    each, free = Consistency(Each()), Consistency(Each(), Free())
-    slices = Consistency(Each(), LagBehindPeers(3))
+    first, folded = Consistency(FirstOf(first=1)), Consistency(StaleSynchronous(), Lag(2))
+    each, free = Consistency(Asynchronous()), Consistency(Asynchronous(), NoWait())
+    slices = Consistency(Asynchronous(), LagBehindPeers(3))
     every = (whole, lost, first, folded, each, free, slices)
     assert [each.lockstep for each in every] == [True, True] + [False] * 5
     assert [each.goes_on for each in every] == [False, True, True, False, True, True, True]

@@ -7,19 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.consistency import ByAge, Closed, Consistency, Constant, Each, Fold, Lag, Progress
+from slipstream.consistency import (
+    Asynchronous,
+    ByAge,
+    Closed,
+    Consistency,
+    Constant,
+    Lag,
+    Progress,
+    StaleSynchronous,
+)
 from slipstream.consistency.ledgers import AsyncLedger, SspLedger
 from slipstream.errors import ConfigError, FrameRefused
 
 
 @given(st.integers(0, 9), st.integers(0, 1 << 40), st.integers(-12, 12))
 def test_nobody_begins_a_clock_more_than_the_bound_ahead(bound: int, at: int, ahead: int) -> None:
-    rule = Consistency(Fold(), Lag(bound))
+    rule = Consistency(StaleSynchronous(), Lag(bound))
     assert rule.may_start(Progress(at + ahead, committed=at)) is (ahead <= bound)
 
 
 def test_results_are_seen_one_after_the_other() -> None:
-    rule = Consistency(Fold(), Lag(2))
+    rule = Consistency(StaleSynchronous(), Lag(2))
     assert rule.follows(seen=3, begun=5, result=3)
     assert not rule.follows(seen=3, begun=5, result=4)
     assert not rule.follows(seen=3, begun=5, result=2)
@@ -40,7 +49,7 @@ def test_bounds_that_make_no_sense_are_refused(bound: object) -> None:
 def test_every_contribution_is_folded_in_once(
     bound: int, workers: int, seed: int, leaves: float
 ) -> None:
-    book, chance = Consistency(Fold(), Lag(bound)).ledger(workers), random.Random(seed)
+    book, chance = Consistency(StaleSynchronous(), Lag(bound)).ledger(workers), random.Random(seed)
     here = dict.fromkeys(range(workers), 0)  # clocks
     waiting: list[tuple[int, int]] = []
     updates: list[Closed] = []
@@ -71,7 +80,7 @@ def test_every_contribution_is_folded_in_once(
 
 
 def test_a_clock_out_of_turn_is_refused() -> None:
-    book = Consistency(Fold(), Lag(1)).ledger(2)
+    book = Consistency(StaleSynchronous(), Lag(1)).ledger(2)
     assert isinstance(book, SspLedger)
     book.arrive(0, 0)
     with pytest.raises(FrameRefused, match="clock 0 of rank 0, who is at 1"):
@@ -92,7 +101,7 @@ def test_a_clock_out_of_turn_is_refused() -> None:
 def test_contributions_are_updates_of_their_own_from_their_workers_turn_on(
     workers: int, ramp_up: int, seed: int
 ) -> None:
-    book, chance = Consistency(Each(ramp_up)).ledger(workers), random.Random(seed)
+    book, chance = Consistency(Asynchronous(ramp_up)).ledger(workers), random.Random(seed)
     free = dict.fromkeys(range(workers), 0)  # those who are not waiting, and what they have
     applied: list[tuple[int, int]] = []  # update and rank
     for _ in range(80):
@@ -116,7 +125,7 @@ def test_contributions_are_updates_of_their_own_from_their_workers_turn_on(
 
 
 def test_who_leaves_before_its_updates_are_made_holds_nobody_up() -> None:
-    book = Consistency(Each(ramp_up=100)).ledger(2)
+    book = Consistency(Asynchronous(ramp_up=100)).ledger(2)
     assert isinstance(book, AsyncLedger)
     assert not book.arrive(1, 0)
     assert book.close() is None
@@ -128,20 +137,24 @@ def test_who_leaves_before_its_updates_are_made_holds_nobody_up() -> None:
 
 def test_a_gradient_from_the_future_is_refused() -> None:
     with pytest.raises(FrameRefused, match="update 1; there have been 0"):
-        Consistency(Each()).ledger(2).arrive(0, 1)
+        Consistency(Asynchronous()).ledger(2).arrive(0, 1)
 
 
 @pytest.mark.parametrize(("age", "rate"), [(0, 1.0), (1, 1.0), (2, 0.5), (8, 0.125)])
 def test_the_rate_falls_with_age_where_that_was_asked_for(age: int, rate: float) -> None:
-    assert Consistency(Each(), damping=ByAge()).rate(age) == rate
-    assert Consistency(Each()).rate(age) == Consistency(Fold(), Lag(3)).rate(age) == 1.0
-    assert Consistency(Fold(), Lag(3), Constant(0.25)).rate(age) == 0.25
+    assert Consistency(Asynchronous(), damping=ByAge()).rate(age) == rate
+    assert (
+        Consistency(Asynchronous()).rate(age)
+        == Consistency(StaleSynchronous(), Lag(3)).rate(age)
+        == 1.0
+    )
+    assert Consistency(StaleSynchronous(), Lag(3), Constant(0.25)).rate(age) == 0.25
 
 
 @pytest.mark.parametrize("ramp_up", [-1, 0.5, True])
 def test_a_ramp_that_makes_no_sense_is_refused(ramp_up: object) -> None:
     with pytest.raises(ConfigError, match="ramp_up"):
-        Each(ramp_up=ramp_up)  # type: ignore[arg-type]
+        Asynchronous(ramp_up=ramp_up)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, 1.5, "half", None])

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import slipstream
 from slipstream.errors import ConfigError
 from slipstream.planning.backups import (
     Adapting,
@@ -21,6 +20,7 @@ from slipstream.planning.backups import (
     best_split,
     compare_splits,
     fit_iterations,
+    plan_backups,
     replay,
     resample,
 )
@@ -244,7 +244,7 @@ def test_no_rounds() -> None:
 
 
 def test_the_public_name() -> None:
-    assert slipstream.plan_backups is compare_splits
+    assert plan_backups is compare_splits
 
 
 # ---- the split it finds, on delays it has not seen

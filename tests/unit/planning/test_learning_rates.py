@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-import slipstream
 from slipstream.errors import ConfigError
 from slipstream.planning.learning_rates import asynchronous_rate, decayed_rate, synchronous_rate
 
@@ -47,12 +46,10 @@ def test_decays_agree_after_as_many_examples() -> None:
 def test_as_a_torch_schedule() -> None:
     workers, batches = 4, 8
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=slipstream.synchronous_rate(0.045, workers))
+    optimizer = torch.optim.SGD([weight], lr=synchronous_rate(0.045, workers))
     schedule = LambdaLR(
         optimizer,
-        lambda step: slipstream.decayed_rate(
-            1.0, step=step, batches_per_epoch=batches, workers=workers
-        ),
+        lambda step: decayed_rate(1.0, step=step, batches_per_epoch=batches, workers=workers),
     )
     rates = []
     for _ in range(5):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from samples import vector
 
 from slipstream.codecs import Above, Dense, Filter, InPlace, Rotate
-from slipstream.consistency import Consistency, Each, LagBehindPeers
+from slipstream.consistency import Asynchronous, Consistency, LagBehindPeers
 from slipstream.errors import ConfigError, UnknownStrategy
 from slipstream.plan import Plan
 from slipstream.routes import Collective, Links
@@ -58,7 +58,7 @@ def test_allreduce_sends_buffers_between_workers() -> None:
 def test_ako_is_slices_within_reach() -> None:
     plan = planned(parse("ako(partitions=3, staleness=7, schedule='same', rate='8mbit')"))
     assert plan.rotation == Rotate(3, same_for_all=True, bytes_s=1e6)
-    assert plan.consistency == Consistency(Each(), LagBehindPeers(7))
+    assert plan.consistency == Consistency(Asynchronous(), LagBehindPeers(7))
     assert planned(parse("ako")).consistency.gate == LagBehindPeers(4 * 2)
     (route,) = plan.routes
     assert (route.topology, route.down, route.over) == (Mesh(), InPlace(), Links())
@@ -71,19 +71,6 @@ def test_ako_may_also_hold_back_small_entries_and_grow() -> None:
     assert plan.rotation is not None
     assert plan.rotation.above == Above(0.5, decay="constant")
     assert plan.update.outer == Add("worker", "sqrt", 9)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("narrow_delta='99%'", "congested_delta"),
-        ("narrow_below='50mbit'", "congested_below"),
-        ("travels='steps'", "payload now, 'gradient' or 'update'"),
-    ],
-)
-def test_an_argument_that_was_renamed_is_refused_with_its_new_name(old: str, new: str) -> None:
-    with pytest.raises(UnknownStrategy, match=f"does not take {old.split('=')[0]}: it is {new}"):
-        parse(f"parameter_flow({old})")
 
 
 def test_a_bound_for_congested_links_needs_to_know_which_are() -> None:

@@ -22,7 +22,7 @@ from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
 from slipstream.topologies import Mesh, PeerSharded, Sharded
 from slipstream.types import Cluster, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 SHARDS, SHARES = Route(Sharded()), Route(PeerSharded())
 COLLECTIVE = Route(Mesh(), over=Collective())
@@ -60,8 +60,8 @@ def test_a_dense_layer_that_the_model_does_not_have() -> None:
 
 
 def test_servers_cannot_update_what_they_do_not_see() -> None:
-    at_holder = Update(outer=User(at="holder"))
-    with pytest.raises(ConfigError, match=r"use User\(at='worker'\)"):
+    at_holder = Update(outer=UserOptimizer(at="server"))
+    with pytest.raises(ConfigError, match=r"use UserOptimizer\(at='worker'\)"):
         check(msgspec.structs.replace(poseidon(choose="bytes"), update=at_holder))
 
 
@@ -116,7 +116,7 @@ def test_few_bits_are_counted_by_the_rules() -> None:
     ]
     for choose in ("bytes", "time"):
         moved = []
-        for wire in ("own", "int8", "int4"):
+        for wire in ("same", "int8", "int4"):
             strategy = poseidon(choose=choose, wire=wire, rate="1mbit")  # type: ignore[arg-type]
             plan = strategy.plan(large, Cluster(4, 4))
             few, many = (plan.verdicts(rows, None)["fc"] for rows in (16, 4096))

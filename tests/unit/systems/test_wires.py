@@ -43,7 +43,7 @@ def test_gradients_come_back_quantised_and_weights_do_not() -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_form_that_cannot_be_is_refused(system: str) -> None:
-    with pytest.raises(ConfigError, match=r"wire='int3': choose one of own, .*int8, int4"):
+    with pytest.raises(ConfigError, match=r"wire='int3': choose one of same, .*int8, int4"):
         parse(f"{system}(wire='int3')")
 
 

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slipstream as s
-from slipstream.consistency import Closed
+from slipstream.consistency import Closed, FirstOf
 from slipstream.errors import ConfigError
+from slipstream.routes import ByRole, ByTensor, Cheapest, Everywhere, Large, Prefer, Route, Rule
 from slipstream.runtime.exchange.collector import ClosedRound, Contribution
+from slipstream.topologies import Mesh, Sharded, TwoLevel
 from slipstream.types import Cluster, Spec
 
 SPECS = [Spec("w", (300, 20), "float32", 0), Spec("b", (20,), "float32", 1)]
@@ -22,26 +24,40 @@ HOSTS = Cluster(2, 2, members=((0, 1, 4), (2, 3)))
 
 def test_a_plan_of_hosts_is_that_of_the_topology_between_them() -> None:
     two = s.push_pull(chunk_bytes=4096).plan(SPECS, HOSTS)
-    one = s.push_pull(chunk_bytes=4096, hosts="flat").plan(SPECS, Cluster(2, 2))
+    one = s.push_pull(chunk_bytes=4096, hierarchical=False).plan(SPECS, Cluster(2, 2))
     assert (two.routes, two.units, two.holders) == (one.routes, one.units, one.holders)
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        s.Everywhere(s.Route(s.TwoLevel())),
-        s.Prefer((s.Route(s.TwoLevel()), s.Route(s.TwoLevel(s.Mesh())))),
-        s.ByTensor((s.Rule(s.Large(), s.Route(s.TwoLevel())),), s.Route(s.TwoLevel())),
-        s.ByRole(s.Everywhere(s.Route(s.TwoLevel())), s.Everywhere(s.Route(s.TwoLevel()))),
-        s.Cheapest((s.Route(s.TwoLevel()),)),
+        Everywhere(Route(TwoLevel())),
+        Prefer(
+            (
+                Route(TwoLevel()),
+                Route(TwoLevel(Mesh())),
+            )
+        ),
+        ByTensor(
+            (Rule(Large(), Route(TwoLevel())),),
+            Route(TwoLevel()),
+        ),
+        ByRole(
+            Everywhere(Route(TwoLevel())),
+            Everywhere(Route(TwoLevel())),
+        ),
+        Cheapest((Route(TwoLevel()),)),
     ],
 )
-def test_no_route_of_a_plan_has_two_levels(policy: s.Everywhere) -> None:
+def test_no_route_of_a_plan_has_two_levels(policy: Everywhere) -> None:
     strategy = s.Strategy("mine", policy)
     assert strategy.two_levels
     assert s.Strategy.from_json(strategy.to_json()) == strategy
     plan = strategy.plan(SPECS, HOSTS)
-    assert {type(route.topology) for route in plan.routes} <= {s.Sharded, s.Mesh}
+    assert {type(route.topology) for route in plan.routes} <= {
+        Sharded,
+        Mesh,
+    }
 
 
 def test_nodes_have_the_names_of_the_ranks_that_speak_for_hosts() -> None:
@@ -55,9 +71,9 @@ def test_nodes_have_the_names_of_the_ranks_that_speak_for_hosts() -> None:
 @pytest.mark.parametrize("system", [s.push_pull, s.allreduce])
 def test_systems_have_two_levels_unless_they_are_told_not_to(system: object) -> None:
     assert system().two_levels  # type: ignore[operator]
-    assert not system(hosts="flat").two_levels  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="hosts='none': choose 'first' or 'flat'"):
-        system(hosts="none")  # type: ignore[operator]
+    assert not system(hierarchical=False).two_levels  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="hierarchical='first': choose True or False"):
+        system(hierarchical="first")  # type: ignore[operator]
 
 
 def test_workers_of_the_plan_speak_for_ranks() -> None:
@@ -67,20 +83,20 @@ def test_workers_of_the_plan_speak_for_ranks() -> None:
 
 
 def test_rounds_of_the_first_hosts_count_hosts() -> None:
-    plan = s.backup_workers(backup=1, hosts="first", chunk_bytes=4096).plan(SPECS, HOSTS)
-    assert plan.consistency.admit == s.FirstOf(1)
+    plan = s.backup_workers(backup=1, hierarchical=True, chunk_bytes=4096).plan(SPECS, HOSTS)
+    assert plan.consistency.admit == FirstOf(1)
     with pytest.raises(ConfigError, match=r"first=4 with 2 workers: choose from 1 to 2 .* a host"):
-        s.backup_workers(first=4, hosts="first", chunk_bytes=4096).plan(SPECS, HOSTS)
+        s.backup_workers(first=4, hierarchical=True, chunk_bytes=4096).plan(SPECS, HOSTS)
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        s.backup_workers(first=2, hosts="first"),
-        s.diloco(every=4, hosts="first"),
-        s.diloco(every=4, hosts="first", first=2),
-        s.diloco(every=4, hosts="first", wire="int4"),
-        s.local_sgd(every=4, hosts="first"),
+        s.backup_workers(first=2, hierarchical=True),
+        s.diloco(every=4, hierarchical=True),
+        s.diloco(every=4, hierarchical=True, first=2),
+        s.diloco(every=4, hierarchical=True, wire="int4"),
+        s.local_sgd(every=4, hierarchical=True),
         s.push_pull(update="server"),
         s.allreduce(wire="int8"),
         s.poseidon(wire="int4"),
@@ -89,7 +105,7 @@ def test_rounds_of_the_first_hosts_count_hosts() -> None:
 )
 def test_all_routes_of_a_system_have_two_levels(strategy: s.Strategy) -> None:
     s.compat.check(strategy)
-    assert all(isinstance(route.topology, s.TwoLevel) for route in strategy.routes.routes())
+    assert all(isinstance(route.topology, TwoLevel) for route in strategy.routes.routes())
 
 
 @pytest.mark.parametrize("system", [s.backup_workers, s.diloco, s.local_sgd])
@@ -109,7 +125,7 @@ def test_a_round_of_some_hosts_is_the_mean_over_their_workers(
     members = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
     cluster = Cluster(len(sizes), 1, members=members)
     system = s.local_sgd if late else s.backup_workers
-    plan = system(first=1, hosts="first").plan(SPECS, cluster)
+    plan = system(first=1, hierarchical=True).plan(SPECS, cluster)
     made = sorted(random.sample(range(len(sizes)), random.randint(1, len(sizes))))
     covered = {node: random.randint(1, 3) if late else 1 for node in made}
     closed = Closed(tuple((0, node) for node in made), len(made))

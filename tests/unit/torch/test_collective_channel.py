@@ -87,7 +87,7 @@ def fill(parameter: torch.Tensor, number: float) -> None:
     parameter.grad = torch.full_like(parameter, number)
 
 
-@pytest.mark.parametrize("wire", ["own", "bfloat16"])
+@pytest.mark.parametrize("wire", ["same", "bfloat16"])
 def test_everybody_ends_with_the_mean_round_after_round(wire: str) -> None:
     process_group = ProcessGroup(3, wire=wire)
     for step in range(3):

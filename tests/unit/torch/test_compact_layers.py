@@ -100,10 +100,10 @@ class Captured:
             self.events.append("settled")
             layer.detach()
 
-    def codec(self, wire: Any = "own") -> Factors | Rows:
+    def codec(self, wire: Any = "same") -> Factors | Rows:
         return Factors(wire) if self.layer.shape.form == "factors" else Rows(wire)
 
-    def exchange(self, wire: Any = "own") -> None:
+    def exchange(self, wire: Any = "same") -> None:
         """What a round between one worker and itself would do."""
         frames = self.message(wire)
         self.layer.reset()
@@ -114,7 +114,7 @@ class Captured:
             codec = self.codec()
             codec.combine(given, self.as_planned, self.math, self.scratch, divisor=divisor)
 
-    def message(self, wire: Any = "own") -> list[Buffer]:
+    def message(self, wire: Any = "same") -> list[Buffer]:
         """The frames of what has been captured; none if the layer was not used."""
         taken, codec = self.layer.take(), self.codec(wire)
         if taken is None:

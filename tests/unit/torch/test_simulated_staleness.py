@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import slipstream
+from slipstream.apps.studies.simulated_staleness import simulated_staleness
 from slipstream.apps.studies.staleness import ramped_staleness
 from slipstream.errors import ConfigError
 
@@ -74,7 +74,7 @@ class Line:
     def __init__(self, steps: int, ramp_up: int = 0) -> None:
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
-        self.stale = slipstream.simulated_staleness(self.optimizer, steps=steps, ramp_up=ramp_up)
+        self.stale = simulated_staleness(self.optimizer, steps=steps, ramp_up=ramp_up)
         self.taken = 0
 
     def step(self) -> list[int]:
@@ -93,7 +93,7 @@ class Line:
 def test_each_step_applies_the_gradient_of_k_steps_ago(name: str, staleness: int) -> None:
     model = small_model()
     optimizer = OPTIMIZERS[name](model.parameters())
-    stale = slipstream.simulated_staleness(optimizer, steps=staleness)
+    stale = simulated_staleness(optimizer, steps=staleness)
     train(model, optimizer)
     assert same(weights(model), weights(train_by_hand(OPTIMIZERS[name], staleness)))
     assert stale.pending == staleness
@@ -104,7 +104,7 @@ def test_fresh_gradients_train_as_without_bit_for_bit(name: str) -> None:
     plain, watched = small_model(), small_model()
     train(plain, OPTIMIZERS[name](plain.parameters()))
     optimizer = OPTIMIZERS[name](watched.parameters())
-    stale = slipstream.simulated_staleness(optimizer, steps=0, ramp_up=10)
+    stale = simulated_staleness(optimizer, steps=0, ramp_up=10)
     train(watched, optimizer)
     assert same(weights(plain), weights(watched))
     assert stale.pending == 0
@@ -113,7 +113,7 @@ def test_fresh_gradients_train_as_without_bit_for_bit(name: str) -> None:
 def test_the_first_steps_leave_weights_and_optimizer_state_alone() -> None:
     model = small_model()
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    with slipstream.simulated_staleness(optimizer, steps=3) as stale:
+    with simulated_staleness(optimizer, steps=3) as stale:
         before = weights(model)
         train(model, optimizer, steps=3)
         assert same(weights(model), before)
@@ -152,7 +152,7 @@ def test_every_gradient_is_applied_once_and_in_order(steps: int, ramp_up: int) -
 def test_the_fresh_gradient_is_back_after_the_step() -> None:
     model = small_model()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    slipstream.simulated_staleness(optimizer, steps=2)
+    simulated_staleness(optimizer, steps=2)
     for step in range(5):
         optimizer.zero_grad()
         loss_at(model, step).backward()
@@ -168,7 +168,7 @@ def test_gradients_wait_as_copies() -> None:
     dropped, zeroed = small_model(), small_model()
     for model, to_none in ((dropped, True), (zeroed, False)):
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        slipstream.simulated_staleness(optimizer, steps=3)
+        simulated_staleness(optimizer, steps=3)
         for step in range(STEPS):
             optimizer.zero_grad(set_to_none=to_none)
             loss_at(model, step).backward()
@@ -181,7 +181,7 @@ def test_absent_gradients_are_as_old_as_the_others() -> None:
     always, sometimes = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     unused = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([always, sometimes, unused], lr=1.0, momentum=0.5)
-    slipstream.simulated_staleness(optimizer, steps=1)
+    simulated_staleness(optimizer, steps=1)
     seen = []
     for step in range(6):
         optimizer.zero_grad()
@@ -199,7 +199,7 @@ def test_absent_gradients_are_as_old_as_the_others() -> None:
 def test_parameters_added_on_the_way_join_the_queue() -> None:
     first, later = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([first], lr=1.0)
-    slipstream.simulated_staleness(optimizer, steps=1)
+    simulated_staleness(optimizer, steps=1)
     first.grad = torch.ones(())
     optimizer.step()
     optimizer.add_param_group({"params": [later]})
@@ -232,7 +232,7 @@ def test_closed_it_leaves_the_optimizer_as_it_was() -> None:
 def test_a_closure_is_refused_before_anything_changes() -> None:
     model = small_model()
     optimizer = torch.optim.LBFGS(model.parameters())
-    slipstream.simulated_staleness(optimizer, steps=1)
+    simulated_staleness(optimizer, steps=1)
     before = weights(model)
     with pytest.raises(ConfigError, match=r"LBFGS.step\(closure\).*call backward\(\) first"):
         optimizer.step(lambda: 0.0)
@@ -243,5 +243,5 @@ def test_a_closure_is_refused_before_anything_changes() -> None:
 def test_negative_counts_leave_no_hook_behind(steps: int, ramp_up: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
     with pytest.raises(ConfigError, match="=-1: give 0"):
-        slipstream.simulated_staleness(optimizer, steps=steps, ramp_up=ramp_up)
+        simulated_staleness(optimizer, steps=steps, ramp_up=ramp_up)
     assert not optimizer._optimizer_step_pre_hooks

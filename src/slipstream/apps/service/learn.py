@@ -50,7 +50,7 @@ class Learner:
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate)
         _, self._optimizer = job.distribute(task.net, optimizer)  # the same net, weights shared
         # The first learner's: others may have trained already when this one is ready.
-        self._begun: int = job.share(job.step)
+        self._begun: int = job.broadcast(job.step)
         self._progress: ProgressFile | None = None
         if job.rank == 0:
             self._progress = ProgressFile(task.folder / "progress.jsonl")

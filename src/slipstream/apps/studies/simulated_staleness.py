@@ -22,7 +22,7 @@ def simulated_staleness(
 
     The loop does not change::
 
-        with slipstream.simulated_staleness(optimizer, steps=20, ramp_up=3 * len(loader)):
+        with simulated_staleness(optimizer, steps=20, ramp_up=3 * len(loader)):
             for x, y in loader:
                 optimizer.zero_grad()
                 loss_of(model(x), y).backward()

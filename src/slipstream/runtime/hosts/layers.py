@@ -64,7 +64,7 @@ class HostLayers:
             raise RuntimeFault(
                 f"the rows of layer {self.layer(unit).name!r} take {needed} bytes, and the memory "
                 f"of this host has room for {len(place)}: name the layer in poseidon(dense=[...]), "
-                "or use poseidon(hosts='flat')"
+                "or use poseidon(hierarchical=False)"
             )
         first, second = matrices
         kinds = DTYPES.index(first.dtype), DTYPES.index(second.dtype)

@@ -32,7 +32,7 @@ PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that shows
 CREDENTIALS = struct.Struct("3i")  # of a socket's peer: pid, uid, gid
 LOOK_AROUND_S = 0.1
 PROOF_S = 10.0  # for a process of this user to send its token
-FLAT = "or keep workers of one host apart, as push_pull(hosts='flat') does"
+FLAT = "or keep workers of one host apart, as push_pull(hierarchical=False) does"
 
 
 def host_identity(address: str) -> str:

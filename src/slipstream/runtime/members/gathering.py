@@ -35,7 +35,7 @@ T = TypeVar("T")
 # By the first part of a key: the collective call that it belongs to.
 CALLS = {
     "model": "job.distribute",
-    "share": "job.share",
+    "broadcast": "job.broadcast",
     "gather": "job.gather",
     "mean": "job.mean",
     "flushed": "job.flush",

@@ -67,7 +67,7 @@ class LauncherLine:
 
     def share(self, key: str, value: Any) -> Any:
         """The value of the first learner that gave one under this key."""
-        return self._ask(messages.Share(key, value), messages.Shared, "job.share").value
+        return self._ask(messages.Share(key, value), messages.Shared, "job.broadcast").value
 
     def lease(self, batches: int, returned: int) -> tuple[int, int]:
         """The next batch's epoch and number."""

@@ -13,7 +13,7 @@ from samples import floats, make_plan, push, values, vector
 
 from slipstream.codecs import Dense, Factors, Rows
 from slipstream.codecs.matrices import Matrix, to_frames
-from slipstream.consistency import All, ByAge, Consistency, Each, FirstOf
+from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Prefer, Route
@@ -23,7 +23,7 @@ from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
 from slipstream.transports.wire import Early, Push, checksum
 from slipstream.types import Buffer, Chunk, Cluster, Spec, Unit, Values
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 # Two tensors in one chunk, cut so that the first also reaches into the next chunk.
 WEIGHT, BIAS = vector("weight", 1500, order=0), vector("bias", 500, order=1)
@@ -300,7 +300,7 @@ FIRST_OF_3 = Strategy(
     "first",
     Everywhere(Route(Sharded(), up=Dense())),
     Consistency(FirstOf(first=2)),
-    Update(outer=User(at="holder")),
+    Update(outer=UserOptimizer(at="server")),
 ).plan([vector("t", 2)], Cluster(3, 1))
 
 
@@ -372,8 +372,8 @@ def test_the_rate_of_an_old_gradient_comes_down_where_that_was_asked_for() -> No
     plan = Strategy(
         "each",
         Everywhere(Route(Sharded(), up=Dense())),
-        Consistency(Each(), damping=ByAge()),
-        Update(outer=User(at="holder")),
+        Consistency(Asynchronous(), damping=ByAge()),
+        Update(outer=UserOptimizer(at="server")),
     ).plan([vector("t", 2)], Cluster(2, 1))
     (chunk,) = plan.chunks
     updater = Sum()
@@ -494,7 +494,10 @@ def test_inputs_that_came_early_are_part_of_the_contribution() -> None:
 def test_inputs_whose_round_closed_without_their_sender_are_dropped() -> None:
     route = Route(WHOLE, up=Factors())
     plan = Strategy(
-        "first", Everywhere(route), Consistency(FirstOf(first=1)), Update(outer=User(at="holder"))
+        "first",
+        Everywhere(route),
+        Consistency(FirstOf(first=1)),
+        Update(outer=UserOptimizer(at="server")),
     ).plan(LAYERS[:2], Cluster(2, 1))
     (unit,) = plan.units
     collector = Collector(2, plan)

@@ -152,7 +152,7 @@ def test_a_layers_result_is_added_and_another_tensors_is_copied(layers: Any) -> 
 
 def test_more_rows_than_there_is_room_for_are_refused_with_a_way_out(layers: Any) -> None:
     many = [matrix(40_000, 5, 1), matrix(40_000, 6, 2)]
-    with pytest.raises(RuntimeFault, match=r"layer 'fc' take .* poseidon\(hosts='flat'\)"):
+    with pytest.raises(RuntimeFault, match=r"layer 'fc' take .* poseidon\(hierarchical=False\)"):
         layers.write(1, FC, many)
 
 

@@ -102,14 +102,14 @@ def test_another_users_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         listener.listen()
         board.post("memory", (name, b"t" * 32))
         monkeypatch.setattr(meeting, "peer_user", lambda link: os.geteuid() + 1)
-        with pytest.raises(LaunchError, match=r"another user.*hosts='flat'"):
+        with pytest.raises(LaunchError, match=r"another user.*hierarchical=False"):
             fetch(4096, 0, membership(1, board), "memory")
 
 
 def test_workers_that_cannot_reach_each_other_are_told_the_way_out() -> None:
     board = Board()
     board.post("memory", ("slipstream-nobody-listens", b"t" * 32))
-    with pytest.raises(LaunchError, match=r"shares no memory.*hosts='flat'"):
+    with pytest.raises(LaunchError, match=r"shares no memory.*hierarchical=False"):
         fetch(4096, 0, membership(1, board), "memory")
 
 

@@ -14,9 +14,9 @@ from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS
 from slipstream.topologies import Mesh, Sharded
 from slipstream.types import Cluster, OptimizerRecipe, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
-WIRES = st.builds(Dense, st.sampled_from(["own", "bfloat16", "float16", "float32"]))
+WIRES = st.builds(Dense, st.sampled_from(["same", "bfloat16", "float16", "float32"]))
 ROUTES = st.builds(Route, st.just(Sharded()), WIRES, WIRES) | st.builds(
     Route, st.just(Mesh()), WIRES
 )
@@ -55,7 +55,7 @@ def test_a_server_makes_the_very_same_plan(
     strategy = Strategy(
         "drawn",
         ByTensor(tuple(rules), default=routes[0]),
-        update=Update(outer=User("holder" if update == "server" else "worker")),
+        update=Update(outer=UserOptimizer("server" if update == "server" else "worker")),
         schedule=schedule,
         chunk_bytes=chunk_bytes,
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.codecs import Above, Dense, Filter
-from slipstream.consistency import Consistency, Each, FirstOf, Lag
+from slipstream.consistency import Asynchronous, Consistency, FirstOf, Lag
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.members.member import HUB, Member
@@ -20,17 +20,17 @@ from slipstream.topologies import Sharded
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Configure, Publish, Push, checksum
 from slipstream.types import Cluster, OptimizerRecipe, Spec
-from slipstream.updates import Update, User
+from slipstream.updates import Update, UserOptimizer
 
 SETTINGS = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 SPECS = [Spec("a", (8,), "float32", 0), Spec("b", (8,), "float32", 1)]
 FILTERED = Route(Sharded(), up=Filter(Above(0.0)), down=Dense())
 FIRST = Consistency(FirstOf(first=1), Lag(0))
-EACH = Consistency(Each(), Lag(0))
+EACH = Consistency(Asynchronous(), Lag(0))
 
 
 def planned(consistency: Consistency, route: Route) -> Plan:
-    update = Update(outer=User(at="holder"))
+    update = Update(outer=UserOptimizer(at="server"))
     strategy = Strategy("s", Everywhere(route), consistency, update, chunk_bytes=32)
     return strategy.plan(SPECS, Cluster(2, 1))
 
