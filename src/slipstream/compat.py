@@ -66,14 +66,8 @@ def check(strategy: Strategy) -> None:
         IncompatibleParts: A ConfigError with every reason, and what to do instead.
 
     >>> from slipstream.routes import Everywhere, Route
-
-
     >>> from slipstream.topologies import Mesh
-
-
     >>> from slipstream import Strategy
-
-
     >>> from slipstream.updates import Update, UserOptimizer
     >>> at_servers = Update(outer=UserOptimizer(at="server"))
     >>> check(Strategy("mine", Everywhere(Route(Mesh())), update=at_servers))
