@@ -20,6 +20,7 @@ from typing import Any
 
 from slipstream.apps.lab import Lab
 from slipstream.codecs import Above, Dense, Filter
+from slipstream.methods import Rounds
 from slipstream.planning.overlays import Choice, choose_overlay, even_network
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.launch.launch import Settings, launch
@@ -130,9 +131,11 @@ def work(asked: dict[str, Any]) -> None:
     topology = Sharded() if asked["children"] is None else Tree(asked["children"])
     strategy = Strategy(
         "broadcast",
-        Everywhere(Route(topology, up=Filter(Above(0.0)), down=Dense())),
-        schedule=AfterBackward(),
-        chunk_bytes=BLOCK_BYTES,
+        Rounds(
+            Everywhere(Route(topology, up=Filter(Above(0.0)), down=Dense())),
+            schedule=AfterBackward(),
+            chunk_bytes=BLOCK_BYTES,
+        ),
     )
     model = nn.ParameterList([nn.Parameter(torch.zeros(asked["values"]))])
     with slipstream.init(start_limit_s=300) as job:

@@ -55,7 +55,7 @@ def bare_worker(folder: Path, seconds: float) -> None:
         batches = [task.examples.batch(some, noise) for some in itertools.islice(numbers, READY)]
         optimizer = torch.optim.SGD(task.net.parameters(), task.setting.rate / 2)
         net, optimizer = job.distribute(task.net, optimizer)
-        job.share(None)  # all begin together
+        job.broadcast(None)  # all begin together
         steps, begun = -WARM_STEPS, time.perf_counter()
         for batch in itertools.cycle(batches):
             if steps == 0:

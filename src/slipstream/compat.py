@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.errors import ConfigError, IncompatibleParts
+from slipstream.methods import Rounds
 from slipstream.parts import facts
 from slipstream.rules import RULES as RULES
 
@@ -38,9 +39,11 @@ def problems(strategy: Strategy) -> list[Problem]:
     >>> problems(systems.push_pull())
     []
     """
-    common = strategy.consistency.facts() | strategy.update.facts() | strategy.schedule.facts()
-    common |= strategy.routes.facts()
-    routes = dict.fromkeys(strategy.routes.routes())
+    if not isinstance(rounds := strategy.method, Rounds):
+        return []
+    common = rounds.consistency.facts() | rounds.update.facts() | rounds.schedule.facts()
+    common |= rounds.routes.facts()
+    routes = dict.fromkeys(rounds.routes.routes())
     if len(routes) > 1:
         common |= facts("several routes")
     levels = {"hosts aggregate first" in route.facts() for route in routes}
@@ -70,13 +73,13 @@ def check(strategy: Strategy) -> None:
     >>> from slipstream import Strategy
     >>> from slipstream.updates import Update, UserOptimizer
     >>> at_servers = Update(outer=UserOptimizer(at="server"))
-    >>> check(Strategy("mine", Everywhere(Route(Mesh())), update=at_servers))
+    >>> check(Strategy("mine", Rounds(Everywhere(Route(Mesh())), update=at_servers)))
     Traceback (most recent call last):
     ...
     slipstream.errors.IncompatibleParts: mine on dense/mesh: every worker holds the tensor: there \
 is no server to update weights; use UserOptimizer(at='worker'), or Sharded()
     """
-    if not hasattr(strategy, "consistency"):
+    if not hasattr(strategy, "method"):
         raise ConfigError(
             f"compat.check takes a strategy, such as slipstream.push_pull(), not {strategy!r}"
         )

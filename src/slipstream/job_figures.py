@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
 from slipstream.runtime.figures.replica_reports import Difference
 from slipstream.runtime.figures.summary import WorkerFigures
@@ -151,8 +152,12 @@ def warn_of(summary: Mapping[str, Any], plan: Plan, *, dealt: bool) -> None:
     """
     if not (dealt or plan.keeps_dropped):
         warn_of_dropped(summary)
-    shared = plan.strategy.shared_memory is not None  # others still train when a learner ends
-    lockstep = plan.delivers_every_result and plan.rotation is None and plan.local_steps is None
+    shared = isinstance(
+        plan.strategy.method, SharedMemoryUpdates
+    )  # others still train when a learner ends
+    lockstep = (
+        plan.delivers_every_result and plan.partial_exchange is None and plan.local_steps is None
+    )
     if lockstep and not shared:
         warn_of_difference(summary, plan.strategy.name)
 

@@ -13,7 +13,6 @@ Fact = Literal[
     "servers hold",
     "every worker holds",
     "workers hold shares",
-    "one process holds",
     "workers relay",
     "hosts aggregate first",
     "some tensors skip the host",
@@ -21,9 +20,8 @@ Fact = Literal[
     # Transports.
     "over links",
     "over a collective",
-    "in shared memory",
     # Codecs, of contributions (up) and of results (down). Error feedback: what is not sent is kept,
-    # and added to the next gradient. Partial exchange: partitions of updates, in rotation (Ako).
+    # and added to the next gradient.
     # Agreed basis: frames can be read only with what all members learned in earlier rounds.
     # Each value rounded: every value is sent every time, and only its rounding error is kept.
     "up: dense",
@@ -31,16 +29,13 @@ Fact = Literal[
     "up: lossy",
     "up: error feedback",
     "up: shorter values",
-    "up: partial exchange",
     "up: agreed basis",
     "up: each value rounded",
     "down: lossy",
     "down: error feedback",
-    "down: partial exchange",
     "down: agreed basis",
     "down: each value rounded",
     "down: as up",
-    "down: nothing is sent",
     # Consistency.
     "rounds of all workers",
     "rounds of the first N",
@@ -49,14 +44,11 @@ Fact = Literal[
     "survives lost workers",
     "ramps up",
     "may run ahead",
-    "bounded lead over peers",
-    "waits for nobody",
     "damped",
     "damped by age",
     # Updates.
     "gradients are sent",
     "update deltas are sent",
-    "keeps its own update",
     "outer gradients are sent",
     "in fragments",
     "merged later",
@@ -66,12 +58,10 @@ Fact = Literal[
     "adds the result",
     "the optimizer applies the result",
     "an outer optimizer applies the result",
-    "deltas grow with workers",
     "clips",
     "averages",
     # Schedules.
     "leaves during backward",
-    "leaves when the link is free",
     # Policies.
     "chosen for each step",
     "several routes",

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Above, Dense, Filter, LowRank, Quantized, Rotate
+from slipstream.codecs import Above, Dense, Filter, LowRank, Quantized
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
+from slipstream.methods import PartialExchange, Rounds
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
 from slipstream.planning.costs import LayerShape, Speeds
 from slipstream.planning.fragments import deal_fragments
@@ -46,6 +47,7 @@ class Plan:
     """
 
     strategy: Strategy
+    rounds: Rounds
     cluster: Cluster
     specs: tuple[Spec, ...]
     routes: tuple[Route, ...]
@@ -72,14 +74,15 @@ class Plan:
             TooManyServers: There are more servers than chunks.
             ConfigError: The strategy is impossible with these tensors or this cluster.
         """
-        policy = between_hosts(strategy.routes)
+        rounds = strategy.rounds
+        policy = between_hosts(rounds.routes)
         for cheapest in choosing(policy):
             cheapest.check(specs)
         whole = travel_whole(specs, policy, cluster)
         specs = [considered(spec, policy, cluster, whole) for spec in specs]
         given = [policy.candidates(spec, cluster) for spec in specs]
         for spec, candidates in zip(specs, given, strict=True):
-            check_dropped(strategy, spec, candidates[-1])
+            check_dropped(rounds, spec, candidates[-1])
             if trouble := candidates[-1].obstacle(spec):
                 raise IncompatibleRoute(
                     f"{spec.name!r} cannot travel {candidates[-1].scheme}: {trouble}"
@@ -88,7 +91,7 @@ class Plan:
         routes = list(dict.fromkeys(candidates[-1] for candidates in given))
         routes += dict.fromkeys(c[0] for c in given if c[0] not in routes)
         route_of = [routes.index(candidates[-1]) for candidates in given]
-        fragments = fragments_of(strategy.update, specs)
+        fragments = fragments_of(rounds.update, specs)
         fragment_of = {tensor: f for f, tensors in enumerate(fragments) for tensor in tensors}
         groups = [
             Group(
@@ -101,21 +104,22 @@ class Plan:
             )
             for t, (s, r) in enumerate(zip(specs, route_of, strict=True))
         ]
-        layout = lay_out(specs, groups, chunk_bytes=strategy.chunk_bytes)
+        layout = lay_out(specs, groups, chunk_bytes=rounds.chunk_bytes)
         compact = {s.layer: routes.index(c[0]) for s, c in zip(specs, given, strict=True)}
         units = units_of(specs, routes, layout, compact)
         return cls(
             strategy,
+            rounds,
             cluster,
             tuple(specs),
             tuple(routes),
             tuple(route_of),
-            consistency_among(strategy, cluster),
+            consistency_among(rounds, cluster),
             layout,
             units,
             deal(units, routes, specs, cluster),
             places_of(units, len(layout.chunks)),
-            priorities_of(units, specs, strategy.schedule),
+            priorities_of(units, specs, rounds.schedule),
             fragments,
         )
 
@@ -123,11 +127,11 @@ class Plan:
 
     @property
     def update(self) -> Update:
-        return self.strategy.update
+        return self.rounds.update
 
     @property
     def schedule(self) -> Schedule:
-        return self.strategy.schedule
+        return self.rounds.schedule
 
     @property
     def delivers_every_result(self) -> bool:
@@ -161,7 +165,7 @@ class Plan:
     def runs_ahead(self) -> bool:
         """Whether a worker may continue before it has a result, and apply the result later."""
         later = not self.consistency.lockstep or self.update.inner.travels == "steps"
-        return later and not self.update.holder_applies and self.rotation is None
+        return later and not self.update.holder_applies and self.partial_exchange is None
 
     @property
     def counts_rounds(self) -> bool:
@@ -181,9 +185,12 @@ class Plan:
         return inner if isinstance(inner, LocalSteps) else None
 
     @property
-    def rotation(self) -> Rotate | None:
-        """The rotation of partial exchange; None if the plan has no partial exchange."""
-        return self.strategy.rotation
+    def partial_exchange(self) -> PartialExchange | None:
+        """The rule of partial exchange, for these workers; None in other methods."""
+        method = self.strategy.method
+        if not isinstance(method, PartialExchange):
+            return None
+        return method.among(self.cluster.workers)
 
     @property
     def congested_below(self) -> float | None:
@@ -195,12 +202,12 @@ class Plan:
     @property
     def chooser(self) -> AnyChooser | None:
         """Chooses between a layer's compact form and its dense route; None if no layer has both."""
-        return next((cheapest.by for cheapest in choosing(self.strategy.routes)), None)
+        return next((cheapest.by for cheapest in choosing(self.rounds.routes)), None)
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
         """Rules that match no tensor of this model, but would if it were in float32."""
-        policy = self.strategy.routes
+        policy = self.rounds.routes
         policy = policy.parameter if isinstance(policy, ByRole) else policy
         rules = policy.rules if isinstance(policy, ByTensor) else ()
         as_float32 = [replace(spec, dtype="float32") for spec in self.specs]
@@ -264,7 +271,8 @@ class Plan:
         if route.topology != Mesh() or not isinstance(route.over, Links):
             return 0.0
         peers = max(1, self.cluster.workers - 1)
-        return 1.0 if self.rotation is None else 1 / (self.rotation.partitions or peers)
+        partial = self.partial_exchange
+        return 1.0 if partial is None else 1 / (partial.partitions or peers)
 
     def verdicts(self, rows: int, speeds: Speeds | None) -> dict[str, Verdict]:
         """The choice for layers with a compact form if each had this many rows."""
@@ -323,14 +331,14 @@ def considered(spec: Spec, policy: AnyPolicy, cluster: Cluster, whole: Mapping[s
     return replace(spec, layer="", form="", obstacle=obstacle)
 
 
-def check_dropped(strategy: Strategy, spec: Spec, route: Route) -> None:
+def check_dropped(rounds: Rounds, spec: Spec, route: Route) -> None:
     """Refuse a parameter of which a late worker's local steps would be lost.
 
     Raises:
         IncompatibleRoute: A round may drop its outer gradient, and the route keeps no residual.
     """
-    local = isinstance(strategy.update.inner, LocalSteps) and spec.role == "parameter"
-    if local and strategy.consistency.agreed and "up: error feedback" not in route.up.facts():
+    local = isinstance(rounds.update.inner, LocalSteps) and spec.role == "parameter"
+    if local and rounds.consistency.agreed and "up: error feedback" not in route.up.facts():
         raise IncompatibleRoute(
             f"{spec.name!r} ({spec.dtype}) cannot travel {route.scheme}: a round of the first N "
             "drops the local steps of late workers unless a residual keeps them; route it to "
@@ -339,10 +347,10 @@ def check_dropped(strategy: Strategy, spec: Spec, route: Route) -> None:
         )
 
 
-def consistency_among(strategy: Strategy, cluster: Cluster) -> Consistency:
+def consistency_among(rounds: Rounds, cluster: Cluster) -> Consistency:
     """The consistency with what depends on the number of workers filled in."""
     try:
-        return strategy.consistency.among(cluster.workers)
+        return rounds.consistency.among(cluster.workers)
     except ConfigError as error:
         if not cluster.members:
             raise

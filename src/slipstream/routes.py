@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import msgspec
 
-from slipstream.codecs import AnyCodec, Dense, InPlace, SegmentCodec
+from slipstream.codecs import AnyCodec, Dense, SegmentCodec
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
@@ -47,59 +46,20 @@ class Collective(Part, frozen=True):
         return facts("over a collective")
 
 
-class SharedMemory(Part, frozen=True):
-    """Weights and gradients are in memory that the processes of one machine share.
-
-    Args:
-        slots: How many gradients a worker may have written that are not applied yet, 1 to 64.
-        consistent: Whether a worker computes on a consistent copy of the weights.
-        checkpoints: A directory for checkpoints; None: one that is removed with the job.
-        every_s: Seconds between checkpoints.
-
-    Raises:
-        ConfigError: A value is none of these.
-
-    >>> SharedMemory(slots=4).slots
-    4
-    """
-
-    slots: int = 2
-    consistent: bool = False
-    checkpoints: str | None = None
-    every_s: float = 30.0
-
-    name: ClassVar[str] = "memory"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.consistent, bool):
-            raise ConfigError(f"consistent={self.consistent!r}: choose True or False")
-        if type(self.slots) is not int or not 1 <= self.slots <= 64:
-            raise ConfigError(f"slots={self.slots!r}: choose a whole number from 1 to 64")
-        if self.checkpoints is not None and not (
-            isinstance(self.checkpoints, str) and self.checkpoints
-        ):
-            raise ConfigError(f"checkpoints={self.checkpoints!r}: give the path of a directory")
-        if not isinstance(self.every_s, int | float) or not 0 < self.every_s < math.inf:
-            raise ConfigError(f"every_s={self.every_s!r}: give seconds, more than 0")
-
-    def facts(self) -> Facts:
-        return facts("in shared memory")
-
-
 # Every transport that a route may name.
-AnyTransport = Links | Collective | SharedMemory
+AnyTransport = Links | Collective
 
 
 class Route(Part, frozen=True):
     """Who holds a tensor, how contributions and results are encoded, and the medium.
 
     Args:
-        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded``, ``Tree`` or
-            ``OneHolder``; with ``TwoLevel`` a host's workers aggregate first.
+        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded`` or ``Tree``; with
+            ``TwoLevel`` a host's workers aggregate first.
         up: How contributions are encoded: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
             ``Filter``, ``Factors``, ``Rows``.
-        down: How results are encoded; ``InPlace`` if they need not be sent.
-        over: ``Links``, ``Collective`` or ``SharedMemory``.
+        down: How results are encoded.
+        over: ``Links`` or ``Collective``.
 
     >>> from slipstream.topologies import Sharded
     >>> Route(Sharded(), up=Dense("bfloat16")).scheme
@@ -108,7 +68,7 @@ class Route(Part, frozen=True):
 
     topology: AnyTopology
     up: AnyCodec = Dense()
-    down: SegmentCodec | InPlace = Dense()
+    down: SegmentCodec = Dense()
     over: AnyTransport = Links()
 
     @property
@@ -125,16 +85,13 @@ class Route(Part, frozen=True):
             known |= facts("down: lossy")
         if "up: error feedback" in self.down.facts():
             known |= facts("down: error feedback")
-        if "up: partial exchange" in self.down.facts():
-            known |= facts("down: partial exchange")
         if "up: agreed basis" in self.down.facts():
             known |= facts("down: agreed basis")
         if "up: each value rounded" in self.down.facts():
             known |= facts("down: each value rounded")
         if self.down == self.up:
             known |= facts("down: as up")
-        # A codec's facts are about contributions; InPlace, which is for results, has its own.
-        return known | self.down.facts() if isinstance(self.down, InPlace) else known
+        return known
 
     def obstacle(self, spec: Spec) -> str:
         """Why a tensor cannot take this route, and what to use instead; empty if it can."""

@@ -51,8 +51,7 @@ RULES = (
     Incompatibility(
         facts("every worker holds", "each gradient is an update"),
         "workers would apply gradients in different orders, and their weights would drift apart",
-        "use Sharded(), All(), or up=Filter(Rotate())",
-        unless=facts("up: partial exchange"),
+        "use Sharded(), or All()",
     ),
     Incompatibility(
         facts("every worker holds", "rounds of the first N"),
@@ -68,7 +67,6 @@ RULES = (
         facts("every worker holds", "survives lost workers"),
         "workers may have received different parts of what a lost worker sent",
         "use Sharded()",
-        unless=facts("up: partial exchange"),
     ),
     Incompatibility(
         facts("every worker holds", "over links", "down: lossy"),
@@ -223,17 +221,6 @@ RULES = (
         "weights that are rounded on the way down stay rounded, and the errors add up",
         "use down=Dense()",
     ),
-    Incompatibility(
-        facts("down: partial exchange"),
-        "a result is sent once, so entries that are left out would never be sent",
-        "use down=Filter(Above()), or down=Dense()",
-    ),
-    Incompatibility(
-        facts("down: nothing is sent"),
-        "no worker would get the result",
-        "use down=Dense()",
-        unless=facts("up: partial exchange", "in shared memory"),
-    ),
     # ---- What is sent, and who applies it.
     Incompatibility(
         facts("leaves during backward"),
@@ -312,19 +299,6 @@ RULES = (
         "use All(), or FirstOf() with Nesterov(at='server')",
     ),
     Incompatibility(
-        facts("deltas grow with workers"),
-        "growth= and warm_steps= scale each worker's own update deltas, but here their mean is "
-        "added",
-        "use Add() without growth= and warm_steps=, or up=Filter(Rotate())",
-        unless=facts("up: partial exchange"),
-    ),
-    Incompatibility(
-        facts("keeps its own update"),
-        "an update that the worker keeps would come back as part of the mean, and count twice",
-        "use UserSteps(own='returned'), or up=Filter(Rotate())",
-        unless=facts("up: partial exchange"),
-    ),
-    Incompatibility(
         facts("damped by age", "workers update"),
         "only the holder of the weights knows how old a gradient is",
         "use Constant(), or UserOptimizer(at='server')",
@@ -336,11 +310,6 @@ RULES = (
         unless=facts("may run ahead", "update deltas are sent"),
     ),
     Incompatibility(
-        facts("damped", "up: partial exchange"),
-        "peers add a worker's update deltas as they are",
-        "leave the damping out, and set the learning rate instead",
-    ),
-    Incompatibility(
         facts("ramps up"),
         "only a server counts updates, and knows when a worker may begin",
         "leave ramp_up= out, or use Sharded()",
@@ -350,138 +319,5 @@ RULES = (
         facts("clips", "leaves during backward"),
         "the norm of the whole gradient is known only after backward",
         "use AfterBackward(), which is overlap=False",
-    ),
-    # ---- Partial exchange (Ako): partitions of accumulated updates, from worker to worker.
-    Incompatibility(
-        facts("up: partial exchange"),
-        "partitions are sent whenever the link is free",
-        "use schedule=Merging()",
-        unless=facts("leaves when the link is free"),
-    ),
-    Incompatibility(
-        facts("leaves when the link is free"),
-        "only partitions of accumulated updates may leave at any time",
-        "use up=Filter(Rotate()), or another schedule",
-        unless=facts("up: partial exchange"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange"),
-        "partitions are sent from worker to worker",
-        "use Route(Mesh(), up=Filter(Rotate()), down=InPlace())",
-        unless=facts("every worker holds"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange"),
-        "a worker has applied its own update already, and only its peers add it",
-        "use Update(inner=UserSteps(own='kept'), outer=Add(at='worker'))",
-        unless=facts("keeps its own update"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange"),
-        "partitions belong to no round",
-        "use Consistency(Asynchronous(), LagBehindPeers())",
-        unless=facts("bounded lead over peers"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange"),
-        "partitions belong to no round",
-        "use Consistency(Asynchronous(), LagBehindPeers())",
-        unless=facts("each gradient is an update"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange"),
-        "peers add partitions as they arrive, and no result is sent back",
-        "use down=InPlace()",
-        unless=facts("down: nothing is sent"),
-    ),
-    Incompatibility(
-        facts("up: partial exchange", "up: shorter values"),
-        "partitions are sent as float32, and are not compressed",
-        "use Filter(Rotate()) without values= and squeeze=",
-    ),
-    Incompatibility(
-        facts("up: partial exchange", "several routes"),
-        "partitions are cut from all parameters as one vector",
-        "use Everywhere() with one route",
-    ),
-    Incompatibility(
-        facts("bounded lead over peers"),
-        "only messages with partitions tell a worker how many steps its peers have made",
-        "use Lag(), or up=Filter(Rotate())",
-        unless=facts("up: partial exchange"),
-    ),
-    # ---- Shared memory.
-    Incompatibility(
-        facts("waits for nobody"),
-        "over links, gradients would queue up without limit",
-        "use Lag(0), or over=SharedMemory()",
-        unless=facts("in shared memory"),
-    ),
-    Incompatibility(
-        facts("one process holds"),
-        "one process can hold all weights only in shared memory",
-        "use over=SharedMemory(), or Sharded()",
-        unless=facts("in shared memory"),
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "in shared memory every gradient is an update of its own",
-        "use Consistency(Asynchronous(), NoWait())",
-        unless=facts("each gradient is an update"),
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "in shared memory a worker waits only when its slots are full",
-        "use Consistency(Asynchronous(), NoWait())",
-        unless=facts("waits for nobody"),
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "weights in shared memory have one owner",
-        "use OneHolder()",
-        unless=facts("one process holds"),
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "workers read weights in shared memory where they are, so nothing is sent back",
-        "use down=InPlace()",
-        unless=facts("down: nothing is sent"),
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "backward writes gradients into shared memory as they are (used rows of embeddings only)",
-        "use up=Dense()",
-        any_of=facts("up: lossy", "up: compact form"),
-    ),
-    Incompatibility(
-        facts("in shared memory", "several routes"),
-        "all tensors of a model are in one shared memory",
-        "use Everywhere() with one route",
-    ),
-    Incompatibility(
-        facts("in shared memory"),
-        "backward writes gradients, not update deltas, into shared memory",
-        "use Update(inner=Gradients())",
-        any_of=facts("update deltas are sent", "outer gradients are sent"),
-    ),
-    Incompatibility(
-        facts("in shared memory", "averages"),
-        "weights in shared memory change all the time, and are not averaged",
-        "leave out averaged=, or use async_sgd()",
-    ),
-    Incompatibility(
-        facts("in shared memory", "clips"),
-        "gradients are in shared memory before their norm is known",
-        "leave out clip_norm=, or use async_sgd()",
-    ),
-    Incompatibility(
-        facts("in shared memory", "leaves during backward"),
-        "a slot in shared memory is handed to the server as a whole",
-        "use AfterBackward()",
-    ),
-    Incompatibility(
-        facts("in shared memory", "damped"),
-        "the server in shared memory applies all gradients with the same learning rate",
-        "leave the damping out, or use async_sgd()",
     ),
 )

@@ -68,16 +68,5 @@ class Priority(WaitFree, frozen=True):
         return forward_order
 
 
-class Merging(AfterBackward, frozen=True):
-    """Send after backward, when the link is free. What cannot be sent yet is added to the next.
-
-    >>> Merging().leaves_during_backward
-    False
-    """
-
-    def facts(self) -> Facts:
-        return facts("leaves when the link is free")
-
-
 # Every schedule that a strategy may name.
-AnySchedule = AfterBackward | WaitFree | Priority | Merging
+AnySchedule = AfterBackward | WaitFree | Priority

@@ -1,4 +1,4 @@
-"""A strategy is data: routes, a consistency, an update, a schedule. It holds no code.
+"""A strategy is data: a name, and a method with its parts. It holds no code.
 
 ``Strategy.plan`` turns it into chunks, units and holders, or refuses it with a reason, before
 training starts. Servers receive the whole strategy, and compute the same plan.
@@ -11,26 +11,22 @@ from typing import Any
 
 import msgspec
 
-from slipstream.codecs import Filter, Rotate
 from slipstream.compat import check
-from slipstream.consistency import Consistency, FirstOf
+from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError
 from slipstream.fields import misplaced
+from slipstream.methods import AnyMethod, Rounds
 from slipstream.plan import Plan
 from slipstream.planning.costs import Speeds
-from slipstream.planning.layout import CHUNK_BYTES
-from slipstream.routes import AnyPolicy, SharedMemory, between_hosts
-from slipstream.schedules import AnySchedule, WaitFree
+from slipstream.routes import between_hosts
 from slipstream.topologies import TwoLevel
-from slipstream.types import LARGEST_CHUNK_BYTES, Cluster, Spec
-from slipstream.updates import Update
+from slipstream.types import Cluster, Spec
 
 # Names in JSON that earlier versions wrote, by the field that has them.
 RESPELLED = {
     "part": {
         "Each": "Asynchronous",
         "Fold": "StaleSynchronous",
-        "Free": "NoWait",
         "Off": "Gradients",
         "User": "UserOptimizer",
     },
@@ -44,37 +40,27 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         name: The name in logs and metrics.
-        routes: Which route each tensor takes.
-        consistency: Which contributions count, and when a worker may continue.
-        update: What is sent, and who applies it.
-        schedule: When a gradient is sent.
-        chunk_bytes: The largest part of a tensor that is sent as one message.
-
-    Raises:
-        ConfigError: ``chunk_bytes`` is not a number of bytes that a message may have.
+        method: How workers come by each other's updates: in ``Rounds``, by ``PartialExchange``, or
+            by ``SharedMemoryUpdates``.
 
     >>> from slipstream.routes import Everywhere, Route
     >>> from slipstream.topologies import Mesh
-    >>> mine = Strategy("mine", Everywhere(Route(Mesh())))
+    >>> mine = Strategy("mine", Rounds(Everywhere(Route(Mesh()))))
     >>> Strategy.from_json(mine.to_json()) == mine
     True
     """
 
     name: str
-    routes: AnyPolicy
-    consistency: Consistency = Consistency()
-    update: Update = Update()
-    schedule: AnySchedule = WaitFree()
-    chunk_bytes: int = CHUNK_BYTES
+    method: AnyMethod
 
     def __post_init__(self) -> None:
         if trouble := misplaced(self):
-            raise ConfigError(f"strategy {self.name!r}: {trouble}")
-        if type(self.chunk_bytes) is not int or not 1 <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
-            raise ConfigError(
-                f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 1 or more, at most "
-                f"{LARGEST_CHUNK_BYTES}"
-            )
+            raise ConfigError(f"strategy {self.name!r}: {trouble.removeprefix('method.')}")
+
+    @property
+    def rounds(self) -> Rounds:
+        """The rounds of the method; of other methods, what holds for these and rounds alike."""
+        return self.method.as_rounds()
 
     def plan(self, specs: Sequence[Spec], cluster: Cluster) -> Plan:
         """Route, check and lay out every tensor.
@@ -94,21 +80,9 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan.make(self, specs, cluster)
 
     @property
-    def shared_memory(self) -> SharedMemory | None:
-        """The memory that workers of one machine share; None if they share none."""
-        found = (r.over for r in self.routes.routes() if isinstance(r.over, SharedMemory))
-        return next(found, None)
-
-    @property
-    def rotation(self) -> Rotate | None:
-        """The rotation of partial exchange; None if the strategy has no partial exchange."""
-        filters = (r.up.select for r in self.routes.routes() if isinstance(r.up, Filter))
-        return next((select for select in filters if isinstance(select, Rotate)), None)
-
-    @property
     def two_levels(self) -> bool:
         """Whether workers of one host aggregate first."""
-        return any(isinstance(route.topology, TwoLevel) for route in self.routes.routes())
+        return any(isinstance(route.topology, TwoLevel) for route in self.rounds.routes.routes())
 
     def rounds_may_lack_workers(self, workers: int) -> bool:
         """Whether a round may wait for workers that have gone on to other places of the loop.
@@ -118,7 +92,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: The strategy is impossible with so many workers.
         """
-        rule = self.consistency.among(workers).admit
+        rule = self.rounds.consistency.among(workers).admit
         if not isinstance(rule, FirstOf):
             return False
         of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
@@ -127,7 +101,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         """Whether any tensor is sent to a server."""
-        policy = between_hosts(self.routes)
+        policy = between_hosts(self.rounds.routes)
         return any(
             route.topology.needs_servers
             for spec in specs
@@ -136,7 +110,9 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def config_fingerprint(self) -> list[str]:
         """One line for each field, which must be equal on all ranks."""
-        return [f"strategy {name}: {getattr(self, name)!r}" for name in self.__struct_fields__]
+        method = {name: getattr(self.method, name) for name in self.method.__struct_fields__}
+        said = {"name": self.name, "method": type(self.method).__name__} | method
+        return [f"strategy {name}: {value!r}" for name, value in said.items()]
 
     def to_json(self) -> str:
         """All of it as JSON text.
@@ -204,6 +180,8 @@ def respelled(text: str | bytes) -> str:
         pending = [msgspec.json.decode(text)]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
+    if isinstance(pending[0], dict) and "routes" in pending[0]:
+        return 'write its parts as "method": {"part": "Rounds", "routes": …}'
     found: dict[str, str] = {}
     while pending:
         value = pending.pop()

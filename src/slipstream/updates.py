@@ -9,8 +9,6 @@ from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
 
 At = Literal["worker", "server"]
-Growth = Literal["none", "sqrt", "linear"]
-GROWTHS: dict[Growth, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def _by(at: At) -> Facts:
@@ -38,28 +36,16 @@ class Gradients(Part, frozen=True):
 class UserSteps(Part, frozen=True):
     """The user's optimizer steps first; the update delta, the change of the weights, is sent.
 
-    Args:
-        own: "returned": the worker takes its own delta back, and gets it again as a part of the
-            mean. "kept": the delta stays in the worker's weights, and only its peers add it.
+    A worker takes its own delta back, and gets it again as a part of the mean.
 
-    Raises:
-        ConfigError: ``own`` is neither.
-
-    >>> Update(inner=UserSteps(own="returned"), outer=Add(at="worker")).inner.travels
+    >>> Update(inner=UserSteps(), outer=Add(at="worker")).inner.travels
     'steps'
     """
 
-    own: Literal["returned", "kept"] = "returned"
-
     travels: ClassVar[Literal["steps"]] = "steps"
 
-    def __post_init__(self) -> None:
-        if self.own not in ("returned", "kept"):
-            raise ConfigError(f"own={self.own!r}: choose 'returned' or 'kept'")
-
     def facts(self) -> Facts:
-        kept = facts("keeps its own update") if self.own == "kept" else facts()
-        return facts("update deltas are sent") | kept
+        return facts("update deltas are sent")
 
 
 class LocalSteps(Part, frozen=True):
@@ -160,51 +146,22 @@ class UserOptimizer(Part, frozen=True):
 
 
 class Add(Part, frozen=True):
-    """Add the result, which is made of update deltas, to the weights.
-
-    Each worker's delta counts c = 1/n, so that n workers move as far as the mean of their deltas.
+    """Add the result, which is the mean of update deltas, to the weights.
 
     Args:
         at: Where it is added; at workers, since only they know their weights.
-        growth: "none"; "sqrt" or "linear" make c √n or n times as large.
-        warm_steps: The number of steps in which c grows, linearly, from 1/n to that.
 
     Raises:
-        ConfigError: A value is invalid.
-
-    >>> [Add(growth="linear", warm_steps=10).coefficient(step, workers=4) for step in (0, 5, 10)]
-    [0.25, 0.625, 1.0]
+        ConfigError: ``at`` is no place.
     """
 
     at: At = "worker"
-    growth: Growth = "none"
-    warm_steps: int = 0
 
     def __post_init__(self) -> None:
         _check_place(self.at)
-        if self.growth not in GROWTHS:
-            raise ConfigError(f"growth={self.growth!r}: choose one of {', '.join(GROWTHS)}")
-        if type(self.warm_steps) is not int or self.warm_steps < 0:
-            raise ConfigError(f"warm_steps={self.warm_steps!r}: give a number of steps, 0 or more")
 
     def facts(self) -> Facts:
-        grows = self.growth != "none" or self.warm_steps
-        more = facts("deltas grow with workers") if grows else facts()
-        return _by(self.at) | facts("adds the result") | more
-
-    def coefficient(self, step: int, workers: int) -> float:
-        """The factor of one worker's delta.
-
-        Args:
-            step: How many steps the worker has made before.
-            workers: n.
-
-        >>> Add().coefficient(0, workers=4), Add(growth="linear").coefficient(0, workers=4)
-        (0.25, 1.0)
-        """
-        full = workers ** GROWTHS[self.growth]
-        warmth = min(1.0, step / self.warm_steps) if self.warm_steps else 1.0
-        return float((1.0 + (full - 1.0) * warmth) / workers)
+        return _by(self.at) | facts("adds the result")
 
 
 class Nesterov(Part, frozen=True):

@@ -24,11 +24,11 @@ def test_rotation_follows_its_equation(partitions: int, same: bool) -> None:
 
 def test_ako_holds_back_by_the_same_bound_at_every_time() -> None:
     specs = [Spec("weight", (4,), "float32", 0)]
-    rotate = ako(partitions=1, delta=0.5).plan(specs, Cluster(2, 0)).rotation
-    assert rotate is not None
+    rule = ako(partitions=1, delta=0.5).plan(specs, Cluster(2, 0)).partial_exchange
+    assert rule is not None
     accumulators = PeerAccumulators(Rotation(1), sender=0, peers=[1], numel=4)
     (accumulator,) = accumulators.accumulators
     accumulators.add(np.float32([0.49, 0.51, -0.49, -0.51]))
-    sent = [accumulators.take(accumulator, rotate.above)[1].tolist() for _ in range(50)]
+    sent = [accumulators.take(accumulator, rule.held_back)[1].tolist() for _ in range(50)]
     np.testing.assert_array_equal(sent[0], np.float32([0, 0.51, 0, -0.51]))
     assert not np.any(sent[1:])

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.codecs import Above, Dense, Filter
 from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
@@ -138,7 +139,7 @@ class ServerHarness:
 
 
 def sharded(consistency: Consistency, update: Update, up: Dense | Filter = Dense()) -> Strategy:  # noqa: B008
-    return Strategy("sample", Everywhere(Route(Sharded(), up=up)), consistency, update)
+    return Strategy("sample", Rounds(Everywhere(Route(Sharded(), up=up)), consistency, update))
 
 
 # ---- workers that leave
@@ -169,7 +170,9 @@ def test_worker_left_from_rank_0_or_itself_closes_the_round(speaker: int) -> Non
 def test_lost_worker_may_return_but_no_lost_host(hosts: tuple[tuple[int, ...], ...]) -> None:
     """The ranks that are left of a host may still send what the host had begun."""
     route = Route(TwoLevel(Sharded()), up=Dense())
-    strategy = Strategy("first", Everywhere(route), Consistency(FirstOf(first=1)), AT_HOLDER)
+    strategy = Strategy(
+        "first", Rounds(Everywhere(route), Consistency(FirstOf(first=1)), AT_HOLDER)
+    )
     harness = ServerHarness(strategy, 2, hosts)
     speaker = hosts[1][0] if hosts else 1
     harness.send(0, WorkerLeft(1))
@@ -188,7 +191,7 @@ def test_results_go_to_every_worker_until_all_bypass_a_lost_one() -> None:
     """The server sends to rank 0, rank 0 to rank 1, and so on; rank 1 is lost."""
     chain = Tree((((0,), (1,), (2,), (3,), ()),))
     route = Route(chain, up=Dense())
-    strategy = Strategy("chain", Everywhere(route), Consistency(All(without_lost=True)))
+    strategy = Strategy("chain", Rounds(Everywhere(route), Consistency(All(without_lost=True))))
     harness = ServerHarness(strategy, workers=4)
     assert receivers(harness, range(4), 0) == [0]
     harness.send(0, WorkerLeft(1))
@@ -207,7 +210,7 @@ def test_results_go_to_every_worker_until_all_bypass_a_lost_one() -> None:
 
 def test_mean_over_uneven_hosts_is_the_mean_over_workers() -> None:
     """A host sends its sum divided by the mean number of workers of a host."""
-    strategy = Strategy("hosts", Everywhere(Route(TwoLevel(Sharded()), up=Dense())))
+    strategy = Strategy("hosts", Rounds(Everywhere(Route(TwoLevel(Sharded()), up=Dense()))))
     harness = ServerHarness(strategy, 2, hosts=((0,), (1, 2)))
     harness.push(0, 1 / 1.5, 0.0)  # rank 0 has 1, 0
     harness.push(1, 5 / 1.5, 12 / 1.5)  # ranks 1 and 2 have 2, 4 and 3, 8
@@ -218,10 +221,12 @@ def test_late_outer_gradient_is_divided_by_its_number_of_blocks() -> None:
     """Rank 1 missed two rounds, and sends the sum of three blocks of local steps."""
     strategy = Strategy(
         "outer rounds",
-        Everywhere(Route(Sharded(), up=Filter(Above(0.0, decay="constant")))),
-        Consistency(FirstOf(first=1)),
-        Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0, at="server")),
-        AfterBackward(),
+        Rounds(
+            Everywhere(Route(Sharded(), up=Filter(Above(0.0, decay="constant")))),
+            Consistency(FirstOf(first=1)),
+            Update(LocalSteps(2), Nesterov(lr=1.0, momentum=0.0, at="server")),
+            AfterBackward(),
+        ),
     )
     harness = ServerHarness(strategy, workers=2)
     for round_ in range(2):
@@ -279,7 +284,7 @@ def test_loaded_state_replaces_all_of_the_state_before() -> None:
 
 def test_damaged_residual_is_refused_and_changes_nothing() -> None:
     route = Route(Sharded(), up=Dense(), down=Filter(Above(1.0, decay="constant")))
-    harness = ServerHarness(Strategy("filtered", Everywhere(route)), workers=1)
+    harness = ServerHarness(Strategy("filtered", Rounds(Everywhere(route))), workers=1)
     harness.push(0, 0.5, 2.0)
     frame = np.float32([8.0, 8.0])
     body = State(0, [(0, "residual", "float32")], checksum([frame]) ^ 1)

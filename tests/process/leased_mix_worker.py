@@ -15,6 +15,7 @@ import slipstream
 from slipstream import Strategy
 from slipstream.codecs import Above, Dense, Filter
 from slipstream.consistency import Consistency, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.topologies import Sharded
 from slipstream.updates import Update, UserOptimizer
@@ -61,9 +62,9 @@ if __name__ == "__main__":
     route = Route(Sharded(), up=CODECS[sys.argv[1]])
     strategy = Strategy(
         "leased",
-        Everywhere(route),
-        Consistency(FirstOf(FIRST)),
-        Update(outer=UserOptimizer(at="server")),
+        Rounds(
+            Everywhere(route), Consistency(FirstOf(FIRST)), Update(outer=UserOptimizer(at="server"))
+        ),
     )
     dealt: list[int] = []
     with slipstream.init(start_limit_s=60, wait_limit_s=60) as job:

@@ -108,11 +108,12 @@ def one_rank_wrong(job: Any) -> None:
 
 def only_factors(job: Any) -> None:
     from slipstream.codecs import Factors
+    from slipstream.methods import Rounds
     from slipstream.routes import Everywhere, Route
     from slipstream.strategy import Strategy
     from slipstream.topologies import Mesh
 
-    strategy = Strategy("factors", Everywhere(Route(Mesh(), up=Factors())))
+    strategy = Strategy("factors", Rounds(Everywhere(Route(Mesh(), up=Factors()))))
     job.distribute([pair(), pair()], strategy)
 
 

@@ -16,6 +16,7 @@ from local_steps_worker import HIDDEN, INPUTS, STEPS, build, inner, real, step_o
 from test_mixes import vector
 
 from slipstream.codecs import Above, Drop, Filter, Quantized
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
@@ -110,7 +111,7 @@ def test_every_outer_round_is_what_one_process_makes_of_it(
 def composed(route: Route, update: Update) -> str:
     """Outer rounds over one route, as JSON."""
     return Strategy(
-        "composed", Everywhere(route), update=update, schedule=AfterBackward()
+        "composed", Rounds(Everywhere(route), update=update, schedule=AfterBackward())
     ).to_json()
 
 

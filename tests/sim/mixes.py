@@ -10,6 +10,7 @@ import numpy as np
 
 from slipstream.codecs import Dense, Factors, Rows
 from slipstream.consistency import Asynchronous, ByAge, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
@@ -50,7 +51,7 @@ def sgd(specs: tuple[Spec, ...]) -> OptimizerRecipe:
 
 def specs_for(strategy: Strategy) -> tuple[Spec, ...]:
     """Tensors that all routes of the strategy can carry."""
-    forms = {route.up.form for route in strategy.routes.routes()}
+    forms = {route.up.form for route in strategy.rounds.routes.routes()}
     if "factors" in forms:
         return LINEAR if len(forms) == 1 else (*LINEAR, *SMALL, *DENSE)
     if "rows" in forms:
@@ -71,7 +72,7 @@ def whole_numbers(specs: tuple[Spec, ...], seed: int) -> Any:
 
 def run(strategy: Strategy, seed: int = 0) -> Simulation:
     specs = specs_for(strategy)
-    topologies = {route.topology for route in strategy.routes.routes()}
+    topologies = {route.topology for route in strategy.rounds.routes.routes()}
     needs_servers = any(topology.needs_servers for topology in topologies)
     return simulate(
         strategy,
@@ -82,18 +83,18 @@ def run(strategy: Strategy, seed: int = 0) -> Simulation:
         seed=seed,
         contribute=whole_numbers(specs, seed),
         conduct=SLOW,
-        optimizer=sgd(specs) if strategy.update.holder_applies else None,
+        optimizer=sgd(specs) if strategy.rounds.update.holder_applies else None,
     )
 
 
 def run_and_check(strategy: Strategy) -> None:
     """One run of which everything that is kept must hold, averaged weights included."""
-    if strategy.update.average is None or not strategy.update.holder_applies:
+    if strategy.rounds.update.average is None or not strategy.rounds.update.holder_applies:
         check(run(strategy))
         return
     from slipstream.torch.optimizers.shard_optimizer import ChunkOptimizer
 
-    decay, update = strategy.update.average.decay, ChunkOptimizer.update
+    decay, update = strategy.rounds.update.average.decay, ChunkOptimizer.update
     expected: dict[ChunkOptimizer, list[Any]] = {}
 
     def watched(held: ChunkOptimizer, *told: Any) -> None:
@@ -199,4 +200,4 @@ def tolerance(plan: Any) -> float:
 
 
 def everywhere(name: str, route: Route, **fields: Any) -> Strategy:
-    return Strategy(name, Everywhere(route), **fields)
+    return Strategy(name, Rounds(Everywhere(route), **fields))

@@ -10,6 +10,7 @@ from test_simulated_backup_workers import AWAY, SEEDS, SLOW, conducts
 
 from slipstream.codecs import Above, Drop, Filter, OneBit, SegmentCodec
 from slipstream.consistency import Consistency, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
@@ -35,10 +36,12 @@ def dyadic(seed: int):
 def play(codec: SegmentCodec, workers: int, seed: int, conduct: dict[int, Conduct]) -> Simulation:
     strategy = Strategy(
         "filtered",
-        Everywhere(Route(Sharded(), up=codec)),
-        Consistency(FirstOf(first=FIRST)),
-        Update(outer=UserOptimizer(at="server")),
-        chunk_bytes=1024,
+        Rounds(
+            Everywhere(Route(Sharded(), up=codec)),
+            Consistency(FirstOf(first=FIRST)),
+            Update(outer=UserOptimizer(at="server")),
+            chunk_bytes=1024,
+        ),
     )
     return simulate(
         strategy,

@@ -8,6 +8,7 @@ from mixes import sgd
 
 from slipstream.codecs import Above, Filter, Quantized, SegmentCodec
 from slipstream.consistency import Consistency, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
@@ -25,11 +26,13 @@ def test_equal_outer_gradients_move_weights_by_one_of_them_a_round(codec: Segmen
     """A mean over blocks does not depend on how many blocks a contribution is the sum of."""
     strategy = Strategy(
         "late blocks",
-        Everywhere(Route(Sharded(), up=codec)),
-        Consistency(FirstOf(first=2)),
-        Update(LocalSteps(4), Nesterov(lr=1.0, momentum=0.0, at="server")),
-        AfterBackward(),
-        chunk_bytes=1024,
+        Rounds(
+            Everywhere(Route(Sharded(), up=codec)),
+            Consistency(FirstOf(first=2)),
+            Update(LocalSteps(4), Nesterov(lr=1.0, momentum=0.0, at="server")),
+            AfterBackward(),
+            chunk_bytes=1024,
+        ),
     )
     ones = [np.ones(spec.numel, np.float32) for spec in SPECS]
     run = simulate(

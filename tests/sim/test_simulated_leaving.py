@@ -5,6 +5,7 @@ from mixes import DENSE, sgd, whole_numbers
 
 from slipstream.codecs import Dense
 from slipstream.consistency import All, Consistency, Lag, StaleSynchronous
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.testing import Conduct, Simulation, simulate
@@ -25,10 +26,12 @@ def play(
 ) -> Simulation:
     strategy = Strategy(
         "leaving",
-        Everywhere(Route(topology, up=Dense())),
-        Consistency(admit, Lag(2)),
-        Update(outer=UserOptimizer(at="server")),
-        chunk_bytes=2048,
+        Rounds(
+            Everywhere(Route(topology, up=Dense())),
+            Consistency(admit, Lag(2)),
+            Update(outer=UserOptimizer(at="server")),
+            chunk_bytes=2048,
+        ),
     )
     return simulate(
         strategy,

@@ -11,6 +11,7 @@ from mixes import check, sgd
 from slipstream.codecs import Dense, LowRank, Quantized
 from slipstream.consistency import All, Consistency, FirstOf, Lag
 from slipstream.errors import IncompatibleRoute
+from slipstream.methods import Rounds
 from slipstream.routes import ByTensor, Everywhere, Large, Prefer, Route, Rule
 from slipstream.strategy import Strategy
 from slipstream.systems import low_rank
@@ -31,7 +32,9 @@ TREE = Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))
 
 def preferring(route: Route, **fields: Any) -> Strategy:
     # Small chunks: results of one tensor come back in several messages.
-    return Strategy("low", Prefer((route, Route(route.topology))), chunk_bytes=4096, **fields)
+    return Strategy(
+        "low", Rounds(Prefer((route, Route(route.topology))), chunk_bytes=4096, **fields)
+    )
 
 
 ROADS = {
@@ -152,11 +155,11 @@ def test_a_large_tensor_is_one_contribution_and_many_messages_back() -> None:
 
 
 def test_vectors_and_full_matrices_must_go_another_way() -> None:
-    everywhere = Strategy("low", Everywhere(Route(Sharded(), LowRank(40), Dense())))
+    everywhere = Strategy("low", Rounds(Everywhere(Route(Sharded(), LowRank(40), Dense()))))
     with pytest.raises(IncompatibleRoute, match=r"'fc.weight' cannot travel .* choose rank=24"):
         everywhere.plan(SPECS[2:], Cluster(2, 2))
     with pytest.raises(IncompatibleRoute, match=r"'conv.bias' .* route it to Dense\(\)"):
         everywhere.plan(SPECS[1:2], Cluster(2, 2))
     by_tensor = ByTensor((Rule(Large(1024, dims=2), Route(Sharded(), RANK)),), Route(Sharded()))
-    plan = Strategy("low", by_tensor).plan(SPECS, Cluster(2, 2))
+    plan = Strategy("low", Rounds(by_tensor)).plan(SPECS, Cluster(2, 2))
     assert [plan.routes[r].up.name for r in plan.route_of] == ["rank-3", "dense", "rank-3"]

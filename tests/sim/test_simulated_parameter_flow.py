@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.codecs import Above, Dense, Filter
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.systems import parameter_flow, push_pull
@@ -207,7 +208,7 @@ def test_servers_bound_of_the_root_decays_from_the_first_round_on() -> None:
         return entry.tobytes()
 
     route = Route(Sharded(), up=Dense(), down=Filter(Above(1.0, decay="root")))
-    strategy = Strategy("filtered down", Everywhere(route))
+    strategy = Strategy("filtered down", Rounds(Everywhere(route)))
     run = simulate(strategy, specs, workers=1, servers=1, rounds=ROUNDS, contribute=contribute)
     for round_, (results,) in enumerate(run.results):
         sent = [floats(content) != 0 for content in results if content is not None]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipstream.codecs import Dense, Factors
 from slipstream.consistency import Consistency, Progress
 from slipstream.errors import ConfigError, RuntimeFault, WaitLimit
+from slipstream.methods import Rounds
 from slipstream.routes import ByTensor, Everywhere, Large, Route, Rule
 from slipstream.schedules import Priority, WaitFree
 from slipstream.strategy import Strategy
@@ -184,7 +185,7 @@ def mixed(schedule: Priority | WaitFree) -> Strategy:
     mesh = Route(Mesh(), up=Dense())
     odd = tuple(Rule(Large(0, pattern=f"layer{i}"), mesh) for i in (1, 3))
     routes = ByTensor(odd, default=Route(Sharded(), up=Dense()))
-    return Strategy("mixed", routes, schedule=schedule, chunk_bytes=4096)
+    return Strategy("mixed", Rounds(routes, schedule=schedule, chunk_bytes=4096))
 
 
 @given(st.integers(2, 4), st.integers(1, 2), st.integers(0, 2**32))
@@ -318,7 +319,7 @@ def test_a_job_that_nobody_lets_go_on_is_found_out() -> None:
         def may_start(self, progress: Progress) -> bool:
             return progress.round == 0
 
-    stuck = Strategy("stuck", Everywhere(Route(Mesh())), Never())
+    stuck = Strategy("stuck", Rounds(Everywhere(Route(Mesh())), Never()))
     with pytest.raises(WaitLimit, match="the results of round 1"):
         simulate(stuck, layers(10), workers=2)
 
@@ -353,7 +354,7 @@ def test_collectives_cannot_be_simulated() -> None:
 def test_mesh_workers_send_rows_of_a_layer_to_different_peers_first() -> None:
     """Each begins with the next rank, so that no link receives the rows of all at once."""
     specs = [Spec("fc.weight", (12, 20), "float32", 0, layer="fc", form="factors")]
-    strategy = Strategy("factors", Everywhere(Route(Mesh(), up=Factors())))
+    strategy = Strategy("factors", Rounds(Everywhere(Route(Mesh(), up=Factors()))))
     run = simulate(strategy, specs, workers=4, rounds=1)
     for rank in range(4):
         sent = [e for e in run.trace if (e.kind, e.source) == ("sent", f"rank {rank}")]

@@ -6,14 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.codecs import Rotate
-from slipstream.consistency import LagBehindPeers
 from slipstream.errors import RuntimeFault
+from slipstream.methods import PartialExchange
 from slipstream.runtime.gossip.gossip import GossipChannel
 from slipstream.runtime.gossip.handover import JoinCoordinator, Joiner, JoinPeer
 from slipstream.runtime.gossip.pace import Pace
@@ -77,11 +77,10 @@ class Trainer:
         self.member.coordination.on_lost = self.tell_lost if rank == 0 else None
         self.member.on(Lost, self.on_lost)
         names = [f"rank {peer}" for peer in peers]
-        self.pace = Whim(world.slices, 4 * NUMEL, names, 1e6, transport, lambda: 0.0)
+        self.pace = Whim(world.rule, 4 * NUMEL, names, 1e6, transport, lambda: 0.0)
         self.weights = Vector()
         self.exchange = GossipChannel(
             rank,
-            world.slices,
             world.rule,
             self.member,
             self.weights,
@@ -123,8 +122,9 @@ class Trainer:
 
 
 class World:
-    def __init__(self, workers: int, slices: Rotate, tau: int, seed: int) -> None:
-        self.workers, self.slices, self.rule = workers, slices, LagBehindPeers(tau)
+    def __init__(self, workers: int, slices: PartialExchange, tau: int, seed: int) -> None:
+        self.workers = workers
+        self.rule = msgspec.structs.replace(slices, staleness=tau)
         self.network = MemoryNetwork(seed)
         self.numbers = np.random.default_rng(seed)
         self.random = random.Random(seed)
@@ -155,7 +155,7 @@ class World:
             return
         known = [t for t in self.alive if trainer.exchange.heard_of(t.rank)]
         slowest = min((t.exchange.made for t in known), default=trainer.exchange.made)
-        reach = trainer.exchange.partitions + (self.rule.extra or 0)
+        reach = trainer.exchange.partitions + (self.rule.staleness or 0)
         assert trainer.exchange.made < slowest + reach
         trainer.step()
 
@@ -248,7 +248,7 @@ def play(world: World, actions: int, haste: float, whims: float) -> None:
 @given(schedules)
 @settings(max_examples=250, deadline=None)
 def test_each_update_is_applied_by_everybody_exactly_once(drawn: dict[str, Any]) -> None:
-    slices = Rotate(drawn["partitions"], same_for_all=drawn["same"])
+    slices = PartialExchange(drawn["partitions"], same_for_all=drawn["same"])
     world = World(drawn["workers"], slices, drawn["tau"], drawn["seed"])
     for final in (False, True):
         play(world, drawn["actions"], drawn["haste"], drawn["whims"])
@@ -263,7 +263,7 @@ def test_each_update_is_applied_by_everybody_exactly_once(drawn: dict[str, Any])
 def test_the_rest_lose_nothing_of_each_other_when_one_dies(
     drawn: dict[str, Any], dies_at: int
 ) -> None:
-    slices = Rotate(drawn["partitions"], same_for_all=drawn["same"])
+    slices = PartialExchange(drawn["partitions"], same_for_all=drawn["same"])
     world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
     dead = world.random.choice(world.trainers[1:])
     dead.moves = False  # who has got how much of its updates would be anybody's guess
@@ -282,7 +282,7 @@ def test_the_rest_lose_nothing_of_each_other_when_one_dies(
 def test_who_comes_back_has_each_update_once(drawn: dict[str, Any], pauses: list[int]) -> None:
     """Whatever was under way when it died and when it came, also if it dies on the way, and others
     with it, and others drain meanwhile."""
-    slices = Rotate(drawn["partitions"], same_for_all=drawn["same"])
+    slices = PartialExchange(drawn["partitions"], same_for_all=drawn["same"])
     world = World(max(3, drawn["workers"]), slices, drawn["tau"], drawn["seed"])
     unlucky = world.random.sample(range(1, world.workers), min(2, world.workers - 2))
     for rank in unlucky:
@@ -314,7 +314,7 @@ def test_who_comes_back_has_each_update_once(drawn: dict[str, Any], pauses: list
 
 
 def test_a_link_that_is_busy_makes_slices_fuller_and_no_queue() -> None:
-    world = World(2, Rotate(3), 50, seed=1)
+    world = World(2, PartialExchange(3), 50, seed=1)
     trainer = world.trainers[0]
     for _ in range(40):
         trainer.step()
@@ -330,7 +330,7 @@ def test_a_link_that_is_busy_makes_slices_fuller_and_no_queue() -> None:
 
 def test_where_slices_must_wait_every_partition_has_its_turn() -> None:
     """A link that is free every second step, and p even: half of them would never leave."""
-    world = World(2, Rotate(4), 50, seed=1)
+    world = World(2, PartialExchange(4), 50, seed=1)
     trainer, peer = world.trainers
     for _ in range(8):
         trainer.step()
@@ -340,13 +340,16 @@ def test_where_slices_must_wait_every_partition_has_its_turn() -> None:
 
 
 def test_memory_is_what_the_turns_take() -> None:
-    assert len(World(8, Rotate(3), 4, seed=0).trainers[0].exchange.accumulators) == 3
-    assert len(World(8, Rotate(20), 4, seed=0).trainers[0].exchange.accumulators) == 7
-    assert len(World(8, Rotate(3, same_for_all=True), 4, 0).trainers[0].exchange.accumulators) == 1
+    assert len(World(8, PartialExchange(3), 4, seed=0).trainers[0].exchange.accumulators) == 3
+    assert len(World(8, PartialExchange(20), 4, seed=0).trainers[0].exchange.accumulators) == 7
+    assert (
+        len(World(8, PartialExchange(3, same_for_all=True), 4, 0).trainers[0].exchange.accumulators)
+        == 1
+    )
 
 
 def test_who_is_busy_elsewhere_is_not_behind_for_what_it_has_not_sent() -> None:
-    world = World(3, Rotate(4), 0, seed=0)
+    world = World(3, PartialExchange(4), 0, seed=0)
     hub, elsewhere, behind = world.trainers
     for _ in range(4):
         elsewhere.step()  # the first slice leaves, the others wait for it
@@ -375,7 +378,7 @@ def test_who_is_busy_elsewhere_is_not_behind_for_what_it_has_not_sent() -> None:
 
 
 def test_who_has_finished_is_not_waited_for() -> None:
-    world = World(2, Rotate(1), 0, seed=0)
+    world = World(2, PartialExchange(1), 0, seed=0)
     ahead, finished = world.trainers
     world.step(ahead)
     world.step(ahead)
@@ -428,7 +431,7 @@ ONES = np.ones(4, np.float32).tobytes()
 def test_a_slice_that_does_not_fit_is_refused_and_training_goes_on(
     body: Part, frames: list[bytes], word: str
 ) -> None:
-    world = World(2, Rotate(1), 3, seed=0)
+    world = World(2, PartialExchange(1), 3, seed=0)
     assert word in refused(world, body, *frames)
     world.trainers[1].step()
     world.drain()
@@ -437,7 +440,7 @@ def test_a_slice_that_does_not_fit_is_refused_and_training_goes_on(
 
 
 def test_a_slice_that_comes_twice_counts_once() -> None:
-    world = World(2, Rotate(1), 3, seed=0)
+    world = World(2, PartialExchange(1), 3, seed=0)
     part = Part(0, 0, 1, 0, True, checksum([ONES]))
     world.trainers[1].member.send("rank 0", part, [ONES])
     world.deliver()
@@ -446,7 +449,7 @@ def test_a_slice_that_comes_twice_counts_once() -> None:
 
 
 def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
-    world = World(2, Rotate(1), 3, seed=0)
+    world = World(2, PartialExchange(1), 3, seed=0)
     world.trainers[1].member.send("rank 0", Part(0, 1, 1, 0, True, checksum([ONES])), [ONES])
     with pytest.raises(RuntimeFault, match=r"rank 1.*message 0 of its updates was lost"):
         world.deliver()
@@ -454,7 +457,7 @@ def test_a_slice_that_was_lost_ends_the_job_by_name() -> None:
 
 
 def test_slices_of_one_that_has_died_are_refused() -> None:
-    world = World(3, Rotate(1), 3, seed=0)
+    world = World(3, PartialExchange(1), 3, seed=0)
     world.kill(world.trainers[2])
     world.notice()
     world.trainers[0].member.coordination.on_return = None  # to see what would become of it
@@ -463,7 +466,7 @@ def test_slices_of_one_that_has_died_are_refused() -> None:
 
 
 def test_who_cannot_come_back_is_told_why() -> None:
-    world = World(3, Rotate(1), 3, seed=0)
+    world = World(3, PartialExchange(1), 3, seed=0)
     world.kill(world.trainers[1])
     world.notice()
     world.trainers[1].member.send("rank 0", Return("memory://rank 1 in incarnation 1", 0))

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from slipstream.codecs import Dense, SegmentCodec
+from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
@@ -64,9 +65,13 @@ def make_plan(
     what = codec or Dense()
     strategy = Strategy(
         "sample",
-        Everywhere(Route(where, up=what, down=what)),
-        update=Update(outer=UserOptimizer("server" if at_holder else "worker"), average=average),
-        chunk_bytes=chunk_bytes,
+        Rounds(
+            Everywhere(Route(where, up=what, down=what)),
+            update=Update(
+                outer=UserOptimizer("server" if at_holder else "worker"), average=average
+            ),
+            chunk_bytes=chunk_bytes,
+        ),
     )
     return strategy.plan(specs, Cluster(workers, servers))
 

@@ -11,11 +11,9 @@ from slipstream.codecs import (
     Dense,
     Factors,
     Filter,
-    InPlace,
     LowRank,
     OneBit,
     Quantized,
-    Rotate,
     Rows,
 )
 from slipstream.compat import RULES, problems
@@ -27,18 +25,17 @@ from slipstream.consistency import (
     Constant,
     FirstOf,
     Lag,
-    LagBehindPeers,
-    NoWait,
     StaleSynchronous,
 )
 from slipstream.errors import IncompatibleParts
+from slipstream.methods import Rounds
 from slipstream.parts import FACTS, Facts
 from slipstream.planning.choosing import ByBytes
-from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route, SharedMemory
-from slipstream.schedules import AfterBackward, Merging, WaitFree
+from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route
+from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree, TwoLevel
+from slipstream.topologies import Mesh, PeerSharded, Sharded, Tree, TwoLevel
 from slipstream.types import Cluster, Spec
 from slipstream.updates import (
     Add,
@@ -54,16 +51,11 @@ from slipstream.updates import (
 SHARDS, WHOLE = Route(Sharded()), Route(Sharded(whole_layers=True), up=Factors())
 PEERS, REDUCED = Route(Mesh()), Route(Mesh(), over=Collective())
 SHARES = Route(PeerSharded())
-SLICES = Route(Mesh(), up=Filter(Rotate(3)), down=InPlace())
-IN_MEMORY = Route(OneHolder(), down=InPlace(), over=SharedMemory())
 HOSTS = Route(TwoLevel())
 RELAYED = Route(Tree((((0,), (1,), ()),)))
 AT_HOLDER = Update(outer=UserOptimizer(at="server"))
 STEPS = Update(inner=UserSteps(), outer=Add())
-KEPT = Update(inner=UserSteps(own="kept"), outer=Add())
 LOCAL = Update(LocalSteps(), Nesterov())
-APART = Consistency(Asynchronous(), LagBehindPeers(4))
-HOGWILD = Consistency(Asynchronous(), NoWait())
 FILTERED = Filter(Above(0.5))
 
 
@@ -76,11 +68,15 @@ def made(
     routes = Everywhere(route) if isinstance(route, Route) else route
     return Strategy(
         "mine",
-        routes,
-        consistency or Consistency(),
-        update or Update(),
-        schedule or AfterBackward(),
+        Rounds(
+            routes, consistency or Consistency(), update or Update(), schedule or AfterBackward()
+        ),
     )
+
+
+def replaced(strategy: Strategy, **fields: Any) -> Strategy:
+    """The same, with other fields of its rounds."""
+    return Strategy(strategy.name, msgspec.structs.replace(strategy.rounds, **fields))
 
 
 @pytest.mark.parametrize("name", sorted(SYSTEMS))
@@ -109,22 +105,8 @@ HOLES = {
     "means that come back filtered from a collective": made(
         Route(Mesh(), down=FILTERED, over=Collective())
     ),
-    "gradients rounded into shared memory": made(
-        Route(OneHolder(), up=Dense("bfloat16"), down=InPlace(), over=SharedMemory()),
-        HOGWILD,
-        AT_HOLDER,
-    ),
-    "factors into shared memory": made(
-        Route(OneHolder(), up=Factors(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER
-    ),
     "clipping what leaves before its norm is known": made(
         SHARDS, update=Update(before=(ClipNorm(1.0),)), schedule=WaitFree()
-    ),
-    "clipping in shared memory": made(
-        IN_MEMORY, HOGWILD, Update(outer=UserOptimizer("server"), before=(ClipNorm(1.0),))
-    ),
-    "averages in shared memory": made(
-        IN_MEMORY, HOGWILD, Update(outer=UserOptimizer("server"), average=Ema(0.9))
     ),
     "factors between workers that may be lost": made(
         Route(Mesh(), up=Factors()), Consistency(All(without_lost=True))
@@ -185,9 +167,6 @@ BROKEN: dict[str, Strategy] = {
     "is added, not used for another step": made(
         SHARDS, update=Update(UserSteps(), UserOptimizer("worker"))
     ),
-    "scale each worker's own update deltas": made(
-        SHARDS, update=Update(UserSteps(), Add("worker", growth="linear"))
-    ),
     "how old a gradient is": made(SHARDS, Consistency(StaleSynchronous(), Lag(1), ByAge())),
     "no gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5))),
     "cannot continue without a lost worker": made(REDUCED, Consistency(All(without_lost=True))),
@@ -219,58 +198,10 @@ BROKEN: dict[str, Strategy] = {
     "when its own gradient is applied": made(
         SHARDS, Consistency(Asynchronous(), Lag(1)), AT_HOLDER
     ),
-    "sent whenever the link is free": made(SLICES, APART, KEPT),
-    "may leave at any time": made(SHARDS, schedule=Merging()),
-    "from worker to worker": made(
-        Route(Sharded(), up=Filter(Rotate(3)), down=InPlace()), APART, KEPT, Merging()
-    ),
-    "only its peers add it": made(SLICES, APART, STEPS, Merging()),
-    "belong to no round": made(SLICES, Consistency(Asynchronous()), KEPT, Merging()),
     "results to all workers": made(RELAYED, Consistency(FirstOf(first=1)), AT_HOLDER),
     "only for the workers whose gradients": made(RELAYED, Consistency(Asynchronous()), AT_HOLDER),
-    "would never be sent": made(Route(Sharded(), down=Filter(Rotate(3)))),
-    "no result is sent back": made(Route(Mesh(), up=Filter(Rotate(3))), APART, KEPT, Merging()),
-    "count twice": made(SHARDS, update=KEPT),
-    "how many steps its peers have made": made(
-        SHARDS, Consistency(Asynchronous(), LagBehindPeers(1)), AT_HOLDER
-    ),
-    "queue up without limit": made(SHARDS, HOGWILD, AT_HOLDER),
-    "no worker would get the result": made(Route(Sharded(), down=InPlace())),
-    "an update of its own": made(IN_MEMORY, Consistency(All(), NoWait()), AT_HOLDER),
-    "only when its slots are full": made(IN_MEMORY, Consistency(Asynchronous()), AT_HOLDER),
-    "one owner": made(Route(Sharded(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER),
-    "in shared memory where they are": made(
-        Route(OneHolder(), over=SharedMemory()), HOGWILD, AT_HOLDER
-    ),
-    "only in shared memory": made(Route(OneHolder())),
-    "into shared memory as they are": made(
-        Route(OneHolder(), up=OneBit(), down=InPlace(), over=SharedMemory()), HOGWILD, AT_HOLDER
-    ),
-    "not update deltas, into shared memory": made(IN_MEMORY, HOGWILD, STEPS),
-    "are not averaged": made(IN_MEMORY, HOGWILD, Update(average=Ema(0.5))),
-    "before their norm is known": made(IN_MEMORY, HOGWILD, Update(before=(ClipNorm(1.0),))),
-    "handed to the server as a whole": made(IN_MEMORY, HOGWILD, AT_HOLDER, WaitFree()),
     "and servers get dense gradients": made(Cheapest((WHOLE, Route(WHOLE.topology)), ByBytes())),
-    "update deltas as they are": made(
-        SLICES, Consistency(Asynchronous(), LagBehindPeers(4), Constant(0.5)), KEPT, Merging()
-    ),
-    "when a worker may begin": made(
-        IN_MEMORY, Consistency(Asynchronous(ramp_up=2), NoWait()), AT_HOLDER
-    ),
-    "are not compressed": made(
-        Route(Mesh(), up=Filter(Rotate(3), squeeze="lz4"), down=InPlace()), APART, KEPT, Merging()
-    ),
-    "one vector": made(
-        Prefer((SLICES, Route(Mesh(), up=Filter(Rotate(2)), down=InPlace()))),
-        APART,
-        KEPT,
-        Merging(),
-    ),
-    "in one shared memory": made(
-        Prefer((IN_MEMORY, Route(OneHolder(), down=InPlace(), over=SharedMemory(slots=3)))),
-        HOGWILD,
-        AT_HOLDER,
-    ),
+    "when a worker may begin": made(PEERS, Consistency(Asynchronous(ramp_up=2))),
     "what waits for the next round is the host's": made(
         Route(TwoLevel(), up=Quantized()), update=Update(LocalSteps(mix=0.5), Nesterov())
     ),
@@ -292,9 +223,6 @@ BROKEN: dict[str, Strategy] = {
     ),
     "no outer gradient is stale": made(SHARDS, Consistency(damping=Constant(0.5)), LOCAL),
     "own weights are lost with it": made(SHARDS, Consistency(All(without_lost=True)), LOCAL),
-    "applies all gradients with the same learning rate": made(
-        IN_MEMORY, Consistency(Asynchronous(), NoWait(), ByAge())
-    ),
     "make a round together": made(HOSTS, Consistency(StaleSynchronous()), AT_HOLDER),
     "none of them may be missing": made(HOSTS, Consistency(All(without_lost=True), Lag(2))),
     "only one worker of a host gets these": made(HOSTS, update=STEPS),
@@ -333,9 +261,9 @@ def test_all_that_is_wrong_is_said_at_once_and_each_reason_once() -> None:
 def test_rules_speak_of_facts_that_some_part_states() -> None:
     stated: set[str] = set()
     for strategy in (*BROKEN.values(), *HOLES.values(), *(make() for make in SYSTEMS.values())):
-        stated |= strategy.consistency.facts() | strategy.update.facts()
-        stated |= strategy.schedule.facts() | strategy.routes.facts()
-        for route in strategy.routes.routes():
+        stated |= strategy.rounds.consistency.facts() | strategy.rounds.update.facts()
+        stated |= strategy.rounds.schedule.facts() | strategy.rounds.routes.facts()
+        for route in strategy.rounds.routes.routes():
             stated |= route.facts()
     named: Facts = frozenset().union(*(rule.when | rule.any_of | rule.unless for rule in RULES))
     assert named <= stated | {"several routes", "some tensors skip the host"}  # no single part does
@@ -345,5 +273,5 @@ def test_rules_speak_of_facts_that_some_part_states() -> None:
 @pytest.mark.parametrize("damping", [Constant(0.5), ByAge()])
 def test_a_part_may_be_put_in_place_of_another(damping: Any) -> None:
     strategy = parse("async_sgd")
-    damped = msgspec.structs.replace(strategy.consistency, damping=damping)
-    assert problems(msgspec.structs.replace(strategy, consistency=damped)) == []
+    damped = msgspec.structs.replace(strategy.rounds.consistency, damping=damping)
+    assert problems(replaced(strategy, consistency=damped)) == []

@@ -25,7 +25,7 @@ WITH_EXAMPLES = sorted(
 def test_the_parts_of_strategies_have_examples() -> None:
     single = {"strategy", "routes", "updates"}
     codecs = {f"codecs.{name}" for name in ("dense", "filter", "select", "one_bit", "factors")}
-    topologies = {f"topologies.{name}" for name in ("mesh", "one_holder", "sharded", "tree")}
+    topologies = {f"topologies.{name}" for name in ("mesh", "sharded", "tree")}
     consistency = {f"consistency.{name}" for name in ("admission", "consistency", "gates")}
     parts = single | codecs | topologies | consistency | {"codecs.rows", "codecs.residual"}
     assert {f"slipstream.{part}" for part in parts} <= set(WITH_EXAMPLES)

@@ -9,6 +9,7 @@ import slipstream as s
 from slipstream.codecs import Above, Drop, Factors, Filter
 from slipstream.consistency import All, Consistency, FirstOf
 from slipstream.errors import ConfigError
+from slipstream.methods import Rounds
 from slipstream.parts import Part
 from slipstream.routes import ByRole, Cheapest, Everywhere, Prefer, Route
 from slipstream.schedules import Priority
@@ -21,30 +22,30 @@ ALL = Everywhere(ROUTE)
 
 
 def routed(**fields: Any) -> s.Strategy:
-    return s.Strategy("m", Everywhere(Route(**{"topology": Sharded(), **fields})))
+    return s.Strategy("m", Rounds(Everywhere(Route(**{"topology": Sharded(), **fields}))))
 
 
 def made(*args: Any, **fields: Any) -> s.Strategy:
-    return s.Strategy("m", ALL, *args, **fields)
+    return s.Strategy("m", Rounds(ALL, *args, **fields))
 
 
 MISPLACED: dict[str, Callable[[], object]] = {
     "routes takes Everywhere, .* not a Route: write Everywhere(Route(…))": lambda: s.Strategy(
         "m",
-        ROUTE,  # type: ignore[arg-type]
+        Rounds(ROUTE),  # type: ignore[arg-type]
     ),
     "routes.parameter takes .* write Everywhere(Route(…))": lambda: s.Strategy(
         "m",
-        ByRole(ROUTE, ROUTE),  # type: ignore[arg-type]
+        Rounds(ByRole(ROUTE, ROUTE)),  # type: ignore[arg-type]
     ),
-    "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree, OneHolder or": lambda: routed(
+    "routes.route.topology takes Sharded, Mesh, PeerSharded, Tree or TwoLevel": lambda: routed(
         topology="sharded"
     ),
     "routes.route.topology takes .*: write Sharded()": lambda: routed(topology=Sharded),
     "topology.whole_layers takes True or False, not 'yes'": lambda: routed(
         topology=Sharded("yes")  # type: ignore[arg-type]
     ),
-    "routes.route.up.select takes Above, TopK or Rotate, not 0.9: write Above(0.9)": lambda: routed(
+    "routes.route.up.select takes Above or TopK, not 0.9: write Above(0.9)": lambda: routed(
         up=Filter(0.9)  # type: ignore[arg-type]
     ),
     "routes.route.down takes .*, not a Factors$": lambda: routed(down=Factors()),
@@ -62,7 +63,7 @@ MISPLACED: dict[str, Callable[[], object]] = {
         update=Update(before=ClipNorm(1.0))  # type: ignore[arg-type]
     ),
     "schedule takes .*: write Priority()": lambda: made(schedule=Priority),
-    "name takes text, not 3": lambda: s.Strategy(3, ALL),  # type: ignore[arg-type]
+    "name takes text, not 3": lambda: s.Strategy(3, Rounds(ALL)),  # type: ignore[arg-type]
     "chunk_bytes takes a whole number, not True": lambda: made(chunk_bytes=True),
     "for every server give a list of lists": lambda: Tree(2),  # type: ignore[arg-type]
     "compat.check takes a strategy": lambda: s.compat.check("push_pull"),  # type: ignore[arg-type]
@@ -99,7 +100,7 @@ def test_what_a_part_refuses_names_the_text_it_came_from() -> None:
 
 
 def test_ako_takes_a_share_as_text() -> None:
-    assert parse("ako(delta='90%')").rotation.above == Above(Drop(0.9), decay="constant")  # type: ignore[union-attr]
+    assert parse("ako(delta='90%')").method.held_back == Above(Drop(0.9), decay="constant")  # type: ignore[union-attr]
 
 
 def test_lists_become_tuples() -> None:

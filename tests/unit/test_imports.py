@@ -1,5 +1,5 @@
-"""Imports point one way: systems → strategy → plan, compat → routes → axes → parts, types, errors;
-nothing points back up."""
+"""Imports point one way: systems → strategy → plan, compat → methods → routes → axes → parts,
+types, errors; nothing points back up."""
 
 import ast
 import subprocess
@@ -15,7 +15,7 @@ SOURCE = Path(slipstream.__file__).parent
 
 GROUND = {"types", "errors", "units", "printable", "parts", "_native"}
 AXES = {"topologies", "consistency", "codecs", "schedules", "updates", "planning"}
-PLANS = GROUND | AXES | {"routes", "plan", "compat", "rules"}
+PLANS = GROUND | AXES | {"routes", "methods", "plan", "compat", "rules"}
 DECISIONS = PLANS | {"strategy"}
 # Rooms of these packages have rows of their own; each may import those before it in its list.
 TORCH = {
@@ -58,12 +58,13 @@ MAY_IMPORT = {
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
     "routes": GROUND | {"codecs", "topologies", "planning"},
-    "plan": GROUND | AXES | {"routes"},
-    "compat": {"errors", "parts", "rules"},
+    "methods": GROUND | AXES | {"routes"},
+    "plan": GROUND | AXES | {"routes", "methods"},
+    "compat": {"errors", "parts", "rules", "methods"},
     "rules": {"parts"},
     "fields": {"parts"},
     "strategy": PLANS | {"fields"},
-    "systems": GROUND | AXES | {"routes", "strategy", "input_files"},
+    "systems": GROUND | AXES | {"routes", "methods", "strategy", "input_files"},
     "transports": GROUND,
     # A process and its files, its membership, then what it exchanges.
     "runtime/process": GROUND | {"input_files"},
@@ -97,7 +98,7 @@ MAY_IMPORT = {
     "torch/distribute": DECISIONS | {"transports"} | RUNTIME | TORCH,
     "testing": DECISIONS | {"transports", "runtime/members", "runtime/exchange", "runtime/servers"},
     "sessions": DECISIONS | {"systems", "transports"} | RUNTIME | TORCH,
-    "job_figures": {"errors", "plan", "sessions"} | RUNTIME,
+    "job_figures": {"errors", "plan", "methods", "sessions"} | RUNTIME,
     "job_metrics": {"errors", "sessions", "job_figures"} | RUNTIME,
     "uncaught_exit": set(),
     "job_end": {"job_figures", "sessions", "uncaught_exit"} | RUNTIME | TORCH,
@@ -117,11 +118,12 @@ MAY_IMPORT = {
     "apps/service": GROUND | {"initialization", ""} | RUNTIME,
     "apps/cli": GROUND
     | RUNTIME
-    | {"input_files", "systems", "strategy", "routes", "planning", "torch/tensors", ""}
+    | {"input_files", "systems", "strategy", "routes", "methods", "planning", "torch/tensors", ""}
     | APPS,
     "__main__": {"apps/cli"},
     # Users of the public face, each for one framework; launchers know how processes are started.
-    "integrations": {"errors", "compat", "strategy", "systems", "initialization", ""} | RUNTIME,
+    "integrations": {"errors", "compat", "methods", "strategy", "systems", "initialization", ""}
+    | RUNTIME,
     "__init__": DECISIONS
     | {"initialization", "job", "systems", "testing", "apps/studies"}
     | RUNTIME
@@ -212,7 +214,7 @@ def test_torch_stays_where_it_belongs(module: Path) -> None:
     assert not [name for name in imported(module) if name.split(".")[0] == "torch"]
 
 
-PURE = sorted(AXES | {"routes", "plan", "compat", "rules", "strategy", "parts", "types"})
+PURE = sorted(AXES | {"routes", "methods", "plan", "compat", "rules", "strategy", "parts", "types"})
 
 
 @pytest.mark.parametrize("pure", PURE)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipstream.compat import check
 from slipstream.consistency import Asynchronous, Consistency, FirstOf, Lag, StaleSynchronous
 from slipstream.errors import ConfigError, IncompatibleParts
+from slipstream.methods import Rounds
 from slipstream.planning.fragments import deal_fragments
 from slipstream.routes import Everywhere, Route
 from slipstream.schedules import AfterBackward, WaitFree
@@ -113,7 +114,7 @@ def composed(**changes: Any) -> Strategy:
         "schedule": AfterBackward(),
         **changes,
     }
-    return Strategy("mine", Everywhere(Route(Sharded())), **parts)
+    return Strategy("mine", Rounds(Everywhere(Route(Sharded())), **parts))
 
 
 @pytest.mark.parametrize(
@@ -145,4 +146,4 @@ def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], mess
 
 
 def test_local_sgd_is_diloco_with_the_plain_mean() -> None:
-    assert local_sgd(every=7).update == diloco(every=7, lr=1.0, momentum=0.0).update
+    assert local_sgd(every=7).rounds.update == diloco(every=7, lr=1.0, momentum=0.0).rounds.update

@@ -11,6 +11,7 @@ from samples import make_plan, spec_lists, vector
 from slipstream.codecs import Dense, Factors
 from slipstream.codecs.protocol import Form
 from slipstream.errors import ConfigError, IncompatibleParts, IncompatibleRoute, TooManyServers
+from slipstream.methods import Rounds
 from slipstream.parts import Part
 from slipstream.planning.table import as_text
 from slipstream.routes import (
@@ -58,10 +59,12 @@ def strategy(
     policy: Any = InTurn(routes)
     return Strategy(
         "test",
-        policy,
-        update=Update(outer=UserOptimizer("server" if at_holder else "worker")),
-        schedule=schedule or WaitFree(),
-        chunk_bytes=chunk_bytes,
+        Rounds(
+            policy,
+            update=Update(outer=UserOptimizer("server" if at_holder else "worker")),
+            schedule=schedule or WaitFree(),
+            chunk_bytes=chunk_bytes,
+        ),
     )
 
 
@@ -240,7 +243,7 @@ def test_the_table_has_the_bytes_of_a_step_and_those_of_all_dense(text: str, nby
 
 
 def routes_of(policy: Any, *specs: Spec) -> list[Route]:
-    plan = Strategy("test", policy).plan(specs, Cluster(2, 1))
+    plan = Strategy("test", Rounds(policy)).plan(specs, Cluster(2, 1))
     return [plan.routes[route] for route in plan.route_of]
 
 
@@ -325,9 +328,9 @@ def test_all_of_a_layer_takes_the_same_route() -> None:
         Spec("fc.bias", (64,), "float32", 1, layer="fc", form="factors"),
     ]
     factors = Rule(Large(), Route(Mesh(), up=Factors()))
-    split = Strategy("split", ByTensor((factors,), Route(Mesh())))
+    split = Strategy("split", Rounds(ByTensor((factors,), Route(Mesh()))))
     with pytest.raises(IncompatibleRoute, match=r"'fc.weight'.*bias travels another way"):
         split.plan(layer, Cluster(2))
-    both = Strategy("both", Prefer((Route(Mesh(), up=Factors()), Route(Mesh()))))
+    both = Strategy("both", Rounds(Prefer((Route(Mesh(), up=Factors()), Route(Mesh())))))
     (unit,) = both.plan(layer, Cluster(2)).units
     assert unit.tensors == (0, 1)

@@ -13,11 +13,9 @@ from slipstream.codecs import (
     Drop,
     Factors,
     Filter,
-    InPlace,
     LowRank,
     OneBit,
     Quantized,
-    Rotate,
     Rows,
     TopK,
 )
@@ -29,11 +27,10 @@ from slipstream.consistency import (
     Constant,
     FirstOf,
     Lag,
-    LagBehindPeers,
-    NoWait,
     StaleSynchronous,
 )
 from slipstream.errors import ConfigError
+from slipstream.methods import PartialExchange, Rounds, SharedMemoryUpdates
 from slipstream.parts import FACTS, Part
 from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
@@ -48,12 +45,11 @@ from slipstream.routes import (
     Prefer,
     Route,
     Rule,
-    SharedMemory,
 )
-from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
+from slipstream.schedules import AfterBackward, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
-from slipstream.topologies import Mesh, OneHolder, PeerSharded, Sharded, Tree, TwoLevel
+from slipstream.topologies import Mesh, PeerSharded, Sharded, Tree, TwoLevel
 from slipstream.types import Spec
 from slipstream.updates import (
     Add,
@@ -72,29 +68,29 @@ FACTORS = Route(Mesh(), up=Factors("bfloat16"))
 
 
 def on(route: Route) -> Strategy:
-    return Strategy("mine", Everywhere(route))
+    return Strategy("mine", Rounds(Everywhere(route)))
 
 
 def counted(*parts: Any) -> Strategy:
-    return Strategy("mine", Everywhere(SHARDED), Consistency(*parts))
+    return Strategy("mine", Rounds(Everywhere(SHARDED), Consistency(*parts)))
 
 
 def updated(**parts: Any) -> Strategy:
-    return Strategy("mine", Everywhere(SHARDED), update=Update(**parts))
+    return Strategy("mine", Rounds(Everywhere(SHARDED), update=Update(**parts)))
 
 
 # By part: a strategy that has it, and not as it comes where it has fields.
 EXAMPLES: dict[type[Part], Strategy] = {
     Above: on(Route(Mesh(), up=Filter(Above(Drop(0.5), "root", 0.25, 1e6, of_mean=True)))),
-    Add: updated(outer=Add("worker", "linear", 30)),
-    AfterBackward: Strategy("mine", Everywhere(SHARDED), schedule=AfterBackward()),
+    Add: updated(outer=Add("server")),
+    AfterBackward: Strategy("mine", Rounds(Everywhere(SHARDED), schedule=AfterBackward())),
     All: counted(All(without_lost=True)),
     ByAge: counted(All(), Lag(), ByAge()),
-    ByBytes: Strategy("mine", Cheapest((FACTORS, SHARDED), ByBytes())),
-    ByRole: Strategy("mine", ByRole(Everywhere(SHARDED), Everywhere(FACTORS))),
-    ByTensor: Strategy("mine", ByTensor((Rule(Large(5, 2, "fc*"), FACTORS),), SHARDED)),
-    ByTime: Strategy("mine", Cheapest((FACTORS, SHARDED), ByTime(Speeds(1e9, 2e10, 3e9)))),
-    Cheapest: Strategy("mine", Cheapest((FACTORS, SHARDED), dense=("fc", "out"))),
+    ByBytes: Strategy("mine", Rounds(Cheapest((FACTORS, SHARDED), ByBytes()))),
+    ByRole: Strategy("mine", Rounds(ByRole(Everywhere(SHARDED), Everywhere(FACTORS)))),
+    ByTensor: Strategy("mine", Rounds(ByTensor((Rule(Large(5, 2, "fc*"), FACTORS),), SHARDED))),
+    ByTime: Strategy("mine", Rounds(Cheapest((FACTORS, SHARDED), ByTime(Speeds(1e9, 2e10, 3e9))))),
+    Cheapest: Strategy("mine", Rounds(Cheapest((FACTORS, SHARDED), dense=("fc", "out")))),
     ClipNorm: updated(before=(ClipNorm(2.5),)),
     Collective: on(Route(Mesh(), over=Collective())),
     Consistency: counted(StaleSynchronous(), Lag(3), Constant(0.5)),
@@ -108,30 +104,27 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Filter: on(Route(Mesh(), up=Filter(values="bfloat16", squeeze="lz4"))),
     FirstOf: counted(FirstOf(backup=2, adapts=True, close_after_s=0.5, min_first=2)),
     StaleSynchronous: counted(StaleSynchronous(without_lost=True)),
-    NoWait: counted(Asynchronous(), NoWait()),
-    InPlace: on(Route(OneHolder(), down=InPlace(), over=SharedMemory())),
     Lag: counted(All(), Lag(2)),
-    LagBehindPeers: counted(Asynchronous(), LagBehindPeers(7)),
-    Large: Strategy("mine", ByTensor((Rule(Large(9, 1, "*.weight"), SHARDED),), FACTORS)),
+    Large: Strategy("mine", Rounds(ByTensor((Rule(Large(9, 1, "*.weight"), SHARDED),), FACTORS))),
     Links: on(Route(Mesh(), over=Links())),
     LowRank: on(Route(Sharded(), up=LowRank(2, 5), down=LowRank(2, 5))),
-    Merging: Strategy("mine", Everywhere(SHARDED), schedule=Merging()),
     Mesh: on(Route(Mesh())),
     Gradients: updated(inner=Gradients()),
     OneBit: on(Route(Sharded(), up=OneBit(), down=OneBit())),
-    OneHolder: on(Route(OneHolder(), down=InPlace())),
-    Prefer: Strategy("mine", Prefer((FACTORS, SHARDED))),
-    Priority: Strategy("mine", Everywhere(SHARDED), schedule=Priority()),
+    Prefer: Strategy("mine", Rounds(Prefer((FACTORS, SHARDED)))),
+    Priority: Strategy("mine", Rounds(Everywhere(SHARDED), schedule=Priority())),
     Quantized: on(Route(Sharded(), up=Quantized(4, 64, "stochastic", 7))),
     PeerSharded: on(Route(PeerSharded())),
-    Rotate: on(Route(Mesh(), up=Filter(Rotate(3, True, 1e6, Above(0.1))))),
+    PartialExchange: Strategy("mine", PartialExchange(3, 7, 1e6, Above(0.1), True, "sqrt", 9)),
+    Rounds: on(SHARDED),
     Route: on(Route(Sharded(whole_layers=True), Filter(), OneBit(), Collective())),
     Rows: on(Route(Mesh(), up=Rows("bfloat16"))),
     Rule: Strategy(
-        "mine", ByTensor((Rule(Large(), Prefer((SHARDED,))), Rule(Large(2), FACTORS)), SHARDED)
+        "mine",
+        Rounds(ByTensor((Rule(Large(), Prefer((SHARDED,))), Rule(Large(2), FACTORS)), SHARDED)),
     ),
     Sharded: on(Route(Sharded(whole_layers=True))),
-    SharedMemory: on(Route(OneHolder(), over=SharedMemory(3, True, "/tmp/kept", 2.0))),
+    SharedMemoryUpdates: Strategy("mine", SharedMemoryUpdates(3, True, "direct", "/tmp/kept", 2.0)),
     TopK: on(Route(Mesh(), up=Filter(TopK(0.01), values="int4"))),
     Tree: on(Route(Tree((((1,), (), (0,)),), gone=(4,)))),
     TwoLevel: on(Route(TwoLevel(Mesh()))),
@@ -139,8 +132,8 @@ EXAMPLES: dict[type[Part], Strategy] = {
     UserOptimizer: updated(outer=UserOptimizer("server")),
     LocalSteps: updated(inner=LocalSteps(8, fragments=2, overlap_steps=3, mix=0.5)),
     Nesterov: updated(outer=Nesterov(0.5, 0.8, at="server")),
-    UserSteps: updated(inner=UserSteps("kept")),
-    WaitFree: Strategy("mine", Everywhere(SHARDED), schedule=WaitFree(), chunk_bytes=4096),
+    UserSteps: updated(inner=UserSteps()),
+    WaitFree: Strategy("mine", Rounds(Everywhere(SHARDED), schedule=WaitFree(), chunk_bytes=4096)),
 }
 
 
@@ -174,7 +167,7 @@ def test_there_is_an_example_of_every_part() -> None:
 
 
 def test_json_can_name_every_part_but_those_that_others_build_on() -> None:
-    bases = {"Admission", "EveryRound", "Gate", "LayerCodec", "SharedCodec", "Topology"}
+    bases = {"Admission", "EveryRound", "LayerCodec", "SharedCodec", "Topology"}
     assert {part.__name__ for part in all_parts() - known_parts()} == bases
 
 
@@ -223,13 +216,13 @@ def test_systems_with_arguments_come_back_from_json(text: str) -> None:
 
 
 def edited(change: Any) -> str:
-    told = json.loads(parse("ako(partitions=3)").to_json())
+    told = json.loads(parse("parameter_flow").to_json())
     change(told)
     return json.dumps(told)
 
 
 def up(told: Any) -> Any:
-    return told["routes"]["route"]["up"]
+    return told["method"]["routes"]["rules"][0]["route"]["up"]
 
 
 WRONG = {
@@ -238,12 +231,12 @@ WRONG = {
     "no part named": edited(lambda told: up(told).pop("part")),
     "unknown field": edited(lambda told: up(told).update(speed=3)),
     "unknown field of the strategy": edited(lambda told: told.update(mode="fast")),
-    "missing field": edited(lambda told: told.pop("routes")),
-    "value of another type": edited(lambda told: up(told)["select"].update(partitions="many")),
-    "value that makes no sense": edited(lambda told: up(told)["select"].update(partitions=0)),
+    "missing field": edited(lambda told: told["method"].pop("routes")),
+    "value of another type": edited(lambda told: up(told)["select"].update(threshold=[])),
+    "value that makes no sense": edited(lambda told: up(told)["select"].update(decay="often")),
     "unknown choice": edited(lambda told: up(told).update(values="float3")),
-    "bad chunk": edited(lambda told: told.update(chunk_bytes=0)),
-    "code": edited(lambda told: told.update(routes="lambda spec: 1")),
+    "bad chunk": edited(lambda told: told["method"].update(chunk_bytes=0)),
+    "code": edited(lambda told: told["method"].update(routes="lambda spec: 1")),
     "no object": "[]",
     "no JSON": "push_pull()",
     "nothing": "",
@@ -264,7 +257,6 @@ def test_what_is_no_strategy_is_refused_with_one_message(trouble: str) -> None:
     [
         ('"Asynchronous"', '"Each"'),
         ('"StaleSynchronous"', '"Fold"'),
-        ('"NoWait"', '"Free"'),
         ('"Gradients"', '"Off"'),
         ('"UserOptimizer"', '"User"'),
         ('"server"', '"holder"'),
@@ -272,8 +264,8 @@ def test_what_is_no_strategy_is_refused_with_one_message(trouble: str) -> None:
     ],
 )
 def test_names_of_earlier_versions_are_refused_with_the_new_ones(new: str, old: str) -> None:
-    texts = [parse(name).to_json() for name in ("gadei", "bounded_staleness(s=2)")]
-    text = next(text for text in texts if new in text)
+    systems = ("push_pull(update='server')", "async_sgd", "bounded_staleness(s=2)")
+    text = next(text for text in (parse(name).to_json() for name in systems) if new in text)
     with pytest.raises(ConfigError, match=f"write '{new[1:-1]}' for '{old[1:-1]}'"):
         Strategy.from_json(text.replace(new, old))
 
@@ -336,8 +328,8 @@ def test_strategies_are_frozen_values() -> None:
     with pytest.raises(AttributeError):
         strategy.name = "other"  # type: ignore[misc]
     assert {strategy: 1}[parse("push_pull()")] == 1
-    other = msgspec.structs.replace(strategy, chunk_bytes=64)
-    assert (other.chunk_bytes, other.routes) == (64, strategy.routes)
+    other = Strategy(strategy.name, msgspec.structs.replace(strategy.rounds, chunk_bytes=64))
+    assert (other.rounds.chunk_bytes, other.rounds.routes) == (64, strategy.rounds.routes)
     assert other != strategy
 
 

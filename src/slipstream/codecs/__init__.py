@@ -3,7 +3,6 @@
 from slipstream.codecs.dense import Dense
 from slipstream.codecs.factors import Factors
 from slipstream.codecs.filter import Filter
-from slipstream.codecs.in_place import InPlace
 from slipstream.codecs.layer_codec import LayerCodec
 from slipstream.codecs.low_rank import LowRank
 from slipstream.codecs.one_bit import OneBit
@@ -11,7 +10,7 @@ from slipstream.codecs.protocol import AboutCodec, Codec, Form
 from slipstream.codecs.quantized import Quantized
 from slipstream.codecs.residual import Residual
 from slipstream.codecs.rows import Rows
-from slipstream.codecs.select import Above, AnySelector, Drop, Rotate, TopK
+from slipstream.codecs.select import Above, AnySelector, Drop, TopK
 from slipstream.codecs.shared_codec import Agreement, SharedCodec
 
 # Every codec that a strategy may name: those for parts of tensors, and those for whole layers.
@@ -30,13 +29,11 @@ __all__ = [
     "Factors",
     "Filter",
     "Form",
-    "InPlace",
     "LayerCodec",
     "LowRank",
     "OneBit",
     "Quantized",
     "Residual",
-    "Rotate",
     "Rows",
     "SegmentCodec",
     "SharedCodec",

@@ -48,8 +48,7 @@ class Filter(Part, frozen=True):
     not stay.
 
     Args:
-        select: Which entries travel: those ``Above`` a bound, the largest (``TopK``), or one
-            partition after the other (``Rotate``).
+        select: Which entries travel: those ``Above`` a bound, or the largest (``TopK``).
         values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to; as "int8"
             and "int4" too: 64 entries that travel share a scale, as in ``Quantized``.
         squeeze: How what travels is compressed, where that gains anything.

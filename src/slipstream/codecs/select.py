@@ -170,47 +170,6 @@ class TopK(Part, frozen=True):
         return Bound(least, k - int(np.count_nonzero(~(acc <= least))))
 
 
-class Rotate(Part, frozen=True):
-    """Send one of p partitions of the flat model at a time, in rotation (Ako).
-
-    Args:
-        partitions: p. None: as many as the links need, recomputed as they change.
-        same_for_all: All peers get the same partition at a time: one accumulator is enough instead
-            of min(p, n − 1).
-        bytes_s: The rate of a worker's link. None: it is measured.
-        above: Also hold back the small entries of the partition.
-
-    Raises:
-        ConfigError: ``partitions`` or ``bytes_s`` is not above 0.
-    """
-
-    partitions: int | None = None
-    same_for_all: bool = False
-    bytes_s: float | None = None
-    above: Above | None = None
-
-    def __post_init__(self) -> None:
-        if self.partitions is not None and (
-            type(self.partitions) is not int or self.partitions < 1
-        ):
-            raise ConfigError(
-                f"partitions={self.partitions!r}: give a number, 1 or more, or leave it out"
-            )
-        if self.bytes_s is not None and not 0 < self.bytes_s < math.inf:
-            raise ConfigError(f"bytes_s={self.bytes_s!r}: give bytes a second, above 0")
-
-    def facts(self) -> Facts:
-        return facts("up: partial exchange")
-
-    def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
-        """What is above the threshold travels."""
-        return Bound(self.threshold(values, memory, ctx))
-
-    def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
-        """The threshold within the partition that is due."""
-        return -1.0 if self.above is None else self.above.threshold(values, memory, ctx)
-
-
 def kth_largest(k: int, magnitudes: Floats) -> float:
     """The k-th largest; what is not a number counts as larger than all."""
     # Few are worth sorting: those above what half as many more than k of a sample are above.
@@ -223,4 +182,4 @@ def kth_largest(k: int, magnitudes: Floats) -> float:
 
 
 # Every selector that a filter may name.
-AnySelector = Above | TopK | Rotate
+AnySelector = Above | TopK

@@ -9,14 +9,13 @@ from slipstream.consistency.admission import (
 )
 from slipstream.consistency.consistency import Consistency
 from slipstream.consistency.damping import AnyDamping, ByAge, Constant
-from slipstream.consistency.gates import AnyGate, Lag, LagBehindPeers, NoWait
+from slipstream.consistency.gates import Lag
 from slipstream.consistency.protocol import Closed, Progress, RoundLedger
 
 __all__ = [
     "All",
     "AnyAdmission",
     "AnyDamping",
-    "AnyGate",
     "Asynchronous",
     "ByAge",
     "Closed",
@@ -24,8 +23,6 @@ __all__ = [
     "Constant",
     "FirstOf",
     "Lag",
-    "LagBehindPeers",
-    "NoWait",
     "Progress",
     "RoundLedger",
     "StaleSynchronous",

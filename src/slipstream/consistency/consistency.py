@@ -6,7 +6,7 @@ import msgspec
 
 from slipstream.consistency.admission import All, AnyAdmission, Asynchronous
 from slipstream.consistency.damping import AnyDamping, Constant
-from slipstream.consistency.gates import AnyGate, Lag, LagBehindPeers
+from slipstream.consistency.gates import Lag
 from slipstream.consistency.protocol import Progress, RoundLedger
 from slipstream.parts import Facts, Part
 
@@ -24,7 +24,7 @@ class Consistency(Part, frozen=True):
     """
 
     admit: AnyAdmission = All()
-    gate: AnyGate = Lag()
+    gate: Lag = Lag()
     damping: AnyDamping = Constant()
 
     def facts(self) -> Facts:
@@ -39,7 +39,7 @@ class Consistency(Part, frozen=True):
     @property
     def alone(self) -> bool:
         """Whether every gradient is its own update, applied by the holder of the weights."""
-        return isinstance(self.admit, Asynchronous) and not isinstance(self.gate, LagBehindPeers)
+        return isinstance(self.admit, Asynchronous)
 
     @property
     def agreed(self) -> bool:
@@ -63,9 +63,7 @@ class Consistency(Part, frozen=True):
         Raises:
             ConfigError: The consistency is impossible with so many workers.
         """
-        return msgspec.structs.replace(
-            self, admit=self.admit.among(workers), gate=self.gate.among(workers)
-        )
+        return msgspec.structs.replace(self, admit=self.admit.among(workers))
 
     def may_start(self, progress: Progress) -> bool:
         return self.gate.may_start(progress)
@@ -75,8 +73,7 @@ class Consistency(Part, frozen=True):
 
     def ledger(self, workers: int) -> RoundLedger:
         """An empty ledger for one unit."""
-        ahead = self.gate.steps if isinstance(self.gate, Lag) else 0
-        return self.admit.ledger(workers, ahead)
+        return self.admit.ledger(workers, self.gate.steps)
 
     def rate(self, age: int) -> float:
         """The factor for the learning rate of a gradient that is this many updates old."""

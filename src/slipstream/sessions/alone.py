@@ -132,12 +132,12 @@ class AloneSteps:
     ) -> None:
         model, optimizer = pair
         self.made = 0
-        self.averages = Averages(model, strategy.update.average, names)
+        self.averages = Averages(model, strategy.rounds.update.average, names)
         self.state = OwnState(model, optimizer, self.averages)
         self._handles = watch_gradients(pair, names, env, lambda: self.made)
-        if (norm := strategy.update.clip_norm) is not None:
+        if (norm := strategy.rounds.update.clip_norm) is not None:
             self._handles.append(optimizer.register_step_pre_hook(clip_to(norm)))
-        if strategy.update.average is not None:
+        if strategy.rounds.update.average is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_update))
         self._handles.append(optimizer.register_step_post_hook(self._count))
 

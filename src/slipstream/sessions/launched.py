@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.runtime.figures.summary import WorkerFigures
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits, join
@@ -55,11 +56,13 @@ class LaunchedSession:
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
         session = self._session
-        if session is None and (self._is_for_learners or strategy.shared_memory is not None):
+        if session is None and (
+            self._is_for_learners or isinstance(strategy.method, SharedMemoryUpdates)
+        ):
             session = self._enter(self._share_memory(strategy))
         elif session is None:
             session = self._enter(self._join_network(f"asks for {strategy.name}", self._limits))
-        elif strategy.shared_memory is not None and not self._is_for_learners:
+        elif isinstance(strategy.method, SharedMemoryUpdates) and not self._is_for_learners:
             raise ConfigError(
                 f"job.broadcast or job.init_process_group came before job.distribute, and "
                 f"{strategy.name} was not known yet: the workers have joined over the network, and "
@@ -87,7 +90,7 @@ class LaunchedSession:
     def _is_for_learners(self) -> bool:
         """Whether the command line names a strategy of learners."""
         named = self._env.strategy
-        return named is not None and parse(named).shared_memory is not None
+        return named is not None and isinstance(parse(named).method, SharedMemoryUpdates)
 
     def _share_memory(self, strategy: Strategy) -> Session:
         if self._env.server_addresses:

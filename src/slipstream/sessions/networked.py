@@ -16,6 +16,7 @@ from torch import distributed
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, JobEnded, LaunchError, RuntimeFault, SlipstreamError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
 from slipstream.planning.choosing import ByTime
 from slipstream.planning.table import as_tables, as_text
@@ -95,7 +96,10 @@ class NetworkedSession:
         return self._calls.gather(call, value)
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
-        if strategy.shared_memory is not None and self.membership.env.launcher is not None:
+        if (
+            isinstance(strategy.method, SharedMemoryUpdates)
+            and self.membership.env.launcher is not None
+        ):
             raise on_one_machine_only(strategy)
         if self._shared is None:
             self._shared = SharedParts.of(self.membership, pairs[0])
@@ -144,7 +148,7 @@ class NetworkedSession:
     def _warn_of_momentum(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         momentum = max((group.get("momentum") or 0.0) for group in optimizer.param_groups)
         env = self.membership.env
-        if env.rank == 0 and strategy.consistency.alone and momentum > 0.5:
+        if env.rank == 0 and strategy.rounds.consistency.alone and momentum > 0.5:
             warnings.warn(
                 f"{strategy.name} with momentum {momentum}: every one of {env.world_size} workers' "
                 "gradients is applied by itself, on top of each other's momentum. Divide the "

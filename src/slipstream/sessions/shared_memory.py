@@ -13,9 +13,9 @@ from typing import Any
 
 from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
 from slipstream.planning.table import as_text
-from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.runtime.figures.summary import Traffic, WorkerFigures, combine
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits
@@ -82,8 +82,8 @@ class SharedMemorySession:
         )
 
     def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
-        route = strategy.shared_memory
-        if route is None:
+        method = strategy.method
+        if not isinstance(method, SharedMemoryUpdates):
             raise ConfigError(
                 f"this job was started for learners that share memory, and the script asks for "
                 f"{strategy.name}: start it with --strategy {strategy.name}"
@@ -96,7 +96,7 @@ class SharedMemorySession:
         check_own_state(optimizer, inventory.trained)
         plan = strategy.plan(inventory.specs, Cluster(self._env.world_size, servers=1))
         self._presence.join()
-        learner = self._join(pairs[0], route, plan)
+        learner = self._join(pairs[0], method, plan)
         loop = learner.start()
         pair = Pair(model, loop)
         loop.keeper = LearnerState(pair, learner, self._line)
@@ -121,13 +121,12 @@ class SharedMemorySession:
         self._opened.callback(OtherSteps(inventory.trained.items(), known, why).close)
         return self._training
 
-    def _join(self, pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Learner:
-        welcome, descriptor = self._line.join(hello_of(pair, route, plan))
+    def _join(self, pair: Pair, method: SharedMemoryUpdates, plan: Plan) -> Learner:
+        welcome, descriptor = self._line.join(hello_of(pair, method, plan))
         rank = self._env.rank
         learner = Learner(
             *pair,
-            route,
-            not plan.update.holder_applies,
+            method,
             rank,
             SharedMemory(descriptor),
             welcome.plan,
@@ -221,7 +220,9 @@ class SharedMemoryTraining(Training):
         """Of embeddings only used rows are written, where backward can write them."""
         in_rows = self._learner.in_rows
         rows = [
-            replace(row, scheme="rows/memory", why="used rows only") if row.name in in_rows else row
+            replace(row, scheme="rows/memory", why="used rows only")
+            if row.name in in_rows
+            else replace(row, scheme="dense/memory")
             for row in self.plan.rows({})
         ]
         return as_text(rows)
@@ -243,18 +244,18 @@ class SharedMemoryTraining(Training):
         return as_accounts(self._line.account(), self._learner.ages)
 
 
-def hello_of(pair: Pair, route: SharedMemoryRoute, plan: Plan) -> Hello:
+def hello_of(pair: Pair, method: SharedMemoryUpdates, plan: Plan) -> Hello:
     """This learner's model and optimizer, which the launcher compares and lays out."""
     return Hello(
         [*config_fingerprint(*pair), *plan.strategy.config_fingerprint()],
         shared_tensors(*pair),
         type(pair.optimizer).__name__,
         settings_of(pair.optimizer),
-        "server" if plan.update.holder_applies else "direct",
-        route.slots,
-        route.consistent,
-        route.checkpoints and os.path.abspath(route.checkpoints),
-        route.every_s,
+        method.apply,
+        method.slots,
+        method.consistent,
+        method.checkpoints and os.path.abspath(method.checkpoints),
+        method.every_s,
     )
 
 

@@ -92,7 +92,7 @@ def call_of(strategy: Strategy) -> str:
     >>> call_of(push_pull(update="server")), call_of(async_sgd())
     ('push_pull(update="server")', 'async_sgd')
     """
-    moved = strategy.name == "push_pull" and strategy.update.holder_applies
+    moved = strategy.name == "push_pull" and strategy.rounds.update.holder_applies
     return 'push_pull(update="server")' if moved else strategy.name
 
 

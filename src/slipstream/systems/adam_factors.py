@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from slipstream.codecs import Dense, Factors
+from slipstream.methods import Rounds
 from slipstream.routes import Prefer, Route
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
@@ -22,10 +23,11 @@ def adam_factors() -> Strategy:
     Returns:
         The strategy.
 
-    >>> [route.scheme for route in adam_factors().routes.routes()]
+    >>> [route.scheme for route in adam_factors().rounds.routes.routes()]
     ['factors/sharded', 'dense/sharded']
     """
     whole = Sharded(whole_layers=True)
     return Strategy(
-        "adam_factors", Prefer((Route(whole, up=Factors("float32")), Route(whole, up=Dense())))
+        "adam_factors",
+        Rounds(Prefer((Route(whole, up=Factors("float32")), Route(whole, up=Dense())))),
     )

@@ -25,16 +25,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from slipstream.codecs import Above, Filter, InPlace, Rotate
-from slipstream.consistency import Asynchronous, Consistency, LagBehindPeers
+from slipstream.codecs import Above
 from slipstream.errors import ConfigError
-from slipstream.routes import Everywhere, Route
-from slipstream.schedules import Merging
+from slipstream.methods import Growth, PartialExchange
 from slipstream.strategy import Strategy
 from slipstream.systems.parameter_flow import Delta, threshold
-from slipstream.topologies import Mesh
 from slipstream.units import bits_per_second
-from slipstream.updates import Add, Growth, Update, UserSteps
 
 
 def ako(
@@ -66,21 +62,20 @@ def ako(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> ako(partitions=4, staleness=8).rotation.partitions
+    >>> ako(partitions=4, staleness=8).method.partitions
     4
     """
     if schedule not in ("rotate", "same"):
         raise ConfigError(f"schedule={schedule!r}: choose 'rotate' or 'same'")
-    rotate = Rotate(
-        None if partitions == "auto" else partitions,
-        schedule == "same",
-        None if rate is None else bits_per_second(rate) / 8,
-        None if delta is None else Above(threshold(delta), decay="constant"),
-    )
     return Strategy(
         "ako",
-        Everywhere(Route(Mesh(), up=Filter(rotate), down=InPlace())),
-        Consistency(Asynchronous(), LagBehindPeers(staleness)),
-        Update(UserSteps(own="kept"), Add(at="worker", growth=growth, warm_steps=warm_steps)),
-        Merging(),
+        PartialExchange(
+            partitions=None if partitions == "auto" else partitions,
+            staleness=staleness,
+            bytes_s=None if rate is None else bits_per_second(rate) / 8,
+            held_back=None if delta is None else Above(threshold(delta), decay="constant"),
+            same_for_all=schedule == "same",
+            growth=growth,
+            warm_steps=warm_steps,
+        ),
     )

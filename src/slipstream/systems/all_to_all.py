@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from slipstream.methods import Rounds
 from slipstream.strategy import Strategy
 from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Mesh
@@ -25,7 +26,7 @@ def all_to_all(*, wire: Wire = "same") -> Strategy:
     Raises:
         ConfigError: ``wire`` is no such precision.
 
-    >>> all_to_all(wire="bfloat16").routes.route.scheme
+    >>> all_to_all(wire="bfloat16").rounds.routes.route.scheme
     'dense-bfloat16/mesh'
     """
-    return Strategy("all_to_all", routes_for(wire, Mesh()))
+    return Strategy("all_to_all", Rounds(routes_for(wire, Mesh())))

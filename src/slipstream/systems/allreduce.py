@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import get_args
 
 from slipstream.codecs import Dense
+from slipstream.methods import Rounds
 from slipstream.routes import AnyPolicy, ByRole, Collective, Everywhere, Route
 from slipstream.schedules import AfterBackward, WaitFree
 from slipstream.strategy import Strategy
@@ -47,16 +48,18 @@ def allreduce(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> allreduce().routes.parameter.route.scheme
+    >>> allreduce().rounds.routes.parameter.route.scheme
     'dense/collective'
-    >>> allreduce(wire="int8").routes.rules[0].route.scheme
+    >>> allreduce(wire="int8").rounds.routes.rules[0].route.scheme
     'int8/peers'
     """
     return Strategy(
         "allreduce",
-        reduced(wire, hierarchical),
-        schedule=WaitFree() if overlap else AfterBackward(),
-        chunk_bytes=bucket_bytes,
+        Rounds(
+            reduced(wire, hierarchical),
+            schedule=WaitFree() if overlap else AfterBackward(),
+            chunk_bytes=bucket_bytes,
+        ),
     )
 
 

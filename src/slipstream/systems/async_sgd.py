@@ -13,6 +13,7 @@ diverge here. Divide the learning rate by n and keep momentum near 0.
 from __future__ import annotations
 
 from slipstream.consistency import Asynchronous, ByAge, Consistency, Constant, Lag
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
@@ -48,14 +49,16 @@ def async_sgd(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> async_sgd(lr_by_staleness=True).consistency.damping
+    >>> async_sgd(lr_by_staleness=True).rounds.consistency.damping
     ByAge()
     """
     return Strategy(
         "async_sgd",
-        routes_for(wire, Sharded()),
-        Consistency(Asynchronous(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
-        applied_at("server", averaged, clip_norm),
-        order_of_leaving(overlap and clip_norm is None, "server"),
-        chunk_bytes,
+        Rounds(
+            routes_for(wire, Sharded()),
+            Consistency(Asynchronous(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
+            applied_at("server", averaged, clip_norm),
+            order_of_leaving(overlap and clip_norm is None, "server"),
+            chunk_bytes,
+        ),
     )

@@ -20,6 +20,7 @@ from typing import Literal
 
 from slipstream.consistency import Consistency, FirstOf
 from slipstream.errors import UnknownStrategy
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
@@ -62,7 +63,7 @@ def backup_workers(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> backup_workers(backup=2).consistency.admit.among(workers=10).first
+    >>> backup_workers(backup=2).rounds.consistency.admit.among(workers=10).first
     8
     """
     if isinstance(first, str) and first != "auto":
@@ -76,9 +77,11 @@ def backup_workers(
     )
     return Strategy(
         "backup_workers",
-        routes_for(wire, with_levels(hierarchical, Sharded())),
-        Consistency(admit),
-        applied_at("server", averaged),
-        order_of_leaving(overlap, "server"),
-        chunk_bytes,
+        Rounds(
+            routes_for(wire, with_levels(hierarchical, Sharded())),
+            Consistency(admit),
+            applied_at("server", averaged),
+            order_of_leaving(overlap, "server"),
+            chunk_bytes,
+        ),
     )

@@ -14,6 +14,7 @@ learning rate has to decrease as s grows: rates that are stable with s = 0 may d
 from __future__ import annotations
 
 from slipstream.consistency import Consistency, Lag, StaleSynchronous
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
 from slipstream.systems.push_pull import applied_at, order_of_leaving
@@ -45,14 +46,16 @@ def bounded_staleness(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> bounded_staleness(2).consistency.gate
+    >>> bounded_staleness(2).rounds.consistency.gate
     Lag(steps=2)
     """
     return Strategy(
         "bounded_staleness",
-        routes_for(wire, Sharded()),
-        Consistency(StaleSynchronous(), Lag(s)),
-        applied_at("server", averaged),
-        order_of_leaving(overlap, "server"),
-        chunk_bytes,
+        Rounds(
+            routes_for(wire, Sharded()),
+            Consistency(StaleSynchronous(), Lag(s)),
+            applied_at("server", averaged),
+            order_of_leaving(overlap, "server"),
+            chunk_bytes,
+        ),
     )

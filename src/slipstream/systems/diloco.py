@@ -24,6 +24,7 @@ import msgspec
 from slipstream.codecs import Above, Dense, Filter
 from slipstream.codecs.filter import Precision
 from slipstream.consistency import All, Consistency, FirstOf
+from slipstream.methods import Rounds
 from slipstream.routes import (
     AnyPolicy,
     ByRole,
@@ -82,20 +83,22 @@ def diloco(
     Raises:
         ConfigError: A value makes no sense.
 
-    >>> diloco(every=100, fragments=4, overlap_steps=5).update.inner.mix
+    >>> diloco(every=100, fragments=4, overlap_steps=5).rounds.update.inner.mix
     0.5
     """
     kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
-        outer_routes(wire, first, hierarchical),
-        Consistency(All() if first is None else FirstOf(first)),
-        Update(
-            LocalSteps(every, fragments, overlap_steps, kept),
-            Nesterov(lr, momentum, at="worker" if first is None else "server"),
+        Rounds(
+            outer_routes(wire, first, hierarchical),
+            Consistency(All() if first is None else FirstOf(first)),
+            Update(
+                LocalSteps(every, fragments, overlap_steps, kept),
+                Nesterov(lr, momentum, at="worker" if first is None else "server"),
+            ),
+            AfterBackward(),
+            chunk_bytes=BUCKET_BYTES,
         ),
-        AfterBackward(),
-        chunk_bytes=BUCKET_BYTES,
     )
 
 
@@ -119,7 +122,7 @@ def local_sgd(
     Raises:
         ConfigError: A value makes no sense.
 
-    >>> local_sgd(every=4).update.outer
+    >>> local_sgd(every=4).rounds.update.outer
     Nesterov(lr=1.0, momentum=0.0, at='worker')
     """
     strategy = diloco(

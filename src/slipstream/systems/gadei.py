@@ -26,14 +26,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from slipstream.codecs import Dense, InPlace
-from slipstream.consistency import Asynchronous, Consistency, NoWait
-from slipstream.errors import ConfigError
-from slipstream.routes import Everywhere, Route, SharedMemory
-from slipstream.schedules import AfterBackward
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.strategy import Strategy
-from slipstream.topologies import OneHolder
-from slipstream.updates import Update, UserOptimizer
 
 
 def gadei(
@@ -60,17 +54,8 @@ def gadei(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> gadei(slots=4).shared_memory.slots
+    >>> gadei(slots=4).method.slots
     4
     """
-    if apply not in ("server", "direct"):
-        raise ConfigError(f"apply={apply!r}: choose 'server' or 'direct'")
     directory = None if checkpoints is None else os.fspath(checkpoints)
-    memory = SharedMemory(slots, consistent, directory, every_s)
-    return Strategy(
-        "gadei",
-        Everywhere(Route(OneHolder(), up=Dense(), down=InPlace(), over=memory)),
-        Consistency(Asynchronous(), NoWait()),
-        Update(outer=UserOptimizer(at="server" if apply == "server" else "worker")),
-        AfterBackward(),
-    )
+    return Strategy("gadei", SharedMemoryUpdates(slots, consistent, apply, directory, every_s))

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from slipstream.codecs import Dense, LowRank
 from slipstream.errors import ConfigError
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.routes import ByTensor, Large, Prefer, Route, Rule
 from slipstream.strategy import Strategy
@@ -55,7 +56,7 @@ def low_rank(
     Raises:
         ConfigError: A value makes no sense.
 
-    >>> [route.scheme for route in low_rank(rank=2).routes.routes()]
+    >>> [route.scheme for route in low_rank(rank=2).rounds.routes.routes()]
     ['rank-2/sharded', 'dense/sharded', 'dense/sharded']
     """
     if not isinstance(peers, bool):
@@ -65,4 +66,4 @@ def low_rank(
     route = Route(Mesh(), codec) if peers else Route(Sharded(), up=codec, down=codec)
     dense = Route(route.topology, up=Dense())
     large = Rule(Large(SMALLEST, dims=2), Prefer((route, dense)))
-    return Strategy("low_rank", ByTensor((large,), default=dense), chunk_bytes=chunk_bytes)
+    return Strategy("low_rank", Rounds(ByTensor((large,), default=dense), chunk_bytes=chunk_bytes))

@@ -23,6 +23,7 @@ Checkpoints contain the residuals.
 from __future__ import annotations
 
 from slipstream.codecs import Dense, OneBit
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.strategy import Strategy
@@ -43,11 +44,12 @@ def one_bit(*, chunk_bytes: int = CHUNK_BYTES) -> Strategy:
     Raises:
         ConfigError: ``chunk_bytes`` is invalid.
 
-    >>> [route.scheme for route in one_bit().routes.routes()]
+    >>> [route.scheme for route in one_bit().rounds.routes.routes()]
     ['one-bit/sharded', 'dense/sharded']
     """
     bits = Route(Sharded(), up=OneBit(), down=OneBit())
     large = Rule(Large(SMALLEST, dims=2), bits)
     return Strategy(
-        "one_bit", ByTensor((large,), default=Route(Sharded(), up=Dense())), chunk_bytes=chunk_bytes
+        "one_bit",
+        Rounds(ByTensor((large,), default=Route(Sharded(), up=Dense())), chunk_bytes=chunk_bytes),
     )

@@ -35,6 +35,7 @@ from slipstream.codecs.select import Decay
 from slipstream.consistency import All, Consistency, Constant, Lag, StaleSynchronous
 from slipstream.errors import ConfigError
 from slipstream.input_files import read_limited
+from slipstream.methods import Rounds
 from slipstream.planning.learning_rates import stale_rate
 from slipstream.planning.overlays import choose_overlay, read_topology
 from slipstream.planning.overlays.topology_file import MOST_BYTES
@@ -94,7 +95,7 @@ def parameter_flow(
     Raises:
         ConfigError: A value is invalid, or the topology file cannot be read.
 
-    >>> parameter_flow(delta={"fc*": "95%"}, staleness=2).consistency.gate
+    >>> parameter_flow(delta={"fc*": "95%"}, staleness=2).rounds.consistency.gate
     Lag(steps=2)
     """
     if payload not in get_args(Payload):
@@ -108,13 +109,13 @@ def parameter_flow(
     steps = payload == "update"
     return Strategy(
         "parameter_flow",
-        ByTensor(rules, default=Route(topology, up=Dense())),
-        consistency_for(staleness, rate_factor, steps, may_lose=not hierarchical),
-        Update(UserSteps(own="returned"), Add(at="worker"))
-        if steps
-        else Update(outer=UserOptimizer()),
-        WaitFree() if overlap and not steps else AfterBackward(),
-        chunk_bytes,
+        Rounds(
+            ByTensor(rules, default=Route(topology, up=Dense())),
+            consistency_for(staleness, rate_factor, steps, may_lose=not hierarchical),
+            Update(UserSteps(), Add(at="worker")) if steps else Update(outer=UserOptimizer()),
+            WaitFree() if overlap and not steps else AfterBackward(),
+            chunk_bytes,
+        ),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from slipstream.codecs import Factors, Rows
 from slipstream.errors import ConfigError, UnknownStrategy
+from slipstream.methods import Rounds
 from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
 from slipstream.routes import ByRole, Cheapest, Collective, Everywhere, Route, Rule
@@ -59,7 +60,7 @@ def poseidon(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> poseidon(choose="bytes").routes.parameter.by
+    >>> poseidon(choose="bytes").rounds.routes.parameter.by
     ByBytes()
     """
     if choose not in ("time", "bytes"):
@@ -71,13 +72,13 @@ def poseidon(
     in_shards: tuple[Route | Rule, ...] = (*few_bits_first(wire, sharded), shards)
     if choose == "bytes":
         routes = Cheapest((*compact, *in_shards), ByBytes(), tuple(dense))
-        return Strategy("poseidon", ByRole(routes, Everywhere(shards)))
+        return Strategy("poseidon", Rounds(ByRole(routes, Everywhere(shards))))
     few_bits = wire in ("int8", "int4")
     summed = Route(peers) if few_bits else Route(mesh, over=Collective())
     roads: tuple[Route | Rule, ...]
     roads = (*compact, *few_bits_first(wire, peers), summed, *in_shards)
     routes = Cheapest(roads, ByTime(given_speeds(rate, gemm_gflops, server_gbytes)), tuple(dense))
-    return Strategy("poseidon", ByRole(routes, Everywhere(Route(mesh))))
+    return Strategy("poseidon", Rounds(ByRole(routes, Everywhere(Route(mesh)))))
 
 
 def few_bits_first(wire: PoseidonWire, topology: AnyTopology) -> tuple[Rule, ...]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.errors import UnknownStrategy
+from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.schedules import AfterBackward, AnySchedule, Priority, WaitFree
 from slipstream.strategy import Strategy
@@ -58,7 +59,7 @@ def push_pull(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> push_pull(update="server").schedule
+    >>> push_pull(update="server").rounds.schedule
     Priority()
     """
     if update not in ("worker", "server"):
@@ -66,14 +67,16 @@ def push_pull(
     return Strategy(
         "push_pull",
         # New weights are not rounded on the way back: the errors would accumulate over steps.
-        routes_for(
-            wire,
-            with_levels(hierarchical, Sharded()),
-            back="same" if update == "worker" else "dense",
+        Rounds(
+            routes_for(
+                wire,
+                with_levels(hierarchical, Sharded()),
+                back="same" if update == "worker" else "dense",
+            ),
+            update=applied_at("worker" if update == "worker" else "server", averaged, clip_norm),
+            schedule=order_of_leaving(overlap and clip_norm is None, update),
+            chunk_bytes=chunk_bytes,
         ),
-        update=applied_at("worker" if update == "worker" else "server", averaged, clip_norm),
-        schedule=order_of_leaving(overlap and clip_norm is None, update),
-        chunk_bytes=chunk_bytes,
     )
 
 

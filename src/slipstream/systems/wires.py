@@ -30,7 +30,7 @@ def with_levels(hierarchical: bool, between: Between) -> TwoLevel | Between:
 
     >>> from slipstream.topologies import Mesh
     >>> with_levels(True, Mesh())
-    TwoLevel(between=Mesh(), inside=OneHolder())
+    TwoLevel(between=Mesh())
     """
     if type(hierarchical) is not bool:
         raise ConfigError(f"hierarchical={hierarchical!r}: choose True or False")

@@ -101,7 +101,7 @@ def simulate(
     (3, True)
     """
     plan = strategy.plan(specs, Cluster(workers, servers))
-    if len(plan.over_links()) < len(plan.units) or plan.rotation is not None:
+    if len(plan.over_links()) < len(plan.units) or plan.partial_exchange is not None:
         raise ConfigError(f"{strategy.name}: only rounds over links can be simulated")
     given = contribute or normal(specs, seed)
     conducts = [(conduct or {}).get(rank, Conduct()) for rank in range(workers)]

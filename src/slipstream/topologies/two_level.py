@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from slipstream.parts import Facts, facts
 from slipstream.topologies.mesh import Mesh
-from slipstream.topologies.one_holder import OneHolder
 from slipstream.topologies.peer_sharded import PeerSharded
 from slipstream.topologies.protocol import Topology
 from slipstream.topologies.sharded import Sharded
@@ -24,14 +23,12 @@ class TwoLevel(Topology, frozen=True):
 
     Args:
         between: Who holds tensors, of hosts that exchange them.
-        inside: Who holds them in a host: one of its workers, in shared memory.
 
     >>> TwoLevel(Sharded()).deal([100, 40], Cluster(workers=2, servers=2, members=((0, 1), (2, 3))))
     ((2,), (3,))
     """
 
     between: Between = Sharded()
-    inside: OneHolder = OneHolder()
 
     @property
     def name(self) -> str:

@@ -142,5 +142,5 @@ def test_names_tell_wire_formats_apart() -> None:
 
 @pytest.mark.parametrize("wire", ["int3", "fp16", "", None, ["same"]])
 def test_an_unknown_wire_format_lists_those_there_are(wire: Wire) -> None:
-    with pytest.raises(ConfigError, match=r"wire=.*own, float32, bfloat16, float16"):
+    with pytest.raises(ConfigError, match=r"wire=.*same, float32, bfloat16, float16"):
         Dense(wire)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import floats, values
 
 from slipstream._native import bounded_nbytes, mean_into
-from slipstream.codecs import Above, Drop, Filter, Rotate
+from slipstream.codecs import Above, Drop, Filter
 from slipstream.codecs.filter import HEADER, SQUEEZE_CODES
 from slipstream.codecs.residual import Residual
 from slipstream.errors import ConfigError, FrameRefused
@@ -504,13 +504,6 @@ def test_the_mean_of_many_is_held_to_a_bound_that_much_smaller(workers: int) -> 
     assert Above(2.0).threshold(update, memory, ctx) == 2.0
     share = Above(Drop(0.5), of_mean=True).threshold(floats(1, 2, 3, 4), np.zeros(4), ctx)
     assert share == 2.0, "a share is one of what there is"
-
-
-def test_of_a_partition_all_travels_unless_small_entries_are_held_back() -> None:
-    update, memory = floats(0.0, 0.25, 1.0), np.zeros(3, np.float32)
-    assert Rotate(3).threshold(update, memory, EncodeContext()) < 0
-    held = Rotate(3, above=Above(0.5, decay="constant"))
-    assert held.threshold(update, memory, EncodeContext(clock=9, rate=0.1)) == 0.5
 
 
 @precisions

@@ -380,7 +380,7 @@ def test_names_and_facts() -> None:
 @pytest.mark.parametrize("codec", [Factors, Rows])
 @pytest.mark.parametrize("wire", ["float16", "int3", "", None])
 def test_other_wires_are_refused(codec: Any, wire: Any) -> None:
-    with pytest.raises(ConfigError, match=r"wire=.* choose one of own, .*, int8, int4"):
+    with pytest.raises(ConfigError, match=r"wire=.* choose one of same, .*, int8, int4"):
         codec(wire)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.codecs import Rotate
 from slipstream.errors import ConfigError
 from slipstream.planning.slices import FULL, Load
-from slipstream.updates import Add
 
 positive = st.floats(1e-3, 1e9)
 
@@ -46,34 +43,6 @@ def test_an_example_by_hand() -> None:
 )
 def test_a_fifth_or_another_worker_is_worth_a_change(other: Load, differs: bool) -> None:
     assert Load(10.0, 4e6, 8, 25e6).differs(other) is differs
-
-
-@pytest.mark.parametrize("workers", [1, 4, 9])
-def test_all_workers_together_move_as_far_as_was_asked(workers: int) -> None:
-    assert workers * Add().coefficient(5, workers) == pytest.approx(1)
-    assert workers * Add(growth="sqrt").coefficient(5, workers) == pytest.approx(workers**0.5)
-    assert workers * Add(growth="linear").coefficient(5, workers) == pytest.approx(workers)
-
-
-def test_growth_is_reached_gradually() -> None:
-    steps = Add(growth="linear", warm_steps=10)
-    assert [8 * steps.coefficient(step, 8) for step in (0, 5, 10, 99)] == pytest.approx(
-        [1, 4.5, 8, 8]
-    )
-
-
-@pytest.mark.parametrize(
-    ("part", "wrong"),
-    [
-        (Rotate, {"partitions": 0}),
-        (Rotate, {"partitions": 2.0}),
-        (Add, {"growth": "cubic"}),
-        (Add, {"warm_steps": -1}),
-    ],
-)
-def test_what_makes_no_sense_is_refused(part: Any, wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        part(**wrong)
 
 
 def test_a_load_without_numbers_is_refused() -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.schedules import AfterBackward, Merging, Priority, Schedule, WaitFree
+from slipstream.schedules import AfterBackward, Priority, Schedule, WaitFree
 
 
 def leaving(schedule: Schedule, layers: int) -> list[int]:
@@ -18,7 +18,7 @@ def test_priority_sends_first_what_the_next_forward_needs_first(layers: int) -> 
     assert leaving(Priority(), layers) == list(range(layers))
 
 
-@pytest.mark.parametrize("schedule", [AfterBackward(), WaitFree(), Merging()])
+@pytest.mark.parametrize("schedule", [AfterBackward(), WaitFree()])
 @given(layers=st.integers(0, 50))
 def test_the_others_send_in_the_order_backward_makes_them(schedule: Schedule, layers: int) -> None:
     assert leaving(schedule, layers) == list(reversed(range(layers)))
@@ -26,6 +26,5 @@ def test_the_others_send_in_the_order_backward_makes_them(schedule: Schedule, la
 
 def test_who_waits_for_the_whole_backward() -> None:
     assert not AfterBackward().leaves_during_backward
-    assert not Merging().leaves_during_backward
     assert WaitFree().leaves_during_backward
     assert Priority().leaves_during_backward

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse, read_call
 from slipstream.torch.distribute.preparing import check_rounds, prepare_pairs
@@ -81,11 +82,11 @@ def refusal(strategy: Strategy, pairs: list[Pair]) -> str:
     """What ``job.distribute`` would say; empty if it takes this."""
     try:
         inventories = prepare_pairs(pairs, strategy)
-        if strategy.shared_memory is not None:
+        if isinstance(strategy.method, SharedMemoryUpdates):
             check_shareable(*pairs[0])
         check_rounds(strategy, len(pairs), WORKERS)
         assert all(inventory.specs for inventory in inventories)
-        for pair in pairs if strategy.update.user_at_holder else ():
+        for pair in pairs if strategy.rounds.update.user_at_holder else ():
             settings_of(pair.optimizer)
     except ConfigError as error:
         return str(error)
@@ -110,7 +111,9 @@ def test_row_wise_optimizers_are_refused_as_sparse_adam_is() -> None:
     pair = Pair(embedding, RowWise(embedding.parameters()))
     for text in VARIANTS:
         strategy = parse(text)
-        if strategy.update.inner.travels == "gradients" and strategy.shared_memory is None:
+        if strategy.rounds.update.inner.travels == "gradients" and not isinstance(
+            strategy.method, SharedMemoryUpdates
+        ):
             said = refusal(strategy, [pair])
             assert all(word in said for word in ("'0'", "RowWise", "sparse=False")), (
                 f"{text}: {said}"

@@ -7,6 +7,7 @@ import pytest
 
 from slipstream.codecs import Dense, LowRank
 from slipstream.errors import ConfigError, FrameRefused, RuntimeFault
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.runtime.exchange.result_frames import examine_result
@@ -43,8 +44,8 @@ def test_large_fp32_matrices_that_become_smaller_travel_in_low_rank(
 
 def test_workers_update_and_layers_leave_as_they_are_done() -> None:
     strategy = parse("low_rank(rank=2, seed=3)")
-    assert (strategy.name, strategy.schedule) == ("low_rank", WaitFree())
-    assert not strategy.update.holder_applies
+    assert (strategy.name, strategy.rounds.schedule) == ("low_rank", WaitFree())
+    assert not strategy.rounds.update.holder_applies
     assert strategy == low_rank(rank=2, seed=3)
 
 
@@ -62,7 +63,7 @@ SPECS = [Spec("w", SHAPE, "float32", 0)]
 
 
 def plan_with(down: Any) -> Any:
-    strategy = Strategy("low", Everywhere(Route(Sharded(), CODEC, down)), chunk_bytes=256)
+    strategy = Strategy("low", Rounds(Everywhere(Route(Sharded(), CODEC, down)), chunk_bytes=256))
     return strategy.plan(SPECS, Cluster(1, 1))
 
 

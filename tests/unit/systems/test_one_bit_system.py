@@ -40,8 +40,8 @@ def test_large_fp32_weights_travel_in_bits_both_ways_the_rest_dense(
 
 def test_workers_update_and_layers_leave_as_they_are_done() -> None:
     strategy = one_bit(chunk_bytes=4096)
-    assert (strategy.name, strategy.schedule) == ("one_bit", WaitFree())
-    assert not strategy.update.holder_applies
+    assert (strategy.name, strategy.rounds.schedule) == ("one_bit", WaitFree())
+    assert not strategy.rounds.update.holder_applies
     plan = strategy.plan([spec for spec, _ in ROUTES], Cluster(3, 2))
     assert {plan.route(unit).scheme for unit in plan.units} == {
         "one-bit/sharded",

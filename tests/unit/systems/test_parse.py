@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import vector
 
-from slipstream.codecs import Above, Dense, Filter, InPlace, Rotate
-from slipstream.consistency import Asynchronous, Consistency, LagBehindPeers
+from slipstream.codecs import Above, Dense
 from slipstream.errors import ConfigError, UnknownStrategy
+from slipstream.methods import PartialExchange
 from slipstream.plan import Plan
 from slipstream.routes import Collective, Links
-from slipstream.schedules import AfterBackward, Merging, Priority, WaitFree
+from slipstream.schedules import AfterBackward, Priority, WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 from slipstream.topologies import Mesh, Sharded
@@ -35,11 +35,11 @@ def test_a_bare_name_is_the_system_as_it_comes(name: str) -> None:
 
 
 def test_arguments_reach_the_system() -> None:
-    assert parse("push_pull").schedule == WaitFree()
-    assert parse("push_pull(overlap=False)").schedule == AfterBackward()
+    assert parse("push_pull").rounds.schedule == WaitFree()
+    assert parse("push_pull(overlap=False)").rounds.schedule == AfterBackward()
     chosen = parse("push_pull(update='server', wire=\"bfloat16\", chunk_bytes=4096)")
-    assert chosen.update.holder_applies
-    assert (chosen.schedule, chosen.chunk_bytes) == (Priority(), 4096)
+    assert chosen.rounds.update.holder_applies
+    assert (chosen.rounds.schedule, chosen.rounds.chunk_bytes) == (Priority(), 4096)
     (route,) = planned(chosen).routes
     assert (route.topology, route.up, route.down) == (Sharded(), Dense("bfloat16"), Dense())
 
@@ -57,20 +57,16 @@ def test_allreduce_sends_buffers_between_workers() -> None:
 
 def test_ako_is_slices_within_reach() -> None:
     plan = planned(parse("ako(partitions=3, staleness=7, schedule='same', rate='8mbit')"))
-    assert plan.rotation == Rotate(3, same_for_all=True, bytes_s=1e6)
-    assert plan.consistency == Consistency(Asynchronous(), LagBehindPeers(7))
-    assert planned(parse("ako")).consistency.gate == LagBehindPeers(4 * 2)
-    (route,) = plan.routes
-    assert (route.topology, route.down, route.over) == (Mesh(), InPlace(), Links())
-    assert route.up == Filter(plan.rotation)
-    assert (plan.update, plan.schedule) == (Update(UserSteps("kept"), Add()), Merging())
+    assert plan.partial_exchange == PartialExchange(3, 7, bytes_s=1e6, same_for_all=True)
+    default = planned(parse("ako")).partial_exchange
+    assert default == PartialExchange(staleness=4 * 2)
 
 
 def test_ako_may_also_hold_back_small_entries_and_grow() -> None:
-    plan = planned(parse("ako(delta=0.5, growth='sqrt', warm_steps=9)"))
-    assert plan.rotation is not None
-    assert plan.rotation.above == Above(0.5, decay="constant")
-    assert plan.update.outer == Add("worker", "sqrt", 9)
+    rule = planned(parse("ako(delta=0.5, growth='sqrt', warm_steps=9)")).partial_exchange
+    assert rule is not None
+    assert rule.held_back == Above(0.5, decay="constant")
+    assert (rule.growth, rule.warm_steps) == ("sqrt", 9)
 
 
 def test_a_bound_for_congested_links_needs_to_know_which_are() -> None:
@@ -84,9 +80,9 @@ def test_a_bound_for_congested_links_needs_to_know_which_are() -> None:
 
 def test_what_parameter_flow_lets_travel() -> None:
     gradients, steps = parse("parameter_flow()"), parse("parameter_flow(payload='update')")
-    assert gradients.update.inner.travels == "gradients"
-    assert steps.update == Update(UserSteps("returned"), Add("worker"))
-    assert steps.schedule == AfterBackward()
+    assert gradients.rounds.update.inner.travels == "gradients"
+    assert steps.rounds.update == Update(UserSteps(), Add("worker"))
+    assert steps.rounds.schedule == AfterBackward()
     with pytest.raises(ConfigError, match="payload='weights'"):
         parse("parameter_flow(payload='weights')")
 

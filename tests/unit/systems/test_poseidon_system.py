@@ -62,12 +62,17 @@ def test_a_dense_layer_that_the_model_does_not_have() -> None:
 def test_servers_cannot_update_what_they_do_not_see() -> None:
     at_holder = Update(outer=UserOptimizer(at="server"))
     with pytest.raises(ConfigError, match=r"use UserOptimizer\(at='worker'\)"):
-        check(msgspec.structs.replace(poseidon(choose="bytes"), update=at_holder))
+        check(
+            Strategy(
+                "poseidon",
+                msgspec.structs.replace(poseidon(choose="bytes").rounds, update=at_holder),
+            )
+        )
 
 
 def test_dense_roads() -> None:
     def road(strategy: Strategy, cluster: Cluster) -> Route:
-        (route,) = strategy.routes.candidates(SPECS[0], cluster)
+        (route,) = strategy.rounds.routes.candidates(SPECS[0], cluster)
         return route
 
     shards, collective = "dense/sharded", "dense/collective"
@@ -92,12 +97,12 @@ def test_dense_roads_in_few_bits(wire: Any) -> None:
         (by_time, enough, (shards, SHARDS)),
         (by_bytes, Cluster(4, 4), (shards, SHARDS)),
     ):
-        policy = between_hosts(strategy.routes)
+        policy = between_hosts(strategy.rounds.routes)
         chosen = [policy.candidates(spec, cluster)[-1] for spec in (large, SPECS[0])]
         assert tuple(chosen) == wanted
     assert not by_time.needs_servers([large, *SPECS], Cluster(4))
     assert Strategy.from_json(by_time.to_json()) == by_time
-    assert [r.up.form for r in dense_only(by_time.routes).routes()] == ["dense"] * 5
+    assert [r.up.form for r in dense_only(by_time.rounds.routes).routes()] == ["dense"] * 5
 
 
 def test_a_rule_keeps_a_route_to_tensors_that_fit_unless_it_is_given_to_all() -> None:

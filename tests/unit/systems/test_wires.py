@@ -35,9 +35,9 @@ def test_large_fp32_parameters_are_quantised_and_nothing_else(system: str, wire:
 
 
 def test_gradients_come_back_quantised_and_weights_do_not() -> None:
-    (rule,) = parse("push_pull(wire='int8')").routes.rules  # type: ignore[union-attr]
+    (rule,) = parse("push_pull(wire='int8')").rounds.routes.rules  # type: ignore[union-attr]
     assert rule.route.down == rule.route.up
-    (rule,) = parse("push_pull(wire='int8', update='server')").routes.rules  # type: ignore[union-attr]
+    (rule,) = parse("push_pull(wire='int8', update='server')").rounds.routes.rules  # type: ignore[union-attr]
     assert rule.route.down == Dense()
 
 

@@ -3,6 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.topologies import PeerSharded
@@ -40,7 +41,7 @@ def test_each_begins_with_another_worker() -> None:
 
 @given(st.integers(1, 7), st.integers(20_000, 1_000_000))
 def test_workers_hold_equal_shares_of_a_model(workers: int, numel: int) -> None:
-    strategy = Strategy("peers", Everywhere(Route(PeerSharded())))
+    strategy = Strategy("peers", Rounds(Everywhere(Route(PeerSharded()))))
     plan = strategy.plan([Spec("w", (numel,), "float32", 0)], Cluster(workers))
     held = [sum(chunk.numel for chunk in plan.chunks_of(node)) for node in range(workers)]
     assert sum(held) == numel

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import slipstream as s
 from slipstream.consistency import Closed, FirstOf
 from slipstream.errors import ConfigError
+from slipstream.methods import Rounds
 from slipstream.routes import ByRole, ByTensor, Cheapest, Everywhere, Large, Prefer, Route, Rule
 from slipstream.runtime.exchange.collector import ClosedRound, Contribution
 from slipstream.topologies import Mesh, Sharded, TwoLevel
@@ -50,7 +51,7 @@ def test_a_plan_of_hosts_is_that_of_the_topology_between_them() -> None:
     ],
 )
 def test_no_route_of_a_plan_has_two_levels(policy: Everywhere) -> None:
-    strategy = s.Strategy("mine", policy)
+    strategy = s.Strategy("mine", Rounds(policy))
     assert strategy.two_levels
     assert s.Strategy.from_json(strategy.to_json()) == strategy
     plan = strategy.plan(SPECS, HOSTS)
@@ -105,7 +106,7 @@ def test_rounds_of_the_first_hosts_count_hosts() -> None:
 )
 def test_all_routes_of_a_system_have_two_levels(strategy: s.Strategy) -> None:
     s.compat.check(strategy)
-    assert all(isinstance(route.topology, TwoLevel) for route in strategy.routes.routes())
+    assert all(isinstance(route.topology, TwoLevel) for route in strategy.rounds.routes.routes())
 
 
 @pytest.mark.parametrize("system", [s.backup_workers, s.diloco, s.local_sgd])

@@ -256,7 +256,7 @@ def layered() -> Plan:
 def summed_together(plan: Plan, *skipped: str) -> list[list[str]]:
     buckets = make_buckets(plan, [torch.zeros(s.shape) for s in plan.specs], torch.device("cpu"))
     taken = [b for b in buckets if plan.specs[b.tensors[0]].layer not in skipped]
-    found = reductions(taken, plan.strategy.chunk_bytes)
+    found = reductions(taken, plan.strategy.rounds.chunk_bytes)
     assert [b for r in found for b in r.buckets] == taken
     return [list(dict.fromkeys(plan.specs[t].name[0] for t in r.tensors)) for r in found]
 
@@ -281,7 +281,7 @@ def test_many_small_layers_are_still_several_collectives() -> None:
     ]
     plan = poseidon(rate="1gbit").plan(specs, Cluster(2))
     buckets = make_buckets(plan, [torch.zeros(s.shape) for s in plan.specs], torch.device("cpu"))
-    sizes = [len(each.buckets) for each in reductions(buckets, plan.strategy.chunk_bytes)]
+    sizes = [len(each.buckets) for each in reductions(buckets, plan.strategy.rounds.chunk_bytes)]
     assert sum(sizes) == 72
     assert len(sizes) >= 3
     assert max(sizes) <= 2 * min(sizes[:-1])

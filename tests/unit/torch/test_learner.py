@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slipstream._native import Rings, format_segment, segment_nbytes
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.planning.segment import SegmentPlan
-from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.torch.modes.learner import Learner
 from slipstream.torch.modes.shared_weights import shared_tensors
 from slipstream.torch.tensors.finite_gradients import FiniteGradients
@@ -34,8 +34,7 @@ class LearnerHarness:
         self.learner = Learner(
             self.model,
             optimizer,
-            SharedMemoryRoute(consistent=True),
-            True,
+            SharedMemoryUpdates(consistent=True, apply="direct"),
             0,
             memory,
             plan,

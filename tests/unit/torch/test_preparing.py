@@ -9,6 +9,7 @@ from torch import nn
 from slipstream import systems
 from slipstream.codecs import Factors
 from slipstream.errors import ConfigError
+from slipstream.methods import Rounds
 from slipstream.routes import ByTensor, Everywhere, Large, Prefer, Route, Rule
 from slipstream.routes import dense_only as dense
 from slipstream.strategy import Strategy
@@ -65,8 +66,8 @@ def test_with_several_pairs_layers_travel_dense() -> None:
     assert dense(ByTensor(rules, PLAIN)) == ByTensor(rules[1:], PLAIN)
     assert dense(Everywhere(PLAIN)) == Everywhere(PLAIN)
     poseidon = as_trained(systems.poseidon(dense=["head"]), 2)
-    assert all(route.up.form == "dense" for route in poseidon.routes.routes())
-    assert "dense/collective" in {route.scheme for route in poseidon.routes.routes()}
+    assert all(route.up.form == "dense" for route in poseidon.rounds.routes.routes())
+    assert "dense/collective" in {route.scheme for route in poseidon.rounds.routes.routes()}
 
 
 @pytest.mark.parametrize("name", ["push_pull", "allreduce", "all_to_all", "backup_workers"])
@@ -85,7 +86,7 @@ def test_one_pair_keeps_compact_routes() -> None:
 )
 def test_a_strategy_without_a_dense_route_is_refused(routes: Everywhere) -> None:
     with pytest.raises(ConfigError, match=r"mine: it knows no dense route.*add one"):
-        as_trained(Strategy("mine", routes), 2)
+        as_trained(Strategy("mine", Rounds(routes)), 2)
 
 
 def test_rounds_that_workers_miss_may_have_to_close_by_time() -> None:

@@ -7,6 +7,7 @@ from samples import make_plan, vector
 
 from slipstream.codecs import Dense, Factors, SegmentCodec
 from slipstream.errors import RuntimeFault
+from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
@@ -165,7 +166,7 @@ def test_result_of_factors_is_added_to_gradients_of_earlier_passes() -> None:
     parameter.grad = torch.ones(4, 3)
     spec = Spec("fc.weight", (4, 3), "float32", 0, layer="fc", form="factors")
     route = Route(Sharded(whole_layers=True), up=Factors())
-    plan = Strategy("factors", Everywhere(route)).plan([spec], Cluster(2, 1))
+    plan = Strategy("factors", Rounds(Everywhere(route))).plan([spec], Cluster(2, 1))
     live = LiveTensors(plan, Inventory((spec,), (parameter,), (None,)), Staging())
     live.sink(0).data.view(np.float32)[:] = 5
     live.finish(0)

@@ -12,6 +12,7 @@ import typer
 from slipstream.apps.cli import options
 from slipstream.apps.cli.places import places
 from slipstream.errors import LaunchError
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.runtime.launch.launch import Settings, launch
 from slipstream.systems import parse
 
@@ -37,7 +38,8 @@ def run(
 ) -> None:
     """Run a training script on several workers: processes of this machine, or hosts of a lab."""
     command = [sys.executable, *_program(script, module), *(arguments or [])]
-    learners = None if strategy is None else parse(strategy).shared_memory
+    method = None if strategy is None else parse(strategy).method
+    learners = method if isinstance(method, SharedMemoryUpdates) else None
     if learners is not None and (lab is not None or servers):
         raise LaunchError(
             f"{strategy}: learners share the memory of one machine, and have a server of their "

@@ -24,6 +24,7 @@ from slipstream.integrations.lightning.environment import (
     pl,
     reported_once,
 )
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.strategy import Strategy
 from slipstream.systems import SYSTEMS, parse
 
@@ -195,7 +196,7 @@ def chosen(given: Strategy | str) -> Strategy:
             f"was given {strategy!r}"
         )
     check(strategy)
-    if strategy.shared_memory is not None:
+    if isinstance(strategy.method, SharedMemoryUpdates):
         raise ConfigError(
             f"{strategy.name}: learners share memory and do not wait for each other, and "
             "Lightning's loop makes all ranks wait in its barriers: use slipstream_push_pull or "

@@ -12,6 +12,7 @@ import ray
 from slipstream.errors import ConfigError
 from slipstream.integrations.ray.actors import ActorJob, placed
 from slipstream.integrations.ray.workers import checked, settings_of
+from slipstream.methods import PartialExchange
 from slipstream.strategy import Strategy
 
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -110,7 +111,7 @@ def takes_no_argument(fn: Callable[..., Any]) -> bool:
 
 def _checked_restarts(restarts: int | None, workers: int, strategy: Strategy | None) -> int:
     """How many restarts there may be; raises ConfigError."""
-    rejoins = strategy is not None and strategy.rotation is not None
+    rejoins = strategy is not None and isinstance(strategy.method, PartialExchange)
     if restarts is None:
         return workers if rejoins else 0
     if type(restarts) is not int or restarts < 0:

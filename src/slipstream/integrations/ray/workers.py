@@ -27,6 +27,7 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.job_end import end_open_jobs
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.runtime.launch.processes import WORKER_VARIABLES
 from slipstream.runtime.process.environment import LOOPBACK, is_loopback
 from slipstream.runtime.process.error_reporting import location
@@ -51,7 +52,7 @@ def checked(strategy: Strategy | str | None, *, several: bool = True) -> Strateg
         raise ConfigError(
             f"strategy={strategy!r}: give a strategy, such as slipstream.push_pull(), or its text"
         )
-    if several and chosen is not None and chosen.shared_memory is not None:
+    if several and chosen is not None and isinstance(chosen.method, SharedMemoryUpdates):
         raise ConfigError(
             f"{chosen.name} with several workers needs `slipstream run` on one machine, which "
             "starts learners again and holds their memory: use that, or another strategy on Ray"

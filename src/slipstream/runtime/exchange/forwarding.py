@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from slipstream.codecs import InPlace
 from slipstream.plan import Plan
 from slipstream.topologies import Topology
 from slipstream.types import Node, Rank, Unit
@@ -29,5 +28,5 @@ class Forwarding:
         route, cluster = self._plan.route(unit), self._plan.cluster
         for holder in self._plan.holders[unit.index]:
             if cluster.name(holder) == sender and route.topology.fanout(holder, holder, cluster):
-                return not isinstance(route.down, InPlace)
+                return True
         return route.topology.relays and cluster.worker(sender) >= 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.codecs import Agreement, Codec, InPlace, SharedCodec
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.codecs import Agreement, Codec, SharedCodec
+from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.collector import Group, split_frames
 from slipstream.transports.wire import Publish
@@ -15,8 +15,6 @@ from slipstream.types import Buffer, Unit
 def down_codec(plan: Plan, unit: Unit) -> Codec | None:
     """What a unit's results are encoded with; None: they return as contributions came, merged."""
     codec = plan.route(unit).down
-    if isinstance(codec, InPlace):
-        raise RuntimeFault(f"nothing returns on {plan.route(unit).scheme}")
     return None if isinstance(codec, SharedCodec) else codec
 
 

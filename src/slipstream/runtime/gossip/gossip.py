@@ -15,11 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slipstream.codecs import Rotate
 from slipstream.codecs.partition import Accumulator, unpacked
 from slipstream.codecs.residual import Floats
-from slipstream.consistency import LagBehindPeers
 from slipstream.errors import FrameRefused, contribution_of
+from slipstream.methods import PartialExchange
 from slipstream.runtime.gossip.numbered_links import NumberedLinks
 from slipstream.runtime.gossip.pace import Pace
 from slipstream.runtime.gossip.slice_sender import MESSAGE_VALUES, SliceSender
@@ -90,8 +89,7 @@ class GossipChannel:
     def __init__(
         self,
         rank: Rank,
-        rotate: Rotate,
-        rule: LagBehindPeers,
+        rule: PartialExchange,
         member: Member,
         weights: Weights,
         peers: Collection[Rank],
@@ -114,7 +112,7 @@ class GossipChannel:
         self._begun_s = time.monotonic()
         # ---- used by the training thread
         self._everybody = frozenset(peers)
-        self._sender = SliceSender(rank, rotate, pace.partitions, peers, weights.numel, self.links)
+        self._sender = SliceSender(rank, rule, pace.partitions, peers, weights.numel, self.links)
         self._drains = 0  # number of drains begun
         # By peer: the last drain after which the peer was sent a ``Tail``.
         self._tails_sent: dict[Rank, int] = dict.fromkeys(peers, 0)

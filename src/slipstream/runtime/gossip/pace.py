@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from slipstream.codecs.select import Rotate
+from slipstream.methods import PartialExchange
 from slipstream.planning.slices import WORTH_CHANGING, Load
 from slipstream.transports.protocol import Transport
 
@@ -34,7 +34,7 @@ class Pace:
 
     def __init__(
         self,
-        rotate: Rotate,
+        rule: PartialExchange,
         model_bytes: int,
         peers: Sequence[str],
         bytes_s: float,
@@ -43,11 +43,11 @@ class Pace:
     ) -> None:
         self.load: Load | None = None  # the last measured one
         self._basis: Load | None = None  # the one from which p was computed
-        self._rotate, self._model_bytes, self.bytes_s = rotate, model_bytes, bytes_s
+        self._rule, self._model_bytes, self.bytes_s = rule, model_bytes, bytes_s
         self._peers = list(peers)
         self._transport, self._clock = transport, clock
         # Until steps have been timed: as few bytes as a synchronous round would take.
-        self.partitions = rotate.partitions or max(1, len(peers))
+        self.partitions = rule.partitions or max(1, len(peers))
         self._begun_s = self._stepped_s = clock()
         self._steps_s: list[float] = []  # duration of each, without waiting
         self._held_up = False
@@ -78,7 +78,7 @@ class Pace:
         self._before[peer] = (0, 0.0)
 
     def _look(self, elapsed_s: float) -> None:
-        if self._rotate.bytes_s is None:
+        if self._rule.bytes_s is None:
             self._listen(elapsed_s)
         self.load = Load(
             1 / max(1e-9, usual_s(self._steps_s)),
@@ -88,7 +88,7 @@ class Pace:
         )
         if self._basis is None or self._basis.differs(self.load):
             self._basis = self.load
-            if self._rotate.partitions is None:
+            if self._rule.partitions is None:
                 # A partition has at least one value.
                 self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
         self._begun_s, self._steps_s, self._held_up = self._clock(), [], False

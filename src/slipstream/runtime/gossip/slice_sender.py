@@ -10,7 +10,6 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slipstream.codecs import Rotate
 from slipstream.codecs.partition import (
     Accumulator,
     PeerAccumulators,
@@ -19,6 +18,7 @@ from slipstream.codecs.partition import (
     without,
 )
 from slipstream.codecs.residual import Floats, Residual
+from slipstream.methods import PartialExchange
 from slipstream.runtime.gossip.numbered_links import NumberedLinks
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Part, checksum
@@ -31,7 +31,7 @@ class SliceSender:
     """What has accumulated for peers, and how it is sent; used by the training thread only.
 
     Args:
-        rotate: The rule of partial exchange.
+        rule: The rule of partial exchange.
         partitions: p, until ``start_rotation`` changes it.
         peers: The receivers of updates.
         numel: How many weights there are.
@@ -40,14 +40,14 @@ class SliceSender:
     def __init__(
         self,
         rank: Rank,
-        rotate: Rotate,
+        rule: PartialExchange,
         partitions: int,
         peers: Collection[Rank],
         numel: int,
         links: NumberedLinks,
     ) -> None:
         self.peers = set(peers)
-        self._rank, self._rotate, self._numel, self._links = rank, rotate, numel, links
+        self._rank, self._rule, self._numel, self._links = rank, rule, numel, links
         self._owed = self._accumulators(partitions)
         self._left_over: list[Accumulator] = []  # of the old rotation
         self._leaving: defaultdict[Rank, list[Ticket]] = defaultdict(list)
@@ -67,7 +67,7 @@ class SliceSender:
         return bool(self._left_over)
 
     def _accumulators(self, partitions: int) -> PeerAccumulators:
-        rotation = Rotation(partitions, self._rotate.same_for_all)
+        rotation = Rotation(partitions, self._rule.same_for_all)
         return PeerAccumulators(rotation, self._rank, self.peers, self._numel)
 
     def add(self, update: Floats) -> None:
@@ -90,7 +90,7 @@ class SliceSender:
         due = [each for each in self._owed.accumulators if each.fresh]
         free = [each for each in due if self._is_free(each.peers)]
         for each in free:
-            self._send(each.peers, step, *self._owed.take(each, self._rotate.above))
+            self._send(each.peers, step, *self._owed.take(each, self._rule.held_back))
         return len(free) == len(due) and not self._left_over
 
     def _is_free(self, peers: Collection[Rank]) -> bool:
@@ -102,7 +102,7 @@ class SliceSender:
         # An empty partition (fewer weights than partitions) is sent, too: it carries the step.
         for offset in range(0, max(1, len(values)), MESSAGE_VALUES):
             numbers = values[offset : offset + MESSAGE_VALUES]
-            is_packed = self._rotate.above is not None and len(numbers) > 0
+            is_packed = self._rule.held_back is not None and len(numbers) > 0
             piece = packed(numbers) if is_packed else numbers.view(np.uint8)
             crc = checksum([piece])
             last = offset + MESSAGE_VALUES >= len(values)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import LaunchError
-from slipstream.routes import SharedMemory
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.runtime.files.directory_lock import DirectoryLocks
 from slipstream.runtime.launch.learner_supervisor import RESTARTS, LearnerSupervisor
 from slipstream.runtime.launch.process_group import ProcessGroup, log_line
@@ -59,7 +59,7 @@ def launch(
     limits: Limits | None = None,
     may_lose: int = 0,
     restarts: int | None = None,
-    learners: SharedMemory | None = None,
+    learners: SharedMemoryUpdates | None = None,
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
     """Run ``command`` once per placement; returns the exit code of the job.

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from slipstream.errors import RuntimeFault
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
 
 
@@ -90,8 +91,8 @@ def why_not_by_others(plan: Plan, system: str, *, pairs: int) -> str:
         system: The strategy, as messages name it.
     """
     update = plan.update
-    local = update.inner.travels != "gradients" or plan.rotation is not None
-    in_memory = plan.strategy.shared_memory is not None
+    local = update.inner.travels != "gradients" or plan.partial_exchange is not None
+    in_memory = isinstance(plan.strategy.method, SharedMemoryUpdates)
     if update.holder_applies or local or plan.runs_ahead or in_memory:
         return f"with {system} only steps of an optimizer that it was given reach other workers"
     if pairs > 1:

@@ -34,7 +34,7 @@ EVERY, EARLY = 64, (0, 8)  # steps
 def keeps_replicas_equal(plan: Plan) -> bool:
     """Whether all workers' weights are equal after each step."""
     in_step = plan.consistency.lockstep and plan.delivers_every_result
-    return in_step and plan.rotation is None and plan.local_steps is None
+    return in_step and plan.partial_exchange is None and plan.local_steps is None
 
 
 def is_due(step: int) -> bool:

@@ -145,7 +145,7 @@ class CollectiveChannel:
         """What is summed in a round, in one order; the same for rounds that skip the same."""
         if self._skipped not in self._rounds:
             taken = [b for b in self._buckets if not self._skipped.issuperset(b.tensors)]
-            self._rounds[self._skipped] = reductions(taken, self.plan.strategy.chunk_bytes)
+            self._rounds[self._skipped] = reductions(taken, self.plan.rounds.chunk_bytes)
         return self._rounds[self._skipped]
 
     def flush(self) -> None:

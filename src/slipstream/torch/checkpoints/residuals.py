@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slipstream.codecs import InPlace, SharedCodec
+from slipstream.codecs import SharedCodec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
@@ -40,7 +40,7 @@ class Residuals:
         self._published = [
             chunk
             for chunk in plan.chunks
-            if not isinstance(down := plan.routes[chunk.route].down, InPlace | SharedCodec)
+            if not isinstance(down := plan.routes[chunk.route].down, SharedCodec)
             and down.init(1, chunk.dtype) is not None
         ]
         self._held = [c for c in self._published if self._holder(c) == member.name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from slipstream.errors import ConfigError, RuntimeFault
+from slipstream.methods import PartialExchange, SharedMemoryUpdates
 from slipstream.strategy import Strategy
 from slipstream.torch.tensors.inventory import dtype_name
 from slipstream.types import ITEM_BYTES
@@ -292,14 +293,14 @@ def check_exchangeable(strategy: Strategy) -> None:
     Raises:
         ConfigError: With the reason and an alternative.
     """
-    update, reason = strategy.update, ""
-    if strategy.shared_memory is not None or update.holder_applies:
+    update, reason = strategy.rounds.update, ""
+    if isinstance(strategy.method, SharedMemoryUpdates) or update.holder_applies:
         reason = f"{OWN_OPTIMIZER}, but with this strategy servers update the weights"
-    elif update.inner.travels != "gradients" or strategy.rotation is not None:
+    elif update.inner.travels != "gradients" or isinstance(strategy.method, PartialExchange):
         reason = (
             "only gradients can be given to it, but with this strategy changes of weights are sent"
         )
-    elif not strategy.consistency.lockstep:
+    elif not strategy.rounds.consistency.lockstep:
         reason = "a step ends with its own mean gradient, but with this strategy workers run ahead"
     elif update.clip_norm is not None:
         raise ConfigError(

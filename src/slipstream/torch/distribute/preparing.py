@@ -11,6 +11,7 @@ from torch import nn
 
 from slipstream.compat import check
 from slipstream.errors import ConfigError, ModelMismatch, SlipstreamError
+from slipstream.methods import PartialExchange, Rounds, SharedMemoryUpdates
 from slipstream.routes import dense_only
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.process.config_fingerprint import difference
@@ -57,9 +58,9 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
         raise ConfigError(
             "SparseAdam takes sparse gradients only, and the mean over workers is dense: use Adam"
         )
-    if strategy.update.inner.travels == "gradients":
+    if strategy.rounds.update.inner.travels == "gradients":
         check_rows(model, optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS) and not strategy.consistency.lockstep:
+    if isinstance(optimizer, torch.optim.LBFGS) and not strategy.rounds.consistency.lockstep:
         raise ConfigError(
             "LBFGS runs backward itself, several times per step, so no worker can run ahead of its "
             "updates: use another optimizer, or rounds of all workers, such as push_pull()"
@@ -69,9 +70,11 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
     inventory = Inventory.of(model)
     if not inventory.specs:
         raise ConfigError("the model has no parameter that requires a gradient")
-    if strategy.rotation is not None:
+    if isinstance(strategy.method, PartialExchange):
         FlatWeights(inventory)
-    if not strategy.update.user_at_holder or strategy.shared_memory is not None:
+    if not strategy.rounds.update.user_at_holder or isinstance(
+        strategy.method, SharedMemoryUpdates
+    ):
         run_hooks(optimizer)
         return inventory
     check_elementwise(optimizer)
@@ -122,7 +125,7 @@ def check_pairs(pairs: Sequence[Pair], strategy: Strategy) -> None:
             "one pair; put several models that it updates into one nn.ModuleDict"
         )
     check_disjoint(pairs)
-    one_only = strategy.shared_memory is not None or strategy.rotation is not None
+    one_only = not isinstance(strategy.method, Rounds)
     if len(pairs) > 1 and one_only:
         raise ConfigError(
             f"{strategy.name} trains one model with one optimizer, and was given {len(pairs)} "
@@ -161,7 +164,8 @@ def as_trained(strategy: Strategy, pairs: int) -> Strategy:
     if pairs == 1:
         return strategy
     try:
-        return msgspec.structs.replace(strategy, routes=dense_only(strategy.routes))
+        rounds = msgspec.structs.replace(strategy.rounds, routes=dense_only(strategy.rounds.routes))
+        return msgspec.structs.replace(strategy, method=rounds)
     except ConfigError as error:
         raise ConfigError(f"{strategy.name}: {error}") from error
 
@@ -202,7 +206,7 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     """
     if pairs > 1 and strategy.rounds_may_lack_workers(workers):
         # Rounds of outer gradients close with the first N, and never earlier.
-        outer = strategy.update.inner.travels == "outer gradients"
+        outer = strategy.rounds.update.inner.travels == "outer gradients"
         others = "" if outer else ", close_after_s with min_first=1"
         raise ConfigError(
             f"{strategy.name} with {pairs} pairs: workers that miss rounds of one pair come to "

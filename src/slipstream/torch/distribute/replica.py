@@ -179,7 +179,7 @@ class Replica:
         """Whether the rendezvous store is used during training."""
         collective = self.channels.collective
         on_gpu = collective is not None and collective.collectives.device.type == "cuda"
-        return self.plan.rotation is not None or on_gpu
+        return self.plan.partial_exchange is not None or on_gpu
 
     @property
     def round(self) -> int:
@@ -311,9 +311,9 @@ class Wiring:
         if plan.cluster.members:
             return self._channels_of_host()
         collective = self._collective(None)
-        if plan.rotation is not None:
+        if (rule := plan.partial_exchange) is not None:
             flat = FlatWeights(self._inventory, is_constant(self._model))
-            slices = make_partial(plan, plan.rotation, flat, self._membership)
+            slices = make_partial(rule, flat, self._membership)
             return Channels(collective, partial=slices)
         links = self._links(self._slots, self._slots.results) if plan.over_links() else None
         return Channels(collective, links=links)
@@ -446,10 +446,16 @@ class Wiring:
             )
         if slices is not None:
             assert isinstance(slices.weights, FlatWeights)
+            assert plan.partial_exchange is not None
             loop = self._loop or LoopOptimizer(own, slices.weights.still)
             written = WrittenWarning(slices.weights.written, self._is_first("written"))
             return loop, partial(
-                PartialUpdates, loop=loop, channel=slices, averages=averages, written=written
+                PartialUpdates,
+                loop=loop,
+                channel=slices,
+                rule=plan.partial_exchange,
+                averages=averages,
+                written=written,
             )
         return own, partial(WorkerUpdates, optimizer=own, averages=averages)
 

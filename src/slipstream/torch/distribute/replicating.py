@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.errors import FrameRefused, LaunchError, LeftBehind
+from slipstream.methods import PartialExchange, SharedMemoryUpdates
 from slipstream.plan import Plan
 from slipstream.routes import Collective
 from slipstream.runtime.hosts.meeting import find_hosts
@@ -51,7 +52,7 @@ def replicate(
     clusters = choose_clusters(trained, specs, membership, len(shared.shards.addresses), hosts)
     plans = [trained.plan(each, cluster) for each, cluster in zip(specs, clusters, strict=True)]
     roster, plan = membership.member.roster, plans[0]
-    roster.lockstep = plan.delivers_every_result and plan.rotation is None
+    roster.lockstep = plan.delivers_every_result and plan.partial_exchange is None
     if plan.consistency.goes_on and not plan.delivers_every_result:
         roster.worker_silence_s = SILENCE_FACTOR_IF_LINK_ALIVE * membership.limits.silence_s
     membership.member.coordination.on_lost = None  # until all can handle a loss
@@ -71,7 +72,9 @@ def hosts_of(
     """
     if not strategy.two_levels:
         return ()
-    collective = any(isinstance(route.over, Collective) for route in strategy.routes.routes())
+    collective = any(
+        isinstance(route.over, Collective) for route in strategy.rounds.routes.routes()
+    )
     on_gpu = any(collective_device(each).type == "cuda" for each in inventories)
     return find_hosts(shared.membership, shared.key("hosts"), apart=collective and on_gpu)
 
@@ -82,12 +85,12 @@ def check_start(strategy: Strategy, membership: Membership) -> None:
     Raises:
         LaunchError: Learners that share memory; or a restarted worker where none can come back.
     """
-    if strategy.shared_memory is not None:
+    if isinstance(strategy.method, SharedMemoryUpdates):
         raise LaunchError(
             f"learners of {strategy.name} share memory, which their launcher gives them: start "
             f"them with `slipstream run --workers N --strategy {strategy.name} SCRIPT`"
         )
-    if membership.env.incarnation and strategy.rotation is None:
+    if membership.env.incarnation and not isinstance(strategy.method, PartialExchange):
         raise LaunchError(
             f"a worker cannot come back with {strategy.name}: only with partial exchange, "
             "as ako does; start the job again from a checkpoint"

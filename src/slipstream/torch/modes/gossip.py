@@ -7,8 +7,7 @@ import time
 import torch
 from torch import nn
 
-from slipstream.codecs import Rotate
-from slipstream.consistency import LagBehindPeers
+from slipstream.methods import PartialExchange
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.runtime.gossip.gossip import GossipChannel
@@ -27,24 +26,19 @@ UNKNOWN_BYTES_S = 1e9
 
 
 def make_partial(
-    plan: Plan, rotate: Rotate, weights: FlatWeights, membership: Membership
+    rule: PartialExchange, weights: FlatWeights, membership: Membership
 ) -> GossipChannel:
     """The channel of partial exchange."""
     env, transport = membership.env, membership.transport
     peers = [rank for rank in range(env.world_size) if rank != env.rank]
     # A restarted worker gets the rate from rank 0.
-    bytes_s = rotate.bytes_s or (
-        UNKNOWN_BYTES_S if env.incarnation else measure_link(membership) / 8
-    )
+    bytes_s = rule.bytes_s or (UNKNOWN_BYTES_S if env.incarnation else measure_link(membership) / 8)
     names = [f"rank {rank}" for rank in peers]
     model_bytes = weights.numel * ITEM_BYTES["float32"]
-    pace = Pace(rotate, model_bytes, names, bytes_s, transport, time.monotonic)
-    gate = plan.consistency.gate
-    assert isinstance(gate, LagBehindPeers)
+    pace = Pace(rule, model_bytes, names, bytes_s, transport, time.monotonic)
     return GossipChannel(
         env.rank,
-        rotate,
-        gate,
+        rule,
         membership.member,
         weights,
         peers,

@@ -13,8 +13,8 @@ from torch import nn
 
 from slipstream._native import Rings
 from slipstream.errors import JobEnded, WaitLimit
+from slipstream.methods import SharedMemoryUpdates
 from slipstream.planning.segment import SegmentPlan
-from slipstream.routes import SharedMemory as SharedMemoryRoute
 from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
 from slipstream.torch.capture.remote_optimizer import RemoteOptimizer
 from slipstream.torch.capture.replaced_weights import FirstWeights, warn_of_replaced
@@ -48,8 +48,7 @@ class Learner:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        about: SharedMemoryRoute,
-        direct: bool,
+        about: SharedMemoryUpdates,
         rank: int,
         memory: SharedMemory,
         plan: SegmentPlan,
@@ -58,7 +57,7 @@ class Learner:
         share: Callable[[Any], Any],
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._about, self._direct = about, direct
+        self._about, self._direct = about, about.apply == "direct"
         self.rank, self._memory, self._plan, self._limit_s = rank, memory, plan, limit_s
         self._finite, self._share = finite, share
         self.rings = Rings(memory.memory)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.methods import PartialExchange
 from slipstream.runtime.exchange.engine import Hook
 from slipstream.runtime.gossip.gossip import GossipChannel
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
 from slipstream.torch.tensors.averages import Averages
 from slipstream.torch.tensors.written_weights import WrittenWarning
-from slipstream.updates import Add
 
 
 class PartialUpdates:
@@ -31,14 +31,13 @@ class PartialUpdates:
         synchronizer: Synchronizer,
         loop: LoopOptimizer,
         channel: GossipChannel,
+        rule: PartialExchange,
         averages: Averages,
         written: WrittenWarning,
     ) -> None:
-        outer = synchronizer.plan.update.outer
-        assert isinstance(outer, Add)
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._step = loop.step_local
-        self._channel, self._outer, self._averages = channel, outer, averages
+        self._channel, self._rule, self._averages = channel, rule, averages
         self._written = written
         loop.end_step = self.end_step
 
@@ -63,7 +62,7 @@ class PartialUpdates:
         synchronizer.gradients.clear_refused()
         synchronizer.gradients.clip()
         channel.admit_joiners()
-        coefficient = self._outer.coefficient(synchronizer.step, channel.workers)
+        coefficient = self._rule.coefficient(synchronizer.step, channel.workers)
         self._averages.before_update()
         channel.give(channel.weights.stepped(self._step, coefficient))
         self._averages.follow()

@@ -15,6 +15,7 @@ from slipstream.codecs import Dense, Factors, Rows
 from slipstream.codecs.matrices import Matrix, to_frames
 from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf
 from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean, Result
@@ -298,9 +299,11 @@ def test_an_updater_sees_the_mean_and_the_settings_and_its_word_is_published() -
 
 FIRST_OF_3 = Strategy(
     "first",
-    Everywhere(Route(Sharded(), up=Dense())),
-    Consistency(FirstOf(first=2)),
-    Update(outer=UserOptimizer(at="server")),
+    Rounds(
+        Everywhere(Route(Sharded(), up=Dense())),
+        Consistency(FirstOf(first=2)),
+        Update(outer=UserOptimizer(at="server")),
+    ),
 ).plan([vector("t", 2)], Cluster(3, 1))
 
 
@@ -371,9 +374,11 @@ def test_gradient_that_did_not_make_its_round_is_freed() -> None:
 def test_the_rate_of_an_old_gradient_comes_down_where_that_was_asked_for() -> None:
     plan = Strategy(
         "each",
-        Everywhere(Route(Sharded(), up=Dense())),
-        Consistency(Asynchronous(), damping=ByAge()),
-        Update(outer=UserOptimizer(at="server")),
+        Rounds(
+            Everywhere(Route(Sharded(), up=Dense())),
+            Consistency(Asynchronous(), damping=ByAge()),
+            Update(outer=UserOptimizer(at="server")),
+        ),
     ).plan([vector("t", 2)], Cluster(2, 1))
     (chunk,) = plan.chunks
     updater = Sum()
@@ -388,7 +393,8 @@ def test_the_rate_of_an_old_gradient_comes_down_where_that_was_asked_for() -> No
 
 def test_results_are_sent_again_where_somebody_may_have_missed_them() -> None:
     plan = Strategy(
-        "going on", Everywhere(Route(Sharded(), up=Dense())), Consistency(All(without_lost=True))
+        "going on",
+        Rounds(Everywhere(Route(Sharded(), up=Dense())), Consistency(All(without_lost=True))),
     ).plan([vector("t", 1)], Cluster(2, 1))
     (chunk,) = plan.chunks
     node = holder(plan)
@@ -413,7 +419,8 @@ LAYERS = [
 ]
 WHOLE = Sharded(whole_layers=True)
 IN_LAYERS = Strategy(
-    "layers", Prefer((Route(WHOLE, up=Factors()), Route(WHOLE, up=Rows()))), chunk_bytes=2048
+    "layers",
+    Rounds(Prefer((Route(WHOLE, up=Factors()), Route(WHOLE, up=Rows()))), chunk_bytes=2048),
 ).plan(LAYERS, Cluster(2, 1))
 FC, WORDS = IN_LAYERS.units
 
@@ -495,9 +502,11 @@ def test_inputs_whose_round_closed_without_their_sender_are_dropped() -> None:
     route = Route(WHOLE, up=Factors())
     plan = Strategy(
         "first",
-        Everywhere(route),
-        Consistency(FirstOf(first=1)),
-        Update(outer=UserOptimizer(at="server")),
+        Rounds(
+            Everywhere(route),
+            Consistency(FirstOf(first=1)),
+            Update(outer=UserOptimizer(at="server")),
+        ),
     ).plan(LAYERS[:2], Cluster(2, 1))
     (unit,) = plan.units
     collector = Collector(2, plan)
@@ -517,7 +526,7 @@ def test_inputs_whose_round_closed_without_their_sender_are_dropped() -> None:
 def test_layers_in_short_formats_are_multiplied_in_a_longer_one(sent_as: str) -> None:
     specs = [Spec("fc.weight", (4, 3), "bfloat16", 0, layer="fc", form="factors")]
     route = Route(WHOLE, up=Factors())
-    plan = Strategy("short", Everywhere(route)).plan(specs, Cluster(1, 1))
+    plan = Strategy("short", Rounds(Everywhere(route))).plan(specs, Cluster(1, 1))
     rows = 300  # as many ones added up in bfloat16 would stay at 256
     ones = {"float32": np.ones(rows, np.float32), "bfloat16": np.full(rows, 0x3F80, np.uint16)}
     raw = ones[sent_as].view(np.uint8)

@@ -40,9 +40,9 @@ def test_everybody_is_answered_when_all_have_given() -> None:
 def test_who_is_lost_is_not_waited_for() -> None:
     collector = Collector(WORKERS)
     for rank in (0, 1):
-        collector.contribute("share/1", "all", rank, b"x")
-    assert collector.awaited(()) == {"share/1": ["rank 2"]}
-    assert answers(collector, 2) == [("share/1", [0, 1], {0: b"x", 1: b"x"})]
+        collector.contribute("broadcast/1", "all", rank, b"x")
+    assert collector.awaited(()) == {"broadcast/1": ["rank 2"]}
+    assert answers(collector, 2) == [("broadcast/1", [0, 1], {0: b"x", 1: b"x"})]
 
 
 def test_one_rank_may_give_and_others_read() -> None:
@@ -169,14 +169,14 @@ def test_what_was_posted_is_not_sent_back_to_who_did_not_ask() -> None:
 def test_a_wait_names_who_is_missing() -> None:
     company = Company()
     for rank in (0, 1):
-        company.gatherings[rank]._send(Contribute("share/1", "all", asks=True), encoded(rank))
+        company.gatherings[rank]._send(Contribute("broadcast/1", "all", asks=True), encoded(rank))
     company.move()
     for rank in (0, 1):
-        company.members[f"rank {rank}"].heartbeat.last_awaited = {"share/1": ["rank 2"]}
-    with pytest.raises(WaitLimit, match=r"all ranks in job\.share.*missing: rank 2"):
-        company.gatherings[0]._wait("share/1")
-    with pytest.raises(WaitLimit, match=r"all ranks in job\.share.*missing: rank 2"):
-        company.gatherings[1]._wait("share/1")
+        company.members[f"rank {rank}"].heartbeat.last_awaited = {"broadcast/1": ["rank 2"]}
+    with pytest.raises(WaitLimit, match=r"all ranks in job\.broadcast.*missing: rank 2"):
+        company.gatherings[0]._wait("broadcast/1")
+    with pytest.raises(WaitLimit, match=r"all ranks in job\.broadcast.*missing: rank 2"):
+        company.gatherings[1]._wait("broadcast/1")
 
 
 def test_values_that_nobody_asked_for_are_refused() -> None:

@@ -6,6 +6,7 @@ from samples import make_plan, spec_lists, vector
 
 from slipstream.codecs import Dense
 from slipstream.errors import FrameRefused, TooManyServers
+from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import ByTensor, Large, Route, Rule
 from slipstream.runtime.servers.configuration import Configuration
@@ -54,10 +55,12 @@ def test_a_server_makes_the_very_same_plan(
     rules = [Rule(Large(0, pattern=s.name), data.draw(st.sampled_from(routes))) for s in specs]
     strategy = Strategy(
         "drawn",
-        ByTensor(tuple(rules), default=routes[0]),
-        update=Update(outer=UserOptimizer("server" if update == "server" else "worker")),
-        schedule=schedule,
-        chunk_bytes=chunk_bytes,
+        Rounds(
+            ByTensor(tuple(rules), default=routes[0]),
+            update=Update(outer=UserOptimizer("server" if update == "server" else "worker")),
+            schedule=schedule,
+            chunk_bytes=chunk_bytes,
+        ),
     )
     try:
         plan = strategy.plan(specs, Cluster(workers, servers))

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.codecs import Above, Dense, Filter
 from slipstream.consistency import Asynchronous, Consistency, FirstOf, Lag
+from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.members.member import HUB, Member
@@ -31,7 +32,7 @@ EACH = Consistency(Asynchronous(), Lag(0))
 
 def planned(consistency: Consistency, route: Route) -> Plan:
     update = Update(outer=UserOptimizer(at="server"))
-    strategy = Strategy("s", Everywhere(route), consistency, update, chunk_bytes=32)
+    strategy = Strategy("s", Rounds(Everywhere(route), consistency, update, chunk_bytes=32))
     return strategy.plan(SPECS, Cluster(2, 1))
 
 
