@@ -1,7 +1,7 @@
 # Everything happens in .venv; `make setup` is a prerequisite of what needs it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test long mutants frameworks setup-frameworks verify bench clean
+.PHONY: help setup train serve quick test long mutants frameworks setup-frameworks verify bench clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 BIN := .venv/bin
@@ -42,6 +42,12 @@ train: setup  ## a first run: four workers train a digit classifier
 
 serve: setup  ## train text classifiers as a service: http://127.0.0.1:8080 (docs/service.md)
 	@$(BIN)/slipstream serve
+
+quick: setup  ## at work: lint, format, types, and tests near what differs (three minutes): SINCE=commit
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+	@$(BIN)/python tests/nearest.py $(if $(SINCE),--since '$(SINCE)')
 
 test: setup  ## what CI runs: lint, format, types, tests
 	@$(BIN)/python -m ruff check .

@@ -149,7 +149,7 @@ class PartialExchange(Part, frozen=True):
         return float((1.0 + (full - 1.0) * warmth) / workers)
 
     def as_rounds(self) -> Rounds:
-        """What holds for rounds and partial exchange alike, as rounds that are never made."""
+        """Rounds that are never made, of which the same holds as of partial exchange."""
         return Rounds(
             Everywhere(Route(Mesh(), up=Filter(Above(0.0, decay="constant")))),
             Consistency(StaleSynchronous(without_lost=True)),
@@ -197,7 +197,7 @@ class SharedMemoryUpdates(Part, frozen=True):
             raise ConfigError(f"every_s={self.every_s!r}: give seconds, more than 0")
 
     def as_rounds(self) -> Rounds:
-        """What holds for rounds and shared memory alike, as rounds that are never made."""
+        """Rounds that are never made, of which the same holds as of shared memory."""
         return Rounds(
             Everywhere(Route(Sharded())),
             Consistency(Asynchronous()),

@@ -7,22 +7,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mixes import LINEAR, SMALL, TABLES, sgd
+
+from slipstream.codecs import (
+    Dense,
+    Factors,
+    Filter,
+    LowRank,
+    Quantized,
+    Rows,
+    SegmentCodec,
+    TopK,
+)
+from slipstream.consistency import All, Consistency, FirstOf, Lag
+from slipstream.methods import Rounds
+from slipstream.routes import Everywhere, Prefer, Route
+from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import (
+    adam_factors,
     all_to_all,
     async_sgd,
     backup_workers,
     bounded_staleness,
+    diloco,
+    local_sgd,
+    low_rank,
     one_bit,
     parameter_flow,
+    poseidon,
     push_pull,
 )
 from slipstream.testing import Conduct, Simulation, simulate
-from slipstream.topologies import Tree
+from slipstream.topologies import Mesh, PeerSharded, Sharded, Tree
 from slipstream.types import OptimizerRecipe, Spec
+from slipstream.updates import LocalSteps, Nesterov, Update, UserOptimizer
 
 FILE = Path(__file__).parent / "golden_runs.json"
 SEEDS = (0, 1, 2)
@@ -40,51 +64,131 @@ MOMENTUM = OptimizerRecipe(
 )
 TREE = Tree((((1,), (2,), (0,), ()), ((0, 2), (1,), (), ())))
 
-# By name: the strategy, who is unlike the others, and the optimizer at the servers.
-CASES: dict[str, tuple[Strategy, dict[int, Conduct], OptimizerRecipe | None]] = {
-    "push_pull": (push_pull(chunk_bytes=4096), {}, None),
-    "push_pull at servers": (push_pull(update="server", chunk_bytes=4096), {}, MOMENTUM),
-    "push_pull in bf16": (push_pull(wire="bfloat16", overlap=False), {}, None),
-    "all_to_all": (all_to_all(), {}, None),
-    "one_bit": (one_bit(chunk_bytes=4096), {}, None),
-    "backup_workers": (
-        backup_workers(2, chunk_bytes=4096),
-        {1: Conduct(speed=0.2)},
-        MOMENTUM,
+LAYERS = (*LINEAR, *SMALL, *TABLES, *SPECS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy in a job of ``WORKERS`` workers.
+
+    Attributes:
+        conduct: Who is unlike the others.
+        optimizer: Runs at the servers.
+    """
+
+    strategy: Strategy
+    conduct: Mapping[int, Conduct] = field(default_factory=dict)
+    optimizer: OptimizerRecipe | None = None
+    specs: tuple[Spec, ...] = SPECS
+    servers: int = SERVERS
+
+
+def preferring(route: Route, **fields: Any) -> Strategy:
+    """Send what a route can carry by that one, and the rest dense between the same members."""
+    return Strategy(
+        "preferring", Rounds(Prefer((route, Route(route.topology))), chunk_bytes=4096, **fields)
+    )
+
+
+def locally(up: SegmentCodec, steps: LocalSteps, outer: Nesterov) -> Strategy:
+    """Make local steps between rounds over links."""
+    return Strategy(
+        "local steps",
+        Rounds(
+            Everywhere(Route(Sharded(), up=up)),
+            Consistency(),
+            Update(steps, outer),
+            AfterBackward(),
+            chunk_bytes=4096,
+        ),
+    )
+
+
+CASES = {
+    "push_pull": Case(push_pull(chunk_bytes=4096)),
+    "push_pull at servers": Case(push_pull(update="server", chunk_bytes=4096), {}, MOMENTUM),
+    "push_pull in bf16": Case(push_pull(wire="bfloat16", overlap=False)),
+    "all_to_all": Case(all_to_all(), servers=0),
+    "one_bit": Case(one_bit(chunk_bytes=4096)),
+    "backup_workers": Case(backup_workers(2, chunk_bytes=4096), {1: Conduct(speed=0.2)}, MOMENTUM),
+    "bounded_staleness": Case(
+        bounded_staleness(1, chunk_bytes=4096), {2: Conduct(speed=0.2)}, MOMENTUM
     ),
-    "bounded_staleness": (
-        bounded_staleness(1, chunk_bytes=4096),
-        {2: Conduct(speed=0.2)},
-        MOMENTUM,
+    "async_sgd": Case(async_sgd(lr_by_staleness=True, chunk_bytes=4096), {}, MOMENTUM),
+    "parameter_flow": Case(parameter_flow(delta=0.5, chunk_bytes=4096)),
+    "parameter_flow by share": Case(parameter_flow(delta="80%", decay="root")),
+    "parameter_flow ahead": Case(
+        parameter_flow(delta=0.5, staleness=2, chunk_bytes=4096), {0: Conduct(speed=0.3)}
     ),
-    "async_sgd": (async_sgd(lr_by_staleness=True, chunk_bytes=4096), {}, MOMENTUM),
-    "parameter_flow": (parameter_flow(delta=0.5, chunk_bytes=4096), {}, None),
-    "parameter_flow by share": (parameter_flow(delta="80%", decay="root"), {}, None),
-    "parameter_flow ahead": (
-        parameter_flow(delta=0.5, staleness=2, chunk_bytes=4096),
+    "parameter_flow over trees": Case(parameter_flow(tree=TREE, delta=0.2)),
+    "parameter_flow after a loss": Case(
+        parameter_flow(tree=TREE, staleness=1), {1: Conduct(away_at=0.3, given_up=True)}
+    ),
+    # Layers in compact form, chosen when the plan is made and before every step.
+    "poseidon by bytes": Case(poseidon(choose="bytes"), specs=LAYERS),
+    "poseidon in int8": Case(
+        poseidon(wire="int8", rate="100mbit"), {2: Conduct(speed=0.3)}, specs=LAYERS
+    ),
+    "adam_factors": Case(adam_factors(), specs=(*LINEAR, *SPECS)),
+    "factors at servers": Case(
+        preferring(
+            Route(Sharded(whole_layers=True), up=Factors("bfloat16")),
+            update=Update(outer=UserOptimizer(at="server")),
+        ),
+        {1: Conduct(speed=0.3)},
+        sgd((*LINEAR, *SPECS)),
+        specs=(*LINEAR, *SPECS),
+    ),
+    # Tensors in a basis that all ends agree on.
+    "low_rank": Case(low_rank(rank=3, chunk_bytes=4096)),
+    "low_rank among peers": Case(low_rank(rank=2, peers=True, chunk_bytes=4096), servers=0),
+    "low_rank ahead over trees": Case(
+        preferring(Route(TREE, LowRank(3), LowRank(3)), consistency=Consistency(All(), Lag(1))),
         {0: Conduct(speed=0.3)},
-        None,
     ),
-    "parameter_flow over trees": (parameter_flow(tree=TREE, delta=0.2), {}, None),
-    "parameter_flow after a loss": (
-        parameter_flow(tree=TREE, staleness=1),
-        {1: Conduct(away_at=0.3, given_up=True)},
-        None,
+    "low_rank of the first two": Case(
+        preferring(
+            Route(Sharded(), LowRank(3)),
+            consistency=Consistency(FirstOf(2)),
+            update=Update(outer=UserOptimizer(at="server")),
+        ),
+        {1: Conduct(speed=0.1)},
+        MOMENTUM,
+    ),
+    # Local steps, whose outer gradients go over links.
+    "local_sgd in int4": Case(local_sgd(every=4, wire="int4"), servers=0),
+    "diloco in fragments": Case(
+        locally(Quantized(8), LocalSteps(4, fragments=2, overlap_steps=1), Nesterov())
+    ),
+    "diloco at servers": Case(
+        locally(Dense(), LocalSteps(4), Nesterov(at="server")),
+        {1: Conduct(speed=0.3)},
+        sgd(SPECS),
+    ),
+    "diloco of the first two": Case(diloco(every=4, first=2), {2: Conduct(speed=0.3)}, sgd(SPECS)),
+    # Each tensor takes the first route that can carry it.
+    "preferred few bits": Case(preferring(Route(PeerSharded(), Quantized(4), Quantized(8)))),
+    "preferred rows over a mesh": Case(
+        preferring(Route(Mesh(), up=Rows("int8"))), specs=(*TABLES, *SPECS), servers=0
+    ),
+    "preferred largest ahead": Case(
+        preferring(Route(Sharded(), up=Filter(TopK(0.2))), consistency=Consistency(All(), Lag(2))),
+        {0: Conduct(speed=0.3)},
     ),
 }
 
 
 def run(name: str, seed: int) -> Simulation:
-    strategy, conduct, optimizer = CASES[name]
+    case = CASES[name]
     return simulate(
-        strategy,
-        SPECS,
+        case.strategy,
+        case.specs,
         workers=WORKERS,
-        servers=0 if name == "all_to_all" else SERVERS,
+        servers=case.servers,
         rounds=ROUNDS,
         seed=seed,
-        conduct=conduct,
-        optimizer=optimizer,
+        conduct=case.conduct,
+        optimizer=case.optimizer,
     )
 
 

@@ -10,3 +10,7 @@ from golden_runs import CASES, FILE, SEEDS, digest, run
 def test_runs_are_what_they_were(name: str) -> None:
     known = json.loads(FILE.read_text())
     assert [digest(run(name, seed)) for seed in SEEDS] == known[name]
+
+
+def test_digests_are_of_runs_that_there_are() -> None:
+    assert set(json.loads(FILE.read_text())) == set(CASES)
