@@ -4,6 +4,7 @@ from slipstream import codecs as codecs
 from slipstream import compat as compat
 from slipstream import consistency as consistency
 from slipstream import methods as methods
+from slipstream import outer_optimizers as outer_optimizers
 from slipstream import routes as routes
 from slipstream import schedules as schedules
 from slipstream import systems as systems

@@ -20,7 +20,7 @@ from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.routes import AnyPolicy, Everywhere, Route
 from slipstream.schedules import AfterBackward, AnySchedule, WaitFree
 from slipstream.topologies import Mesh, Sharded
-from slipstream.types import LARGEST_CHUNK_BYTES, Rank
+from slipstream.types import ITEM_BYTES, LARGEST_CHUNK_BYTES, Rank, Spec
 from slipstream.updates import Add, Update, UserOptimizer, UserSteps
 
 STEPS_PER_WORKER = 4
@@ -147,6 +147,17 @@ class PartialExchange(Part, frozen=True):
         full = workers ** GROWTHS[self.growth]
         warmth = min(1.0, step / self.warm_steps) if self.warm_steps else 1.0
         return float((1.0 + (full - 1.0) * warmth) / workers)
+
+    def wire_bytes(self, spec: Spec, workers: int) -> float:
+        """Bytes of a tensor that a worker sends each peer in a step.
+
+        Where p follows from the links, as many partitions as peers are assumed.
+        """
+        partitions = self.partitions or max(1, workers - 1)
+        if self.held_back is None:
+            return ITEM_BYTES["float32"] * spec.numel / partitions
+        due = Spec(spec.name, (math.ceil(spec.numel / partitions),), "float32", spec.order)
+        return Filter(self.held_back).wire_bytes(due, workers)
 
     def as_rounds(self) -> Rounds:
         """Rounds that are never made, of which the same holds as of partial exchange."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from slipstream.codecs import Above, Dense, Filter, LowRank, Quantized
+from slipstream.codecs import AboutCodec, Above, Filter
 from slipstream.consistency import Consistency
 from slipstream.errors import ConfigError, IncompatibleRoute
 from slipstream.methods import PartialExchange, Rounds
@@ -258,21 +258,18 @@ class Plan:
                 cluster.workers,
                 cluster.servers if self.routes[route].topology.needs_servers else 0,
                 cluster.dedicated,
-                self._to_each(self.routes[route]),
-                density(self.routes[route], spec),
+                to_each(self.routes[route]),
+                self._wire_bytes(spec, self.routes[route]) / max(1, spec.nbytes),
                 self.steps_a_round,
             )
             for spec, route in zip(self.specs, self.route_of, strict=True)
         ]
 
-    def _to_each(self, route: Route) -> float:
-        """The share of a tensor that a worker sends to each peer. In partial exchange with an
-        unknown number of partitions, assume as many partitions as peers."""
-        if route.topology != Mesh() or not isinstance(route.over, Links):
-            return 0.0
-        peers = max(1, self.cluster.workers - 1)
-        partial = self.partial_exchange
-        return 1.0 if partial is None else 1 / (partial.partitions or peers)
+    def _wire_bytes(self, spec: Spec, route: Route) -> float:
+        partial, workers = self.partial_exchange, self.cluster.workers
+        if partial is not None:
+            return partial.wire_bytes(spec, workers)
+        return route.wire_bytes(spec, workers)
 
     def verdicts(self, rows: int, speeds: Speeds | None) -> dict[str, Verdict]:
         """The choice for layers with a compact form if each had this many rows."""
@@ -282,23 +279,34 @@ class Plan:
             if unit.layer is None:
                 continue
             shape, codec = shape_of(unit.layer), self.route(unit).up
-            item_bytes = codec.item_bytes(unit.layer) if codec.form != "dense" else None  # type: ignore[union-attr]
+            compact_bytes = self.compact_bytes(unit.layer, codec, rows)
             if unit.chunks:  # there is no choice
-                moved = shape.compact_bytes(rows, item_bytes) + shape.dense_bytes
+                moved = compact_bytes + shape.dense_bytes
                 place = self.route(unit).topology.name
                 why = f"{codec.name} up, the gradient down"
                 found[unit.layer.name] = Verdict(True, moved, None, why, place)
             elif self.chooser is not None:
                 chooser = self.chooser.measured(speeds)
                 way = ways[unit.layer.weight]
-                found[unit.layer.name] = chooser.choose(shape, rows, way, item_bytes=item_bytes)
+                found[unit.layer.name] = chooser.choose(
+                    shape, rows, way, compact_bytes=compact_bytes
+                )
         return found
+
+    def compact_bytes(self, layer: Layer, codec: AboutCodec, rows: int) -> float:
+        """What a layer's gradient of so many rows takes in a codec's compact form."""
+        return codec.wire_bytes(self.specs[layer.weight], self.cluster.workers, rows)
 
     def rows(self, verdicts: Mapping[str, Verdict], speeds: Speeds | None = None) -> list[Row]:
         """The plan as a table, one row per layer."""
         schemes = [self.routes[route].scheme for route in self.route_of]
         shapes = {u.layer.name: shape_of(u.layer) for u in self.units if u.layer is not None}
         return tabulate(self.specs, schemes, self.ways(), verdicts, shapes, speeds)
+
+
+def to_each(route: Route) -> float:
+    """How often a worker sends what is on the wire to each peer: once on a mesh, else never."""
+    return 1.0 if route.topology == Mesh() and isinstance(route.over, Links) else 0.0
 
 
 def choosing(policy: AnyPolicy) -> list[Cheapest]:
@@ -430,26 +438,6 @@ def shape_of(layer: Layer) -> LayerShape:
     """The layer's shape for the cost model."""
     bias, item_bytes = layer.bias is not None, ITEM_BYTES[layer.dtype]
     return LayerShape(layer.name, layer.form, layer.outputs, layer.inputs, bias, item_bytes)
-
-
-def density(route: Route, spec: Spec) -> float:
-    """What part of a dense tensor's own bytes is sent, on average over both ways.
-
-    Of codecs that send what their values make worth it, all of it is assumed.
-    """
-    codecs = (route.up,) if route.topology == Mesh() else (route.up, route.down)
-    sizes = []
-    for codec in codecs:
-        if isinstance(codec, Quantized):
-            sizes.append(codec.value_bytes / ITEM_BYTES[spec.dtype])
-        elif isinstance(codec, Dense):
-            sizes.append(ITEM_BYTES[codec.wire_dtype(spec.dtype)] / ITEM_BYTES[spec.dtype])
-        elif isinstance(codec, LowRank):  # its sides take turns
-            both = codec.nbytes(spec.shape, 0) + codec.nbytes(spec.shape, 1)
-            sizes.append(both / 2 / max(1, spec.nbytes))
-        else:
-            sizes.append(1.0)
-    return sum(sizes) / len(sizes)
 
 
 def deal(

@@ -14,7 +14,7 @@ from slipstream.parts import Facts, Part, facts, lists_to_tuples
 from slipstream.planning.choosing import AnyChooser, ByTime
 from slipstream.planning.choosing import ByBytes as ByBytes
 from slipstream.planning.costs import dense_link_bytes
-from slipstream.topologies import AnyTopology, PeerSharded, TwoLevel
+from slipstream.topologies import AnyTopology, Mesh, PeerSharded, TwoLevel
 from slipstream.types import Cluster, Spec
 
 
@@ -96,6 +96,16 @@ class Route(Part, frozen=True):
     def obstacle(self, spec: Spec) -> str:
         """Why a tensor cannot take this route, and what to use instead; empty if it can."""
         return self.up.obstacle(spec) or self.down.obstacle(spec)
+
+    def wire_bytes(self, spec: Spec, workers: int) -> float:
+        """The bytes of a tensor on the wire, over one link, on average over both ways.
+
+        On a mesh contributions go to every peer, and results nowhere.
+        """
+        up = self.up.wire_bytes(spec, workers)
+        if self.topology == Mesh():
+            return up
+        return (up + self.down.wire_bytes(spec, workers)) / 2
 
 
 class Everywhere(Part, frozen=True):
@@ -269,7 +279,7 @@ class Cheapest(Part, frozen=True):
         compact = [r for r in routes if r.up.form != "dense" and not r.obstacle(spec)]
         if any(fnmatchcase(spec.layer, pattern) for pattern in self.dense):
             compact = []
-        return (*compact[:1], cheapest_dense(dense, cluster))
+        return (*compact[:1], cheapest_dense(dense, spec, cluster))
 
     def check(self, specs: Sequence[Spec]) -> None:
         """Raise if the model has no layer that a name or pattern fits."""
@@ -310,9 +320,12 @@ class ByRole(Part, frozen=True):
 AnyPolicy = Everywhere | Prefer | ByTensor | Cheapest | ByRole
 
 
-def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
-    """Dedicated servers, if there are enough of them, need fewer bytes of each link than a ring, or
-    than workers that hold shares, which is as much."""
+def cheapest_dense(routes: Sequence[Route], spec: Spec, cluster: Cluster) -> Route:
+    """Servers or a ring: what moves fewer bytes of this tensor over the busiest link.
+
+    Of values of one size, dedicated servers do if there are enough of them. Workers that hold
+    shares move as much as a ring.
+    """
     like_a_ring = [
         route
         for route in routes
@@ -321,10 +334,11 @@ def cheapest_dense(routes: Sequence[Route], cluster: Cluster) -> Route:
     served = [route for route in routes if route.topology.needs_servers]
     if not like_a_ring or not served:
         return routes[0]
-    if not cluster.dedicated:
-        return like_a_ring[0]
-    ring = dense_link_bytes(1.0, cluster.workers, 0, dedicated=False)
-    shards = dense_link_bytes(1.0, cluster.workers, cluster.servers, dedicated=True)
+    n = cluster.workers
+    servers = cluster.servers if cluster.dedicated else min(cluster.servers, n)  # hosts with one
+    ring_bytes, shard_bytes = (each[0].wire_bytes(spec, n) for each in (like_a_ring, served))
+    ring = dense_link_bytes(ring_bytes, n, 0, dedicated=False)
+    shards = dense_link_bytes(shard_bytes, n, servers, dedicated=cluster.dedicated)
     return served[0] if shards < ring else like_a_ring[0]
 
 

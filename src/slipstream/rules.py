@@ -291,7 +291,7 @@ RULES = (
     Incompatibility(
         facts("outer gradients are sent", "damped"),
         "no outer gradient is stale",
-        "leave the damping out, and set lr= of Nesterov() instead",
+        "leave the damping out, and set lr= of the outer optimizer instead",
     ),
     Incompatibility(
         facts("outer gradients are sent", "survives lost workers"),

@@ -6,18 +6,11 @@ import math
 from typing import ClassVar, Literal
 
 from slipstream.errors import ConfigError
+from slipstream.outer_optimizers import AnyOuterOptimizer, OuterOptimizer
+from slipstream.outer_optimizers import At as At
+from slipstream.outer_optimizers import Nesterov as Nesterov
+from slipstream.outer_optimizers.place import check_place, facts_of
 from slipstream.parts import Facts, Part, facts, lists_to_tuples
-
-At = Literal["worker", "server"]
-
-
-def _by(at: At) -> Facts:
-    return facts("workers update") if at == "worker" else facts("the holder updates")
-
-
-def _check_place(at: object) -> None:
-    if at not in ("worker", "server"):
-        raise ConfigError(f"at={at!r}: choose 'worker' or 'server'")
 
 
 class Gradients(Part, frozen=True):
@@ -139,10 +132,10 @@ class UserOptimizer(Part, frozen=True):
     at: At = "worker"
 
     def __post_init__(self) -> None:
-        _check_place(self.at)
+        check_place(self.at)
 
     def facts(self) -> Facts:
-        return _by(self.at) | facts("the optimizer applies the result")
+        return facts_of(self.at) | facts("the optimizer applies the result")
 
 
 class Add(Part, frozen=True):
@@ -158,44 +151,10 @@ class Add(Part, frozen=True):
     at: At = "worker"
 
     def __post_init__(self) -> None:
-        _check_place(self.at)
+        check_place(self.at)
 
     def facts(self) -> Facts:
-        return _by(self.at) | facts("adds the result")
-
-
-class Nesterov(Part, frozen=True):
-    """An outer optimizer applies the mean outer gradient Δ to the outer weights θ (DiLoCo).
-
-        v ← μ v + Δ;  θ ← θ − η (Δ + μ v)
-
-    With η = 1 and μ = 0 the outer weights become the mean of the workers' weights (local SGD).
-
-    Args:
-        lr: η, above 0.
-        momentum: μ, at least 0 and below 1.
-        at: "worker": at every worker, alike. "server": at the servers, which send back θ.
-
-    Raises:
-        ConfigError: A value is out of range.
-
-    >>> Update(inner=LocalSteps(50), outer=Nesterov(lr=0.7, momentum=0.9)).holder_applies
-    False
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    at: At = "worker"
-
-    def __post_init__(self) -> None:
-        _check_place(self.at)
-        if not isinstance(self.lr, int | float) or not 0 < self.lr < math.inf:
-            raise ConfigError(f"lr={self.lr!r}: give an outer learning rate above 0")
-        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum!r}: choose at least 0 and below 1")
-
-    def facts(self) -> Facts:
-        return _by(self.at) | facts("an outer optimizer applies the result")
+        return facts_of(self.at) | facts("adds the result")
 
 
 class ClipNorm(Part, frozen=True):
@@ -252,7 +211,7 @@ class Ema(Part, frozen=True):
 
 # Everything that an update may name.
 AnyInner = Gradients | UserSteps | LocalSteps
-AnyOuter = UserOptimizer | Add | Nesterov
+AnyOuter = UserOptimizer | Add | AnyOuterOptimizer
 AnyTransform = ClipNorm
 
 
@@ -262,7 +221,8 @@ class Update(Part, frozen=True):
     Args:
         inner: Whether workers step before they exchange: ``Gradients``, ``UserSteps``,
             ``LocalSteps``.
-        outer: Who applies the result, and how: ``UserOptimizer``, ``Add`` or ``Nesterov``.
+        outer: Who applies the result, and how: ``UserOptimizer``, ``Add``, or an outer optimizer:
+            ``SGD``, ``Nesterov`` or ``Adam``.
         before: What is done to a worker's gradient before it leaves: ``ClipNorm``.
         average: Averaged weights: ``Ema``, or None.
 
@@ -287,6 +247,11 @@ class Update(Part, frozen=True):
     def user_at_holder(self) -> bool:
         """Whether servers run the user's own optimizer."""
         return isinstance(self.outer, UserOptimizer) and self.outer.at == "server"
+
+    @property
+    def outer_optimizer(self) -> OuterOptimizer | None:
+        """What applies outer gradients; None where the user's optimizer or nothing does."""
+        return self.outer if isinstance(self.outer, OuterOptimizer) else None
 
     @property
     def clip_norm(self) -> float | None:

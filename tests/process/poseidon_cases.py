@@ -29,7 +29,7 @@ class Everything:
     """Compact, whatever it costs."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
     ) -> Verdict:
         return Verdict(True, 0.0, None, "a test wants it")
 
@@ -39,7 +39,7 @@ class ToAndFro:
     """Full batches of some layers, and the last ones of an epoch of the others."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
     ) -> Verdict:
         full, wide = rows % (FULL * LENGTH) == 0, shape.outputs > WORDS
         return Verdict(full == wide, 0.0, None, "a test wants it")
@@ -53,7 +53,7 @@ def told(rule: Chooser, base: Strategy) -> Callable[[], Strategy]:
 
     def verdict(choices: LayerChoices, unit: Unit, rows: int) -> Verdict:
         layer = layer_of(unit)
-        return rule.choose(shape_of(layer), rows, choices._ways[layer.weight], item_bytes=None)
+        return rule.choose(shape_of(layer), rows, choices._ways[layer.weight])
 
     def strategy() -> Strategy:
         LayerChoices._verdict = verdict  # type: ignore[method-assign]

@@ -13,8 +13,9 @@ from test_mixes import vector
 from test_outer_rounds import RANKS, STREAMED, WORKER, Run, Told, composed, run
 
 from slipstream.codecs import Quantized
+from slipstream.outer_optimizers import Adam
 from slipstream.routes import Route
-from slipstream.topologies import Sharded
+from slipstream.topologies import Mesh, Sharded
 from slipstream.torch.checkpoints.checkpoint import Checkpoint
 from slipstream.updates import LocalSteps, Nesterov, Update
 
@@ -30,6 +31,7 @@ def saved(tmp_path: Path) -> Path:
 AT_SERVERS = composed(
     Route(Sharded(), up=Quantized(4, block=64)), Update(LocalSteps(5), Nesterov(at="server"))
 )
+ADAM_AT_SERVERS = composed(Route(Sharded()), Update(LocalSteps(3), Adam(0.05, at="server")))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ AT_SERVERS = composed(
         ("diloco(every=4, fragments=2, overlap_steps=1, wire='int4')", "float32", 6, {}),
         ("diloco(every=5)", "bfloat16", 7, {"inner": "AdamW"}),
         (AT_SERVERS, "float32", 7, {}),
+        (composed(Route(Mesh()), Update(LocalSteps(3), Adam(0.05))), "float64", 7, {}),
+        (ADAM_AT_SERVERS, "float64", 7, {"model": "norm"}),
     ],
 )
 def test_a_resumed_run_goes_on_exactly_as_it_would_have(

@@ -17,6 +17,7 @@ from test_mixes import vector
 
 from slipstream.codecs import Above, Drop, Filter, Quantized
 from slipstream.methods import Rounds
+from slipstream.outer_optimizers import Adam
 from slipstream.routes import Everywhere, Route
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
@@ -50,9 +51,17 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Run:
     return runner(fork_server, tmp_path, RANKS)
 
 
+def reference(outer: Nesterov | Adam, theta: torch.Tensor) -> torch.optim.Optimizer:
+    """Torch's own optimizer with the same equation."""
+    if isinstance(outer, Adam):
+        return torch.optim.Adam([theta], outer.lr, (outer.beta1, outer.beta2), outer.eps)
+    nesterov = outer.momentum > 0
+    return torch.optim.SGD([theta], outer.lr, momentum=outer.momentum, nesterov=nesterov)
+
+
 def alone(
     local: LocalSteps,
-    outer: Nesterov,
+    outer: Nesterov | Adam,
     fragments: list[list[str]],
     kind: str = "SGD",
     model: str = "plain",
@@ -61,7 +70,7 @@ def alone(
     models = [build(torch.float64, model) for _ in range(RANKS)]
     optimizers = [inner(each, kind) for each in models]
     theta = copy.deepcopy(models[0].state_dict())
-    v = {name: torch.zeros_like(value) for name, value in theta.items()}
+    applied = {name: reference(outer, value) for name, value in theta.items()}
     sent: dict[str, torch.Tensor] = {}
 
     def mean_gradient(name: str) -> torch.Tensor:
@@ -70,8 +79,9 @@ def alone(
 
     def merge(name: str) -> None:
         gradient = sent.pop(name)
-        v[name] = outer.momentum * v[name] + gradient
-        theta[name] = theta[name] - outer.lr * (gradient + outer.momentum * v[name])
+        (theirs,) = applied[name].param_groups[0]["params"]
+        theirs.grad = gradient
+        applied[name].step()
         for each in models:
             own = each.state_dict()[name]
             own.copy_(local.mix * own + (1 - local.mix) * theta[name])
@@ -124,6 +134,17 @@ def test_links_make_the_same_outer_rounds_as_collectives(
     wanted = alone(local, outer, told[0]["fragments"])
     assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
     assert len({each["digest"] for each in told}) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "at"), [(Mesh(), "worker"), (Sharded(), "server")], ids=["workers", "servers"]
+)
+def test_adam_applies_outer_gradients(topology: Mesh | Sharded, at: Any, run: Run) -> None:
+    local, outer = LocalSteps(4), Adam(lr=0.05, at=at)
+    told = run(composed(Route(topology), Update(local, outer)))
+    wanted = alone(local, outer, told[0]["fragments"])
+    assert (vector(told[0]["weights"]) - wanted).abs().max() <= 1e-12
+    assert len({each["outer"] for each in told}) == 1
 
 
 def test_one_local_step_and_the_plain_mean_is_data_parallel_training(run: Run) -> None:

@@ -38,6 +38,7 @@ from slipstream.consistency import (
 from slipstream.consistency.admission import All
 from slipstream.errors import IncompatibleParts, IncompatibleRoute
 from slipstream.methods import Rounds
+from slipstream.outer_optimizers import SGD, Adam
 from slipstream.planning.choosing import ByBytes
 from slipstream.routes import (
     AnyPolicy,
@@ -88,7 +89,9 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     UserOptimizer: [UserOptimizer("worker"), UserOptimizer("server")],
     Add: [Add("worker"), Add("server")],
     LocalSteps: [LocalSteps(4), LocalSteps(4, fragments=2), LocalSteps(4, overlap_steps=1)],
+    SGD: [SGD(at="worker"), SGD(at="server")],
     Nesterov: [Nesterov(at="worker"), Nesterov(at="server")],
+    Adam: [Adam(at="worker"), Adam(at="server")],
 }
 
 

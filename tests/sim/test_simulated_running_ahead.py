@@ -235,7 +235,7 @@ def test_a_gradient_that_has_not_left_is_not_overwritten_by_the_next() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     inventory = Inventory.of(model)
     plan = bounded_staleness(1).plan(inventory.specs, Cluster(1, 1))
-    stage = Stage(plan, 0, recipe_for(plan, sgd, inventory))
+    stage = Stage(plan, 0, recipe_for(sgd, inventory))
     slots = LiveTensors(plan, inventory, Staging())
     exchange = RoundChannel(0, plan, stage.members[HUB], slots, limit_s=10)
     optimizer = RemoteOptimizer(sgd, inventory.trained)

@@ -14,7 +14,10 @@ import slipstream
 SOURCE = Path(slipstream.__file__).parent
 
 GROUND = {"types", "errors", "units", "printable", "parts", "_native"}
-AXES = {"topologies", "consistency", "codecs", "schedules", "updates", "planning"}
+AXES = {
+    *("topologies", "consistency", "codecs", "schedules", "updates", "outer_optimizers"),
+    "planning",
+}
 PLANS = GROUND | AXES | {"routes", "methods", "plan", "compat", "rules"}
 DECISIONS = PLANS | {"strategy"}
 # Rooms of these packages have rows of their own; each may import those before it in its list.
@@ -57,6 +60,7 @@ MAY_IMPORT = {
     "input_files": {"units"},
     # The axes are pure, and do not know each other.
     **dict.fromkeys(AXES, GROUND),
+    "updates": GROUND | {"outer_optimizers"},  # an update names one of them
     "routes": GROUND | {"codecs", "topologies", "planning"},
     "methods": GROUND | AXES | {"routes"},
     "plan": GROUND | AXES | {"routes", "methods"},
@@ -77,10 +81,10 @@ MAY_IMPORT = {
     "runtime/shared_memory": DECISIONS | {"transports", "runtime/process", "runtime/files"},
     "runtime/launch": DECISIONS
     | {"transports", "runtime/process", "runtime/files", "runtime/shared_memory"},
-    "runtime/servers": DECISIONS | {"transports", "runtime/launch"} | CHANNELS,
+    "runtime/servers": DECISIONS | {"transports", "runtime/files", "runtime/launch"} | CHANNELS,
     # From tensors to ``job.distribute``.
     "torch/tensors": DECISIONS | {"runtime/process", "runtime/figures", "runtime/exchange"},
-    "torch/optimizers": DECISIONS | {"transports", "torch/tensors"},
+    "torch/optimizers": DECISIONS | {"transports", "runtime/files", "torch/tensors"},
     "torch/checkpoints": DECISIONS
     | {"transports", "torch/tensors", "torch/optimizers"}
     | RUNTIME - {"runtime/gossip", "runtime/hosts", "runtime/launch"},

@@ -224,7 +224,9 @@ MATRIX = Spec("w", (100, 60), "float32", 0)
     ("text", "nbytes"),
     [
         ("diloco(every=50)", 24_000 / 50),
-        ("diloco(every=64, wire='int4')", 6000 * (0.5 + 4 / 128) / 64),
+        ("diloco(every=64, wire='int4')", (6000 * 0.5 + 47 * 4) / 64),  # 47 blocks of 128
+        ("one_bit()", 8 + 6000 / 8),
+        ("parameter_flow(delta='99%')", 12 + 60 * 4 + 60 + 46),  # entries, and gaps between them
         ("local_sgd(every=8, wire='bfloat16')", 12_000 / 8),
         ("low_rank(rank=4)", 8 + 4 * 4 * (100 + 60) / 2),  # its sides take turns
         ("allreduce(wire='bfloat16')", 12_000),

@@ -31,6 +31,7 @@ from slipstream.consistency import (
 )
 from slipstream.errors import ConfigError
 from slipstream.methods import PartialExchange, Rounds, SharedMemoryUpdates
+from slipstream.outer_optimizers import SGD, Adam
 from slipstream.parts import FACTS, Part
 from slipstream.planning.choosing import ByBytes, ByTime
 from slipstream.planning.costs import Speeds
@@ -131,7 +132,9 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Update: updated(inner=UserSteps(), outer=Add()),
     UserOptimizer: updated(outer=UserOptimizer("server")),
     LocalSteps: updated(inner=LocalSteps(8, fragments=2, overlap_steps=3, mix=0.5)),
+    SGD: updated(outer=SGD(0.5)),
     Nesterov: updated(outer=Nesterov(0.5, 0.8, at="server")),
+    Adam: updated(outer=Adam(0.5, eps=1e-6, at="server")),
     UserSteps: updated(inner=UserSteps()),
     WaitFree: Strategy("mine", Rounds(Everywhere(SHARDED), schedule=WaitFree(), chunk_bytes=4096)),
 }
@@ -167,7 +170,7 @@ def test_there_is_an_example_of_every_part() -> None:
 
 
 def test_json_can_name_every_part_but_those_that_others_build_on() -> None:
-    bases = {"Admission", "EveryRound", "LayerCodec", "SharedCodec", "Topology"}
+    bases = {"Admission", "EveryRound", "LayerCodec", "SharedCodec", "Topology", "OuterOptimizer"}
     assert {part.__name__ for part in all_parts() - known_parts()} == bases
 
 

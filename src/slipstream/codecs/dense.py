@@ -63,6 +63,9 @@ class Dense(Part, frozen=True):
             "freeze it with requires_grad_(False)"
         )
 
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        return spec.numel * ITEM_BYTES[self.wire_dtype(spec.dtype)]
+
     def init(self, numel: int, dtype: str) -> None:
         """No residual: every value is sent."""
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from slipstream.codecs.layer_codec import LayerCodec
+from slipstream.codecs.layer_codec import LayerCodec, LayerForm
 from slipstream.codecs.matrices import LayerMath, Wanted
-from slipstream.codecs.protocol import Form
 from slipstream.types import Layer, Spec, Values
 
 
@@ -32,7 +31,7 @@ class Factors(LayerCodec, frozen=True):
     "it is no fully connected layer's: route it to Dense()"
     """
 
-    form: ClassVar[Form] = "factors"
+    form: ClassVar[LayerForm] = "factors"
     early: ClassVar[bool] = True
     counted: ClassVar[tuple[str, str]] = ("rows of X", "of dY")
 

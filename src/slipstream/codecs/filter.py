@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,11 +20,12 @@ from slipstream._native import (
     mean_into,
 )
 from slipstream.codecs.protocol import Form
+from slipstream.codecs.quantized import FEW_BITS, SCALE_BYTES
 from slipstream.codecs.residual import Residual, obstacle_to_residual
 from slipstream.codecs.select import Above, AnySelector
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
-from slipstream.types import Buffer, EncodeContext, Spec, Values
+from slipstream.types import ITEM_BYTES, Buffer, EncodeContext, Spec, Values
 
 Precision = Literal["float32", "bfloat16", "int8", "int4"]
 Squeeze = Literal["snappy", "lz4", "zstd"]
@@ -34,6 +36,7 @@ HEADER = struct.Struct("<BBBxII")
 SQUEEZE_PLACE = 2
 VALUES_CODES = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 SQUEEZE_CODES = {"snappy": 1, "lz4": 2, "zstd": 3}
+FEW_BITS_BLOCK = 64  # values of few bits that share a scale
 ZSTD_LEVEL = 1  # the exponents compress, the rest hardly; higher levels gain nothing
 
 
@@ -100,6 +103,26 @@ class Filter(Part, frozen=True):
                 "pip install cramjam, or choose squeeze=None"
             )
         return ""
+
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        """The bytes of the entries that travel; all of them, where values decide which do.
+
+        Sizes are those before ``squeeze``, which depends on values.
+        """
+        return self.select.wire_bytes(spec.numel, workers, self._packed_bytes)
+
+    def _packed_bytes(self, numel: int, sent: int) -> float:
+        """The largest frame of ``numel`` values of which so many are sent, as bounded.h has it."""
+        if (few := FEW_BITS.get(self.values)) is not None:
+            values = math.ceil(sent * few.bits / 8) + math.ceil(sent / FEW_BITS_BLOCK) * SCALE_BYTES
+            dense = math.inf
+        else:
+            size = ITEM_BYTES[self.values]
+            values, dense = sent * size, numel * size
+        # Gaps between entries that travel are LEB128: a byte each, and one more for every 7 bits.
+        skipped = numel - sent
+        gaps = sent + sum(min(sent, skipped >> bits) for bits in (7, 14, 21, 28))
+        return HEADER.size + min(dense, values + min(math.ceil(numel / 8), gaps))
 
     def init(self, numel: int, dtype: str) -> Residual:
         return Residual.zeros(numel)

@@ -7,13 +7,20 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from slipstream.codecs.matrices import LayerMath, Scratch, Wanted, frames_taken, stack
-from slipstream.codecs.protocol import Form
+from slipstream.codecs.matrices import (
+    LayerMath,
+    Scratch,
+    Wanted,
+    frames_taken,
+    matrix_nbytes,
+    stack,
+)
 from slipstream.codecs.quantized import FEW_BITS
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.parts import Facts, Part, facts
-from slipstream.types import ITEM_BYTES, Buffer, Layer, Rank, Values
+from slipstream.types import Buffer, Layer, Rank, Spec, Values
 
+LayerForm = Literal["factors", "rows"]
 CompactWire = Literal["same", "bfloat16", "float32", "int8", "int4"]
 
 
@@ -29,7 +36,7 @@ class LayerCodec(Part, frozen=True):
     wire: CompactWire = "same"
     seed: int = 0
 
-    form: ClassVar[Form]
+    form: ClassVar[LayerForm]
     splits: ClassVar[bool] = True
     early: ClassVar[bool] = False  # whether the first matrix may be sent in the forward pass
     counted: ClassVar[tuple[str, str]]  # names of the matrices' rows, for error messages
@@ -61,10 +68,21 @@ class LayerCodec(Part, frozen=True):
             return self.wire
         return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
 
-    def item_bytes(self, layer: Layer) -> float:
-        """What one value of the second matrix takes on the wire."""
-        dtype = self.wire_dtype(layer.dtype, 1)
-        return FEW_BITS[dtype].value_bytes if dtype in FEW_BITS else ITEM_BYTES[dtype]
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        """The bytes of two matrices of so many rows, without their headers of a few bytes.
+
+        They are the weight's; the layer's bias follows from them, and takes nothing.
+        """
+        if len(spec.shape) != 2:
+            return 0.0
+        outputs, inputs = reversed(spec.shape) if spec.transposed else spec.shape
+        weight = Layer(spec.layer, self.form, outputs, inputs, 0, None, spec.dtype, spec.transposed)
+        return sum(
+            matrix_nbytes(
+                rows * wanted.width, self.wire_dtype(wanted.stacked_as or spec.dtype, place)
+            )
+            for place, wanted in enumerate(self.matrices(weight))
+        )
 
     def chance(self, rank: Rank, step: int, unit: int, place: int) -> int:
         """What decides how one matrix of one worker is rounded; independent of all others."""

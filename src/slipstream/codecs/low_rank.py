@@ -95,6 +95,10 @@ class LowRank(SharedCodec, frozen=True):
         """What a tensor takes on the wire in a round of this side."""
         return HEADER.size + 4 * self.rank * matrix_shape(shape)[side]
 
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        """The mean of both sides, which take turns."""
+        return (self.nbytes(spec.shape, 0) + self.nbytes(spec.shape, 1)) / 2
+
     def agree(self, shape: Shape, *, ahead: int = 1) -> Bases:
         return Bases(self, shape, ahead)
 
@@ -158,7 +162,7 @@ class Projection:
         self._codec, self._shape, self._side, self._basis = codec, shape, side, basis
         self._header = HEADER.pack(side, zlib.crc32(basis))
         self.name, self.facts, self.obstacle = codec.name, codec.facts, codec.obstacle
-        self.init = codec.init
+        self.init, self.wire_bytes = codec.init, codec.wire_bytes
 
     def encode(
         self, values: Values, residual: Residual, ctx: EncodeContext = HERE

@@ -52,6 +52,9 @@ class OneBit(Part, frozen=True):
     def obstacle(self, spec: Spec) -> str:
         return obstacle_to_residual(spec)
 
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        return self.nbytes(spec.numel)
+
     def init(self, numel: int, dtype: str) -> Residual:
         return Residual.zeros(numel, separable=False)
 

@@ -44,6 +44,20 @@ class AboutCodec(Protocol):
         """Why this codec cannot carry a tensor, and what to use instead; empty if it can."""
         ...
 
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        """The bytes of a tensor on the wire: once, over one link, one way; on average over rounds.
+
+        Exact where the size does not depend on values, for a tensor that is sent in one piece.
+        Where it does, this is the most that values may take, or what the share of them takes that
+        travels.
+
+        Args:
+            spec: A tensor that this codec can carry.
+            workers: How many there are.
+            rows: How many rows a worker's batch gives the tensor's layer, for codecs of layers.
+        """
+        ...
+
 
 class Codec(AboutCodec, Protocol):
     """Encodes values as wire frames and back; ``frames`` is the number of frames per segment.

@@ -73,11 +73,6 @@ class Quantized(Part, frozen=True):
     def name(self) -> str:
         return f"int{self.bits}"
 
-    @property
-    def value_bytes(self) -> float:
-        """What a value takes on the wire, with its part of the block's scale."""
-        return self.bits / 8 + SCALE_BYTES / self.block
-
     def nbytes(self, numel: int) -> int:
         """Bytes of ``numel`` values on the wire: the scales, and the codes."""
         return quantized_nbytes(numel, self.bits, self.block)
@@ -87,6 +82,9 @@ class Quantized(Part, frozen=True):
 
     def obstacle(self, spec: Spec) -> str:
         return obstacle_to_residual(spec)
+
+    def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
+        return self.nbytes(spec.numel)
 
     def init(self, numel: int, dtype: str) -> Residual:
         return Residual.zeros(numel)

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from slipstream.codecs.layer_codec import LayerCodec
+from slipstream.codecs.layer_codec import LayerCodec, LayerForm
 from slipstream.codecs.matrices import LayerMath, Wanted, frames_taken
-from slipstream.codecs.protocol import Form
 from slipstream.errors import FrameRefused
 from slipstream.types import Buffer, Layer, Spec, Values
 
@@ -31,7 +30,7 @@ class Rows(LayerCodec, frozen=True):
     ''
     """
 
-    form: ClassVar[Form] = "rows"
+    form: ClassVar[LayerForm] = "rows"
     counted: ClassVar[tuple[str, str]] = ("ids", "rows")
 
     def obstacle(self, spec: Spec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,6 +12,9 @@ from slipstream.codecs.residual import Floats
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import EncodeContext, Values
+
+# Of a filter: the bytes of a frame of so many values, of which so many travel.
+Packed = Callable[[int, int], float]
 
 Decay = Literal["rate", "root", "constant"]
 SAMPLES = 4096  # the sampled share is nearly always within two points of the exact one
@@ -108,6 +112,14 @@ class Above(Part, frozen=True):
     def facts(self) -> Facts:
         return facts()
 
+    def wire_bytes(self, numel: int, workers: int, packed: Packed) -> float:
+        """The bytes of so many values: of a share to drop the rest, and all where values decide."""
+        return packed(numel, self.entries(numel))
+
+    def entries(self, numel: int) -> int:
+        """How many of so many entries travel, at most, on a link that is not congested."""
+        return numel - int(self.delta.ratio * numel) if isinstance(self.delta, Drop) else numel
+
     def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
         """What is above δᵗ travels."""
         return Bound(self.threshold(values, memory, ctx))
@@ -153,6 +165,10 @@ class TopK(Part, frozen=True):
 
     def facts(self) -> Facts:
         return facts()
+
+    def wire_bytes(self, numel: int, workers: int, packed: Packed) -> float:
+        """The bytes of the k largest of so many values."""
+        return packed(numel, math.ceil(self.share * numel))
 
     def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
         """The k-th largest magnitude of values plus memory, and how many of that size are among

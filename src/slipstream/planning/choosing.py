@@ -15,7 +15,6 @@ from slipstream.planning.costs import (
     compact_seconds,
     dense_link_bytes,
     ps_both,
-    sfb,
 )
 
 
@@ -73,8 +72,17 @@ class Chooser(Protocol):
     """A frozen rule that gives the same result on every worker."""
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
-    ) -> Verdict: ...
+        self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
+    ) -> Verdict:
+        """Choose a layer's form.
+
+        Args:
+            shape: The layer.
+            rows: How many rows a worker's batch gives it.
+            ways: How it is sent dense.
+            compact_bytes: What its codec makes of these rows; None: rows in their own precision.
+        """
+        ...
 
 
 class ByBytes(Part, frozen=True):
@@ -83,7 +91,7 @@ class ByBytes(Part, frozen=True):
     Shorter values count as the part of a float that they take.
 
     >>> fc = LayerShape("fc", "factors", outputs=4096, inputs=4096)
-    >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8), item_bytes=None).compact
+    >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8)).compact
     True
     """
 
@@ -95,16 +103,16 @@ class ByBytes(Part, frozen=True):
         return self
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
     ) -> Verdict:
         m, n, p1 = shape.outputs, shape.inputs, ways.workers
         dense = ways.density * ps_both(m, n, p1, ways.servers or p1)
-        if shape.form == "factors":
-            compact = sfb(m, n, rows, p1) * (item_bytes or shape.item_bytes) / shape.item_bytes
-        else:
-            compact = 2 * (p1 - 1) * shape.compact_bytes(rows, item_bytes) / shape.item_bytes
+        if compact_bytes is None:
+            compact_bytes = shape.compact_bytes(rows)
+        # Of factors in their own precision, this is the paper's SFB, 2 K (P1 - 1) (M + N).
+        compact = 2 * (p1 - 1) * compact_bytes / shape.item_bytes
         said = f"{compact / 1e6:.3g}M floats against {dense / 1e6:.3g}M dense"
-        return _verdict(shape, rows, ways, item_bytes, compact <= dense, None, said)
+        return _verdict(shape, rows, ways, compact_bytes, compact <= dense, None, said)
 
 
 class ByTime(Part, frozen=True):
@@ -128,16 +136,18 @@ class ByTime(Part, frozen=True):
         return self if self.speeds is not None else msgspec.structs.replace(self, speeds=speeds)
 
     def choose(
-        self, shape: LayerShape, rows: int, ways: Ways, *, item_bytes: float | None
+        self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
     ) -> Verdict:
         if self.speeds is None:
             raise ConfigError("choosing by time needs speeds: measure them, or give them")
+        if compact_bytes is None:
+            compact_bytes = shape.compact_bytes(rows)
         dense = ways.dense_seconds(shape.dense_bytes, self.speeds)
-        compact = compact_seconds(shape, rows, ways.workers, self.speeds, item_bytes)
+        compact = compact_seconds(shape, rows, ways.workers, self.speeds, compact_bytes)
         said = f"{1000 * compact:.3g} ms against {1000 * dense:.3g} ms dense"
         taken = compact < dense
         seconds = compact if taken else dense
-        return _verdict(shape, rows, ways, item_bytes, taken, seconds, said)
+        return _verdict(shape, rows, ways, compact_bytes, taken, seconds, said)
 
 
 # Every chooser that a policy may name.
@@ -148,7 +158,7 @@ def _verdict(
     shape: LayerShape,
     rows: int,
     ways: Ways,
-    item_bytes: float | None,
+    compact_bytes: float,
     compact: bool,
     seconds: float | None,
     said: str,
@@ -156,8 +166,5 @@ def _verdict(
     if not rows:
         dense = ways.dense_bytes(shape.dense_bytes)
         return Verdict(False, dense, seconds, "its forward gave no rows")
-    if compact:
-        moved = (ways.workers - 1) * shape.compact_bytes(rows, item_bytes)
-    else:
-        moved = ways.dense_bytes(shape.dense_bytes)
+    moved = (ways.workers - 1) * compact_bytes if compact else ways.dense_bytes(shape.dense_bytes)
     return Verdict(compact, moved, seconds, said)

@@ -31,12 +31,11 @@ class LayerShape:
     def dense_bytes(self) -> int:
         return (self.outputs * self.inputs + self.outputs * self.bias) * self.item_bytes
 
-    def compact_bytes(self, rows: float, item_bytes: float | None = None) -> float:
-        """One worker's gradient in compact form, of values that take ``item_bytes`` each."""
-        size = item_bytes or self.item_bytes
+    def compact_bytes(self, rows: float) -> float:
+        """One worker's gradient in compact form, if its values keep their own precision."""
         if self.form == "rows":
-            return rows * (self.inputs * size + ID_BYTES)
-        return rows * (self.outputs + self.inputs) * size
+            return rows * (self.inputs * self.item_bytes + ID_BYTES)
+        return rows * (self.outputs + self.inputs) * self.item_bytes
 
     def rebuild_flops(self, rows: float) -> float:
         """Flops to compute the dense gradient from this many rows; 0 for a table: no GEMM."""
@@ -107,10 +106,10 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
 
 
 def compact_seconds(
-    shape: LayerShape, rows: float, workers: int, speeds: Speeds, item_bytes: float | None = None
+    shape: LayerShape, rows: float, workers: int, speeds: Speeds, compact_bytes: float
 ) -> float:
     """Time to send to every peer, and to compute the gradient of all rows instead of own rows."""
-    link = (workers - 1) * shape.compact_bytes(rows, item_bytes)
+    link = (workers - 1) * compact_bytes
     extra = shape.rebuild_flops(rows * (workers - 1))
     messages = (workers - 1) * MESSAGE_S
     return link * 8 / speeds.link_bits_per_s + extra / speeds.gemm_flops_per_s + messages

@@ -84,7 +84,8 @@ def simulate(
         contribute: A worker's contribution, by rank, round and tensor; by default normal numbers.
         slow: The rank of a worker that acts seldom.
         conduct: By rank, how else a worker differs from the others.
-        optimizer: Runs at servers, where these update, on weights that begin at zero.
+        optimizer: Runs at servers, where these update, on weights that begin at zero. An outer
+            optimizer at servers is the strategy's own.
         rows: Workers' matrices of layers that are sent in compact form; by default small
             integers.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -455,3 +455,13 @@ def checksum(frames: Sequence[Buffer]) -> int:
     for frame in frames:
         crc = crc32c(frame, crc)
     return crc
+
+
+def refuse_damaged(message: Message[Any], crc: int) -> None:
+    """Compare frames with their checksum.
+
+    Raises:
+        FrameRefused: They differ.
+    """
+    if checksum(message.frames) != crc:
+        raise FrameRefused("checksum does not match the bytes")

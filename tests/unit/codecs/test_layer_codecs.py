@@ -349,8 +349,6 @@ def test_few_bits_are_of_short_floats_too_but_not_of_ids_or_float64() -> None:
     assert Factors("int8").wire_dtype("float64", 1) == "float64"
     assert Rows("int4").wire_dtype("int64", 0) == "int64"
     assert Rows("int4").wire_dtype("float32", 1) == "int4"
-    assert Factors("int8").item_bytes(LINEAR) == 1 + 4 / 256
-    assert Factors("int4").item_bytes(LINEAR) == 0.5 + 4 / 128
     assert [Factors(wire).name for wire in FEW] == ["factors-int8", "factors-int4"]
     assert all(Rows(wire).lossy for wire in FEW)
 
@@ -364,8 +362,6 @@ def test_what_matrices_travel_as() -> None:
         assert codec("bfloat16").wire_dtype("float32", 1) == "bfloat16"
         assert codec("bfloat16").wire_dtype("float64", 1) == "float64"
         assert codec("float32").wire_dtype("bfloat16", 1) == "float32"
-        assert codec("bfloat16").item_bytes(LINEAR) == 2
-        assert codec().item_bytes(LINEAR) == 4
         assert [codec(wire).lossy for wire in WIRES] == [False, True, False]
     assert Rows("bfloat16").wire_dtype("int64", 0) == "int64"
 

@@ -56,37 +56,37 @@ def test_wide_layers_travel_as_factors_and_thin_ones_dense(
 ) -> None:
     ways = Ways(16, servers)
     for shape in VGG19:
-        assert chooser.choose(shape, 32, ways, item_bytes=None).compact, shape.name
-    assert not chooser.choose(GOOGLENET, 128, ways, item_bytes=None).compact
+        assert chooser.choose(shape, 32, ways).compact, shape.name
+    assert not chooser.choose(GOOGLENET, 128, ways).compact
 
 
 def test_slow_processors_do_not_rebuild_gradients() -> None:
     slow = Speeds(TEN_GBIT.link_bits_per_s, 20e9, TEN_GBIT.server_bytes_per_s)
-    verdict = ByTime(slow).choose(VGG19[0], 32, Ways(16, 16), item_bytes=None)
+    verdict = ByTime(slow).choose(VGG19[0], 32, Ways(16, 16))
     assert not verdict.compact
-    assert ByBytes().choose(VGG19[0], 32, Ways(16, 16), item_bytes=None).compact
+    assert ByBytes().choose(VGG19[0], 32, Ways(16, 16)).compact
 
 
 def test_short_formats_and_few_rows_make_factors_cheaper() -> None:
     shape, ways = LayerShape("fc", "factors", 1000, 1000), Ways(8)
     chooser = ByTime(Speeds(1e8, 1e15, 1e10))
-    assert not chooser.choose(shape, 160, ways, item_bytes=4).compact
-    assert chooser.choose(shape, 160, ways, item_bytes=2).compact
-    assert chooser.choose(shape, 80, ways, item_bytes=4).compact
+    assert not chooser.choose(shape, 160, ways).compact
+    assert chooser.choose(shape, 160, ways, compact_bytes=160 * 2000 * 2).compact
+    assert chooser.choose(shape, 80, ways).compact
 
 
 @pytest.mark.parametrize("chooser", [ByBytes(), ByTime(TEN_GBIT)])
 def test_rows_of_a_large_table(chooser: ByBytes | ByTime) -> None:
     table = LayerShape("words", "rows", 200_000, 300)
-    verdict = chooser.choose(table, 2000, Ways(8, 8), item_bytes=None)
+    verdict = chooser.choose(table, 2000, Ways(8, 8))
     assert verdict.compact
     assert verdict.link_bytes == 7 * 2000 * (300 * 4 + 8)
-    assert not chooser.choose(table, 200_000, Ways(8, 8), item_bytes=None).compact
+    assert not chooser.choose(table, 200_000, Ways(8, 8)).compact
 
 
 @pytest.mark.parametrize("chooser", [ByBytes(), ByTime(TEN_GBIT)])
 def test_a_layer_without_rows_stays_dense(chooser: ByBytes | ByTime) -> None:
-    verdict = chooser.choose(VGG19[0], 0, Ways(8, 8), item_bytes=None)
+    verdict = chooser.choose(VGG19[0], 0, Ways(8, 8))
     assert not verdict.compact
     assert "no rows" in verdict.why
 

@@ -4,6 +4,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.codecs import Dense, OneBit
 from slipstream.codecs.quantized import FEW_BITS
 from slipstream.compat import check
 from slipstream.errors import ConfigError
@@ -45,7 +46,7 @@ def test_what_there_is_no_such_thing_as(options: dict[str, Any], reason: str) ->
 
 def test_time_without_speeds() -> None:
     with pytest.raises(ConfigError, match="needs speeds"):
-        ByTime().choose(LayerShape("fc", "factors", 4, 4), 1, Ways(2), item_bytes=None)
+        ByTime().choose(LayerShape("fc", "factors", 4, 4), 1, Ways(2))
 
 
 def test_layers_named_dense_are_not_considered() -> None:
@@ -112,6 +113,18 @@ def test_a_rule_keeps_a_route_to_tensors_that_fit_unless_it_is_given_to_all() ->
     assert Cheapest((ruled, SHARES, COLLECTIVE)).candidates(small, cluster) == (SHARES,)
     with pytest.raises(ConfigError, match="needs a dense route"):
         Cheapest((ruled,))
+
+
+def test_the_cheapest_dense_route_is_the_one_of_fewest_bytes() -> None:
+    """One bit a value over servers beats a ring of floats, which beats servers of floats."""
+    bits, fc = Route(Sharded(), up=OneBit(), down=OneBit()), Spec("fc", (64, 64), "float32", 0)
+    colocated = Cluster(4, servers=2)
+    assert Cheapest((COLLECTIVE, SHARDS)).candidates(fc, colocated) == (COLLECTIVE,)
+    assert Cheapest((COLLECTIVE, bits)).candidates(fc, colocated) == (bits,)
+    halved = Route(Mesh(), up=Dense("bfloat16"), over=Collective())
+    apart = Cluster(4, servers=4, dedicated=True)
+    assert Cheapest((COLLECTIVE, SHARDS)).candidates(fc, apart) == (SHARDS,)
+    assert Cheapest((halved, SHARDS)).candidates(fc, apart) == (halved,)
 
 
 def test_few_bits_are_counted_by_the_rules() -> None:

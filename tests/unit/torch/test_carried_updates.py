@@ -16,10 +16,11 @@ from slipstream._native import Rings, format_segment, segment_nbytes
 from slipstream.errors import RuntimeFault
 from slipstream.planning.segment import ABSENT, DENSE, ROWS, SegmentPlan
 from slipstream.torch.capture.replaced_weights import FirstWeights
-from slipstream.torch.modes.carried_updates import CarriedUpdates, HostCopier, Pairs
+from slipstream.torch.modes.carried_updates import CarriedUpdates
 from slipstream.torch.modes.learner_slots import Slot, SlotWriter, slots_of
 from slipstream.torch.modes.shared_weights import SharedWeights, shared_tensors
 from slipstream.torch.tensors.fingerprint import digest_of
+from slipstream.torch.tensors.staging import ImmediateCopies, Pairs
 from slipstream.transports.shared_memory import SharedMemory
 
 
@@ -35,8 +36,8 @@ class Net(nn.Module):
         return self.out(self.norm(self.rows(ids)))
 
 
-class Watched(HostCopier):
-    """Marks are numbers, as if work were queued on a device."""
+class Watched(ImmediateCopies):
+    """Marks are numbers, as if work were queued on a device; copies are made when waited for."""
 
     def __init__(self) -> None:
         self.meanwhile: Callable[[Pairs], None] = lambda _: None
@@ -47,10 +48,10 @@ class Watched(HostCopier):
         self.marks += 1
         return self.marks
 
-    def copy(self, pairs: Pairs, after: Any = None) -> None:
+    def start(self, pairs: Pairs, after: Any = None) -> Callable[[], None]:
         self.meanwhile(pairs)
         self.copies.append((pairs, after))
-        super().copy(pairs, after)
+        return lambda: ImmediateCopies.start(self, pairs, after)()
 
 
 class Bench:

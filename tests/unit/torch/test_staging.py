@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream.torch.tensors.staging import ImmediateCopies, Staging, is_flat_host
+from slipstream.torch.tensors.staging import ImmediateCopies, Pairs, Staging, is_flat_host
 from slipstream.types import Values
 
 
@@ -65,8 +66,9 @@ class LateCopies(ImmediateCopies):
         self.allocated += 1
         return super().host_empty(numel, dtype)
 
-    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+    def start(self, pairs: Pairs, after: Any = None) -> Callable[[], None]:
         self.under_way += 1
+        ((host, source),) = pairs
         host.fill_(-9)
         snapshot = source.clone()  # a stream keeps its order: later changes come after the copy
 

@@ -115,10 +115,10 @@ class LayerChoices:
         layer, codec = layer_of(unit), self._plan.route(unit).up
         assert isinstance(codec, LayerCodec)
         way = self._ways[layer.weight]
-        item_bytes = codec.item_bytes(layer)
         # Where hosts are the workers, each has the rows of all of its own.
         rows = rows * self._plan.cluster.ranks // self._plan.cluster.workers
-        return self.chooser.choose(shape_of(layer), rows, way, item_bytes=item_bytes)
+        compact_bytes = self._plan.compact_bytes(layer, codec, rows)
+        return self.chooser.choose(shape_of(layer), rows, way, compact_bytes=compact_bytes)
 
     def _with_last(self, rows: Sequence[int]) -> list[int]:
         known = self._last_rows or [0] * len(self.units)

@@ -32,7 +32,10 @@ TORCH_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # of torch.serializ
 TORCH_HEAD_NBYTES = 512  # a zip's first entry, whose name begins with that of the file
 MOST_NESTED = 200  # brackets within brackets, in JSON
 MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
-PREFIXES = ("model/", "optimizer/", "averaged/", "outer/", "precise/", "residual/", "local/")
+PREFIXES = (
+    *("model/", "optimizer/", "averaged/", "outer/", "outer state/", "precise/", "residual/"),
+    "local/",
+)
 T = TypeVar("T")
 
 

@@ -107,7 +107,7 @@ class GossipChannel:
         self.links = NumberedLinks(member, incarnation)
         self.entered = not incarnation  # whether the peers have admitted this worker
         self.admit: Callable[[Applicant], None] = lambda applicant: None
-        self._rule, self._member = rule, member
+        self.rule, self._member = rule, member
         self._limit_s = limit_s
         self._begun_s = time.monotonic()
         # ---- used by the training thread
@@ -220,13 +220,13 @@ class GossipChannel:
 
     def may_begin(self) -> bool:
         with self._member.lock:
-            return self._rule.may_begin(self.made, self._clocks(), self.partitions)
+            return self.rule.may_begin(self.made, self._clocks(), self.partitions)
 
     def _clocks(self) -> dict[Rank, int]:
         """By peer, its last known step."""
         beats = self._member.roster.rounds
         return {
-            peer: self._rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
+            peer: self.rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
             for peer, steps in self._peer_steps.items()
         }
 

@@ -47,7 +47,7 @@ class Residuals:
 
 
 class StatefulUpdater(Updater, Protocol):
-    """An optimizer that runs at a server (``torch.shard_optimizer``) and can be saved."""
+    """An optimizer that runs at a server and can be saved: the user's, or an outer one."""
 
     def load(self, message: Message[Load]) -> None: ...
 

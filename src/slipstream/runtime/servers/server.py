@@ -26,6 +26,7 @@ from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.members.member import HUB, Member, internal_fault
 from slipstream.runtime.servers.checkpoint_state import OptimizerState, Residuals, StatefulUpdater
 from slipstream.runtime.servers.configuration import Configuration
+from slipstream.runtime.servers.outer_shard import OuterShard
 from slipstream.runtime.servers.round_coordinator import IDLE_S, RoundCoordinator
 from slipstream.runtime.servers.senders import from_hub
 from slipstream.runtime.servers.shard import Shard
@@ -139,11 +140,11 @@ class Server:
 
     def _shard(self, plan: Plan, optimizer: OptimizerRecipe | None, member: Endpoint) -> Shard:
         node = plan.cluster.server_nodes[self.index]
-        if optimizer is None:
+        updater = updater_of(plan, node, optimizer)
+        if updater is None:
             aggregator = Aggregator(node, plan, PublishMean())
             Residuals(aggregator, member)
         else:
-            updater = optimizer_of(plan, node, optimizer)
             aggregator = Aggregator(node, plan, updater)
             OptimizerState(node, updater, aggregator, member)
         workers = [plan.cluster.name(worker) for worker in plan.cluster.worker_nodes]
@@ -153,7 +154,13 @@ class Server:
         return Shard(node, aggregator, member, coordinator)
 
 
-def optimizer_of(plan: Plan, node: Node, recipe: OptimizerRecipe) -> StatefulUpdater:
+def updater_of(plan: Plan, node: Node, recipe: OptimizerRecipe | None) -> StatefulUpdater | None:
+    """Return what updates weights here; None where workers do."""
+    outer = plan.update.outer_optimizer
+    if outer is not None and outer.at == "server":
+        return OuterShard(plan, node, outer)
+    if recipe is None:
+        return None
     # Imported here, because it imports torch: a server that only averages starts without it.
     from slipstream.torch.optimizers.shard_optimizer import ShardOptimizer
 

@@ -22,6 +22,7 @@ from slipstream.runtime.files.checkpoint_format import (
     sections_in,
 )
 from slipstream.torch.checkpoints.checkpoint import check_layout, check_model
+from slipstream.torch.checkpoints.saved_outer_state import SHORT, check_outer_states
 from slipstream.torch.checkpoints.state_fitting import MEANS, check_state, is_number
 from slipstream.torch.optimizers.loop_optimizer import kind_of
 from slipstream.torch.tensors.inventory import whole_state
@@ -31,8 +32,7 @@ from slipstream.torch.tensors.staging import as_real
 
 Optimizer = torch.optim.Optimizer
 Tensors = Mapping[str, torch.Tensor]
-AVERAGED, OUTER, PRECISE, RESIDUAL = "averaged/", "outer/", "precise/", "residual/"
-SHORT = (torch.float16, torch.bfloat16)  # of which outer weights and momenta are kept in float32
+AVERAGED, PRECISE, RESIDUAL = "averaged/", "precise/", "residual/"
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
@@ -87,6 +87,7 @@ def check_all(
             check_setting(f"{key!r} of parameter group {number}", key, value, group)
     check_state(saved, model, optimizer)
     check_like_parameters(tensors, model)
+    check_outer_states(tensors, model)
     check_residuals(tensors, model)
     for state in filter(None, facts["random"]):
         Generators.of(state)
@@ -162,10 +163,9 @@ def named_under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def check_like_parameters(tensors: Tensors, model: nn.Module) -> None:
-    """Averaged and outer weights, and outer momenta, have the shapes of the parameters."""
+    """Averaged and outer weights have the shapes of the parameters."""
     parameters = dict(model.named_parameters())
-    kinds = ((AVERAGED, "average"), (OUTER, "outer momentum"), (PRECISE, "outer weight"))
-    for prefix, what in kinds:
+    for prefix, what in ((AVERAGED, "average"), (PRECISE, "outer weight")):
         for name, tensor in named_under(prefix, tensors).items():
             if name not in parameters:
                 raise ValueError(f"it has an {what} of {name!r}, which the model has not")

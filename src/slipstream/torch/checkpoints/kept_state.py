@@ -21,7 +21,7 @@ class Held:
 
     Attributes:
         weights: Where servers hold them.
-        momenta: The outer optimizer's, where there is one.
+        outer: The outer optimizer's state, by entry's name, where there is one.
         precise: Outer weights in float32, of parameters that have fewer bits.
         state: The optimizer's, by entry's name.
         round: The round after which all of this was so, where servers agree on rounds.
@@ -29,7 +29,7 @@ class Held:
 
     weights: Tensors = field(default_factory=dict)
     averages: Tensors = field(default_factory=dict)
-    momenta: Tensors = field(default_factory=dict)
+    outer: dict[str, Tensors] = field(default_factory=dict)
     precise: Tensors = field(default_factory=dict)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     round: int = 0
@@ -47,7 +47,7 @@ class KeptState(Protocol):
 
         Args:
             held: Its averages and precise outer weights, of which others begin with the weights;
-                its momenta, of which others begin with zero.
+                its outer optimizer's state, without which others begin anew.
         """
         ...
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.outer_optimizers import OuterOptimizer, State
 from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.torch.checkpoints.kept_state import Held, OwnState, Tensors
 from slipstream.torch.checkpoints.server_state import ServerState
 from slipstream.torch.tensors.inventory import Inventory
-from slipstream.updates import Nesterov
+from slipstream.torch.tensors.staging import as_real
 
-MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 PRECISE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # of outer weights
 
@@ -25,44 +27,63 @@ class OuterWeights:
     """The weights θ that all workers have in common, and the outer optimizer that updates them.
 
     Every worker has the same θ, to the last bit: all apply the same mean to the same weights. θ and
-    the momentum of a parameter in 16 bits are float32, where small outer updates add up.
+    the outer optimizer's state of a parameter in 16 bits are float32, where small outer updates add
+    up; those of complex numbers are pairs of real ones.
 
     Args:
         constant: Whether only updates change a parameter.
 
     Attributes:
         weights: θ, by the tensor's number.
-        momenta: v, by the tensor's number; none before the first update, and none at workers where
-            the servers apply.
+        states: The outer optimizer's, by the tensor's number; none before the first update, and
+            none at workers where the servers apply.
     """
 
     def __init__(
         self,
         inventory: Inventory,
-        outer: Nesterov,
+        outer: OuterOptimizer,
         constant: Callable[[Tensor], bool] = lambda _: True,
     ) -> None:
         self.optimizer, self._constant = outer, constant
         self._trained = {i: inventory.tensors[i] for i in inventory.parameters}
         self._names = {i: inventory.specs[i].name for i in inventory.parameters}
         self.weights: dict[int, Tensor] = {}
-        self.momenta: dict[int, Tensor] = {}
+        self.states: dict[int, State] = {}
         self.begin({})
 
-    def begin(self, momenta: Mapping[str, Tensor], precise: Mapping[str, Tensor] = NOTHING) -> None:
+    def begin(
+        self, states: Mapping[str, Mapping[str, Any]], precise: Mapping[str, Tensor] = NOTHING
+    ) -> None:
         """Go on from the model's weights.
 
         Args:
-            momenta: v by the parameter's name, as a checkpoint has it.
+            states: The outer optimizer's by the parameter's name, as a checkpoint has them; those
+                of another outer optimizer begin anew.
             precise: θ by the parameter's name, where the model's own has fewer bits.
         """
         for i, parameter in self._trained.items():
             value = precise.get(self._names[i], parameter).detach()
             dtype = PRECISE.get(parameter.dtype, parameter.dtype)
             self.weights[i] = value.to(parameter.device, dtype, copy=True)
-        # A checkpoint may hold more: of layers that are frozen in this job.
-        trained = {name: i for i, name in self._names.items() if name in momenta}
-        self.momenta = {i: momenta[name].to(self.weights[i]) for name, i in trained.items()}
+        self.states = {}
+        for i, name in self._names.items():
+            if name in states and (like := self.like(name, states[name])) is not None:
+                self.states[i] = {
+                    entry: placed_like(states[name][entry], own) for entry, own in like.items()
+                }
+
+    def like(self, name: str, state: Mapping[str, Any]) -> State | None:
+        """The state that the outer optimizer begins with, if it keeps such entries as these.
+
+        None if it keeps others, or no state of this parameter: of layers that are frozen in this
+        job a checkpoint may hold some.
+        """
+        tensor = next((i for i, known in self._names.items() if known == name), None)
+        if tensor is None:
+            return None
+        begun = self.optimizer.init(as_array(self.weights[tensor]))
+        return begun if begun.keys() == state.keys() else None
 
     @property
     def constant(self) -> list[Tensor]:
@@ -98,19 +119,27 @@ class OuterWeights:
         short = [i for i, parameter in self._trained.items() if parameter.dtype in PRECISE]
         return {self._names[i]: self.weights[i] for i in short}
 
-    def momenta_by_name(self) -> dict[str, Tensor]:
-        """v by the parameter's name."""
-        return {self._names[i]: v for i, v in self.momenta.items()}
+    def states_by_name(self) -> dict[str, dict[str, Tensor]]:
+        """The outer optimizer's states by the parameter's name, for a checkpoint."""
+        return {
+            self._names[i]: {entry: self._kept(i, value) for entry, value in state.items()}
+            for i, state in self.states.items()
+        }
+
+    def _kept(self, tensor: int, value: Any) -> Tensor:
+        if isinstance(value, float):
+            return torch.tensor(value, dtype=torch.float64)
+        kept, theta = torch.as_tensor(value), self.weights[tensor]
+        return torch.view_as_complex(kept) if theta.is_complex() else kept.view_as(theta)
 
     def update(self, tensor: int, gradient: Tensor) -> None:
         """Apply the mean outer gradient of a tensor."""
-        theta, momentum = self.weights[tensor], self.optimizer.momentum
-        gradient = gradient.to(theta.dtype)
-        if momentum:
-            v = self.momenta.setdefault(tensor, torch.zeros_like(theta))
-            v.mul_(momentum).add_(gradient)
-            gradient = gradient.add(v, alpha=momentum)
-        theta.sub_(gradient, alpha=self.optimizer.lr)
+        theta = as_array(self.weights[tensor])
+        if tensor not in self.states:
+            self.states[tensor] = self.optimizer.init(theta)
+        given = as_array(gradient.to(self.weights[tensor].dtype))
+        with np.errstate(all="ignore"):  # as torch has it; losses show what is not finite
+            self.optimizer.update(theta, given, self.states[tensor])
 
 
 class OuterState:
@@ -136,31 +165,40 @@ class OuterState:
         held = self.own.fetch()
         if self.servers is None:
             held.weights = self._outer.copies() | self._buffers()
-            held.momenta, held.precise = self._outer.momenta_by_name(), self._outer.precise()
+            held.outer, held.precise = self._outer.states_by_name(), self._outer.precise()
             return held
         at_servers = self.servers.fetch()
         held.weights, held.round = at_servers.weights, at_servers.round
-        momenta = {name: kept.get(MOMENTUM) for name, kept in at_servers.state.items()}
-        held.momenta = {name: v for name, v in momenta.items() if v is not None}
+        held.outer = at_servers.state
         return held
 
     def restore(self, saved: OptimizerState, held: Held) -> None:
         self.own.restore(saved, held)
         if self.servers is None:
-            self._outer.begin(held.momenta, held.precise)
+            self._outer.begin(held.outer, held.precise)
             return
         self._outer.begin({})
-        shown = self._outer.copies()
-        momenta = {name: v.to(shown[name]) for name, v in held.momenta.items() if name in shown}
-        state = {name: {MOMENTUM: v} for name, v in momenta.items()}
-        self.servers.restore(OptimizerState("SGD", state, []), Held())
+        state = {n: each for n, each in held.outer.items() if self._outer.like(n, each) is not None}
+        self.servers.restore(OptimizerState("outer", state, []), Held())
 
 
-def as_torch(outer: Nesterov, parameters: Sequence[Tensor]) -> torch.optim.SGD:
-    """The outer optimizer for servers, which run torch's own on their shards."""
-    return torch.optim.SGD(
-        parameters, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0
-    )
+def as_array(tensor: Tensor) -> Any:
+    """The memory with which the outer optimizer computes: the tensor's memory, as real numbers.
+
+    On a CPU that is a numpy array: numpy rounds alike on every processor, as servers do, and
+    torch's square roots do not. So workers on different processors keep equal weights. An array
+    has a dimension: without one, numpy makes numbers of results, which cannot change in place.
+    """
+    real = as_real(tensor)
+    real = real if real.ndim else real.view(1)
+    return real.numpy() if real.device.type == "cpu" else real
+
+
+def placed_like(value: Tensor, own: Any) -> Any:
+    """An entry of a checkpoint in the format of the state that is begun with."""
+    if isinstance(own, float):
+        return float(value)
+    return as_array(as_real(value).to(torch.as_tensor(own), copy=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import nn
 from slipstream.runtime.files.checkpoint_format import FORMAT, section_name
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, model_tensors, pack
 from slipstream.torch.checkpoints.kept_state import Held
+from slipstream.torch.checkpoints.saved_outer_state import outer_tensors
 from slipstream.torch.optimizers.loop_optimizer import kind_of
 from slipstream.torch.tensors.inventory import group_settings
 from slipstream.torch.tensors.pairs import Pair, first_with
@@ -38,7 +39,7 @@ class Section:
             section.tensors = model_tensors(model)
             section.buffers = {f"model/{name}" for name, _ in model.named_buffers()}
         section.tensors |= {f"averaged/{name}": tensor for name, tensor in held.averages.items()}
-        section.tensors |= {f"outer/{name}": tensor for name, tensor in held.momenta.items()}
+        section.tensors |= outer_tensors(held.outer)
         section.tensors |= {f"precise/{name}": tensor for name, tensor in held.precise.items()}
         return section
 

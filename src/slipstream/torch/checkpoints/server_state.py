@@ -11,17 +11,12 @@ import torch
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.plan import Plan
 from slipstream.runtime.files.checkpoint_format import OptimizerState
+from slipstream.runtime.files.state_entries import AVERAGE, WEIGHTS, is_scalar
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.torch.checkpoints.kept_state import Held
-from slipstream.torch.optimizers.shard_optimizer import (
-    AVERAGE,
-    WEIGHTS,
-    bytes_of,
-    is_scalar,
-    tensor_of,
-)
+from slipstream.torch.optimizers.shard_optimizer import bytes_of, tensor_of
 from slipstream.torch.tensors.fingerprint import digest_of
 from slipstream.torch.tensors.inventory import Inventory, dtype_text
 from slipstream.torch.tensors.staging import as_real

@@ -22,8 +22,9 @@ from slipstream.runtime.files.checkpoint_format import (
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.shared_memory.checkpoints import refuse_nonfinite
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, load_model, pieces_of
-from slipstream.torch.checkpoints.fitting import AVERAGED, OUTER, PRECISE, check_pairs, named_under
+from slipstream.torch.checkpoints.fitting import AVERAGED, PRECISE, check_pairs, named_under
 from slipstream.torch.checkpoints.kept_state import Held, KeptState
+from slipstream.torch.checkpoints.saved_outer_state import OUTER, outer_states
 from slipstream.torch.distribute.replica import Replica
 from slipstream.torch.distribute.saving import share_outcome
 from slipstream.torch.tensors.copying import copy_state
@@ -53,7 +54,7 @@ def sections_of(checkpoint: Checkpoint) -> list[Section]:
             optimizer_in(facts, own),
             Held(
                 averages=named_under(AVERAGED, own),
-                momenta=named_under(OUTER, own),
+                outer=outer_states(own),
                 precise=named_under(PRECISE, own),
             ),
             own,

@@ -47,7 +47,7 @@ from slipstream.torch.channels.speeds import measure_speeds
 from slipstream.torch.channels.worker_channels import Channels
 from slipstream.torch.checkpoints.kept_state import KeptState, OwnState
 from slipstream.torch.checkpoints.loaded_weights import LoadedWeights, PostedDigests
-from slipstream.torch.checkpoints.outer_weights import OuterState, OuterWeights, as_torch
+from slipstream.torch.checkpoints.outer_weights import OuterState, OuterWeights
 from slipstream.torch.checkpoints.residuals import Residuals
 from slipstream.torch.checkpoints.server_state import ServerState
 from slipstream.torch.distribute.exchange import HeldTensors
@@ -71,7 +71,6 @@ from slipstream.torch.tensors.slots import GradientPlaces, LiveTensors
 from slipstream.torch.tensors.staging import Staging
 from slipstream.torch.tensors.written_weights import WrittenWarning
 from slipstream.types import OptimizerRecipe
-from slipstream.updates import Nesterov
 
 
 @dataclass(slots=True)
@@ -262,14 +261,14 @@ class Wiring:
     def configure(self) -> Callable[[], None]:
         """Servers work out the plan; the result waits for them."""
         recipe = None
-        if self._plan.update.holder_applies:
-            recipe = recipe_for(self._plan, self._optimizer, self._inventory)
+        if self._plan.update.user_at_holder:
+            recipe = recipe_for(self._optimizer, self._inventory)
         return self._shards.configure(self._plan, self._membership, self._member, recipe)
 
     def finish(self) -> Replica:
         """Create everything else; all ranks have rank 0's weights."""
         channels = self._channels()
-        if isinstance(outer := self._plan.update.outer, Nesterov):
+        if (outer := self._plan.update.outer_optimizer) is not None:
             self._outer = OuterWeights(self._inventory, outer, is_constant(self._model))
         joins, compact = self._join_coordinator(channels), self._compact(channels)
         averages, service = self._averages(), self._service()
@@ -446,14 +445,12 @@ class Wiring:
             )
         if slices is not None:
             assert isinstance(slices.weights, FlatWeights)
-            assert plan.partial_exchange is not None
             loop = self._loop or LoopOptimizer(own, slices.weights.still)
             written = WrittenWarning(slices.weights.written, self._is_first("written"))
             return loop, partial(
                 PartialUpdates,
                 loop=loop,
                 channel=slices,
-                rule=plan.partial_exchange,
                 averages=averages,
                 written=written,
             )
@@ -505,12 +502,8 @@ class Wiring:
         return Residuals(self._plan, channels.links, self._member, self._limit_s)
 
 
-def recipe_for(
-    plan: Plan, optimizer: torch.optim.Optimizer, inventory: Inventory
-) -> OptimizerRecipe:
-    """What servers need to make the optimizer that they run: the user's, or the outer one."""
-    if isinstance(outer := plan.update.outer, Nesterov):
-        optimizer = as_torch(outer, [inventory.tensors[i] for i in inventory.parameters])
+def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
+    """Describe the user's optimizer to the servers, which run it."""
     groups = groups_of(optimizer)
     return OptimizerRecipe(
         type(optimizer).__name__,

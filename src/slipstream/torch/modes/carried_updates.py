@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,54 +23,10 @@ from slipstream.errors import RuntimeFault
 from slipstream.torch.capture.replaced_weights import FirstWeights, Memory, refuse_replaced
 from slipstream.torch.modes.learner_slots import SlotWriter
 from slipstream.torch.modes.shared_weights import SharedWeights
+from slipstream.torch.tensors.staging import CopyEngine, Pairs
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # destination, source
 AHEAD = 1  # steps whose gradients wait to be copied
 TICK_S = 0.2
-
-
-class DeviceCopier(Protocol):
-    """Copies between a device and the host's memory."""
-
-    def mark(self) -> Any:
-        """Mark all work that the training thread has given to the device so far."""
-
-    def copy(self, pairs: Pairs, after: Any = None) -> None:
-        """Copy; starts after the marked work, and returns when it is done."""
-
-
-class HostCopier:
-    """The device is the host itself."""
-
-    def mark(self) -> None:
-        return None
-
-    def copy(self, pairs: Pairs, after: Any = None) -> None:
-        for target, source in pairs:
-            target.copy_(source)
-
-
-class CudaCopier:
-    """Uses a side stream, so that copies run in parallel with the computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device)
-
-    def mark(self) -> Any:
-        event: Any = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def copy(self, pairs: Pairs, after: Any = None) -> None:
-        if after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    source.record_stream(self._stream)
-        self._stream.synchronize()
 
 
 def pin(memory: Tensor) -> None:
@@ -113,11 +69,11 @@ class CarriedUpdates:
         self,
         slots: SlotWriter,
         weights: SharedWeights,
-        copier: DeviceCopier,
+        copies: CopyEngine,
         holding: Callable[[], AbstractContextManager[object]],
         first: FirstWeights,
     ) -> None:
-        self._slots, self._weights, self._copier = slots, weights, copier
+        self._slots, self._weights, self._copies = slots, weights, copies
         self._holding, self._first = holding, first
         self._versions: list[int] = []
         self._seen = self._copied = self._take_all()
@@ -152,7 +108,7 @@ class CarriedUpdates:
             self._slots.settings(),
             self._seen,
             self.steps,
-            self._copier.mark(),
+            self._copies.mark(),
         )
         for parameter in self._slots.parameters:
             parameter.grad = None
@@ -257,7 +213,7 @@ class CarriedUpdates:
             if fresh is None:
                 return
             self._used, self._seen = fresh.buffer, fresh.version
-            self._left = self._copier.mark()
+            self._left = self._copies.mark()
         self._weights.point_at(self._buffers[fresh.buffer])
 
     def close(self) -> None:
@@ -291,7 +247,7 @@ class CarriedUpdates:
             forms.append(form)
             pairs += more
         pairs += step.buffers
-        self._copier.copy(pairs, step.mark)
+        self._copies.start(pairs, step.mark)()
         self._slots.examine(slot, forms, step.number)
         self._slots.deliver(slot, forms, step.settings, step.version)
 
@@ -307,7 +263,7 @@ class CarriedUpdates:
         with self._holding():
             version = self._slots.version()
             pairs = list(zip(self._buffers[free], self._weights.trained(), strict=True))
-            self._copier.copy(pairs, left)
+            self._copies.start(pairs, left)()
         self._copied = version
         self.pulls += 1
         with self._lock:

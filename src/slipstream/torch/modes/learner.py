@@ -18,17 +18,12 @@ from slipstream.planning.segment import SegmentPlan
 from slipstream.runtime.shared_memory.optimizer import SharedOptimizer
 from slipstream.torch.capture.remote_optimizer import RemoteOptimizer
 from slipstream.torch.capture.replaced_weights import FirstWeights, warn_of_replaced
-from slipstream.torch.modes.carried_updates import (
-    CarriedUpdates,
-    CudaCopier,
-    DeviceCopier,
-    HostCopier,
-    pin,
-)
+from slipstream.torch.modes.carried_updates import CarriedUpdates, pin
 from slipstream.torch.modes.learner_slots import FirstGradient, Slot, SlotWriter, slots_of
 from slipstream.torch.modes.shared_weights import SharedWeights, settings_of
 from slipstream.torch.modes.slot_updates import SlotUpdates
 from slipstream.torch.tensors.finite_gradients import FiniteGradients
+from slipstream.torch.tensors.staging import CopyEngine, engine_for_device
 from slipstream.transports.shared_memory import SharedMemory
 
 TICK_S = 0.2  # how often a wait in native code lets Python handle signals
@@ -123,8 +118,8 @@ class Learner:
         )
         first = FirstWeights(lambda: self._has_trained, self._share)
         if self._about.consistent or not self.weights.on_host:
-            copier = self._copier()
-            self.updates = CarriedUpdates(slots, self.weights, copier, self._reading, first)
+            copies = self._copy_engine()
+            self.updates = CarriedUpdates(slots, self.weights, copies, self._reading, first)
         else:
             self.weights.bind()
             self.updates = SlotUpdates(self._model, self._plan, slots, self.weights, first)
@@ -144,11 +139,10 @@ class Learner:
         loop.end_step = end
         return loop
 
-    def _copier(self) -> DeviceCopier:
-        if self.weights.on_host:
-            return HostCopier()
-        pin(torch.frombuffer(self._memory.memory, dtype=torch.uint8))
-        return CudaCopier(next(self._model.parameters()).device)
+    def _copy_engine(self) -> CopyEngine:
+        if not self.weights.on_host:
+            pin(torch.frombuffer(self._memory.memory, dtype=torch.uint8))
+        return engine_for_device(next(self._model.parameters()).device)
 
     # ---- slots
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.methods import PartialExchange
 from slipstream.runtime.exchange.engine import Hook
 from slipstream.runtime.gossip.gossip import GossipChannel
 from slipstream.torch.capture.synchronizer import Synchronizer
@@ -31,13 +30,12 @@ class PartialUpdates:
         synchronizer: Synchronizer,
         loop: LoopOptimizer,
         channel: GossipChannel,
-        rule: PartialExchange,
         averages: Averages,
         written: WrittenWarning,
     ) -> None:
         self._synchronizer, self._optimizer = synchronizer, loop.local
         self._step = loop.step_local
-        self._channel, self._rule, self._averages = channel, rule, averages
+        self._channel, self._averages = channel, averages
         self._written = written
         loop.end_step = self.end_step
 
@@ -62,7 +60,7 @@ class PartialUpdates:
         synchronizer.gradients.clear_refused()
         synchronizer.gradients.clip()
         channel.admit_joiners()
-        coefficient = self._rule.coefficient(synchronizer.step, channel.workers)
+        coefficient = channel.rule.coefficient(synchronizer.step, channel.workers)
         self._averages.before_update()
         channel.give(channel.weights.stepped(self._step, coefficient))
         self._averages.follow()

@@ -10,7 +10,8 @@ import torch
 
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.plan import Plan
-from slipstream.transports.wire import Fetch, Load, Message, State, checksum
+from slipstream.runtime.files.state_entries import AVERAGE, WEIGHTS, is_scalar
+from slipstream.transports.wire import Fetch, Load, Message, State, checksum, refuse_damaged
 from slipstream.types import Chunk, Node, OptimizerRecipe, Setting, Settings, Values
 
 ELEMENTWISE = (
@@ -170,16 +171,6 @@ def warm_up(recipe: OptimizerRecipe) -> None:
     getattr(torch.optim, recipe.name)([parameter]).step()
 
 
-def refuse_damaged(message: Message[Any], crc: int) -> None:
-    """Compare frames with their checksum.
-
-    Raises:
-        FrameRefused: They differ.
-    """
-    if checksum(message.frames) != crc:
-        raise FrameRefused("checksum does not match the bytes")
-
-
 class ChunkOptimizer:
     """One chunk: a parameter for each segment, all views of one flat tensor."""
 
@@ -300,15 +291,6 @@ class ChunkOptimizer:
             if nbytes == numel * kind.itemsize:
                 return tensor_of(frame, kind).clone()
         raise FrameRefused(f"state entry {name} of segment {index} does not fit")
-
-
-WEIGHTS, AVERAGE = "weights", "averaged weights"  # their names as entries of a state
-SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
-
-
-def is_scalar(name: str) -> bool:
-    """Whether a state entry is one number per tensor, not per element."""
-    return name in SCALAR_STATE
 
 
 def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:

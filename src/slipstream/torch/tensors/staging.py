@@ -8,27 +8,39 @@ and has not been tested on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from slipstream.torch.tensors.inventory import dtype_name
 from slipstream.types import Values
 
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # destination, source
+
 
 class CopyEngine(Protocol):
-    """Moves tensors between a device and host memory."""
+    """Copies between a device and host memory, for training threads and threads beside them."""
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory the device can copy to."""
         ...
 
-    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        """Start a copy; call the result to wait until it is done."""
+    def mark(self) -> Any:
+        """Mark all work that this thread has given to the device so far."""
         ...
 
-    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None: ...
+    def start(self, pairs: Pairs, after: Any = None) -> Callable[[], None]:
+        """Start copies, which are made after the marked work.
+
+        Returns:
+            A function that waits until they are done; any thread may call it.
+        """
+        ...
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy between the work that this thread has given to the device and what it gives next."""
+        ...
 
 
 class ImmediateCopies:
@@ -37,8 +49,12 @@ class ImmediateCopies:
     def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
 
-    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        host.copy_(source)
+    def mark(self) -> Any:
+        return None
+
+    def start(self, pairs: Pairs, after: Any = None) -> Callable[[], None]:
+        for target, source in pairs:
+            target.copy_(source)
         return lambda: None
 
     def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
@@ -50,24 +66,30 @@ class StreamCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream: Any = torch.cuda.Stream(device)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def to_host(self, source: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def mark(self) -> Any:
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def start(self, pairs: Pairs, after: Any = None) -> Callable[[], None]:
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            host.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+                if source.is_cuda:  # its memory must not be reused before the copy is made
+                    source.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         return done.synchronize
 
     def to_device(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(host, non_blocking=True)
+        self.start([(target, host)], self.mark())
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
@@ -87,7 +109,8 @@ class Staging:
         if always or not is_flat_host(tensor):
             flat = as_real(tensor)
             host = self._host(key, flat)
-            self._copying[key] = self._engine(tensor).to_host(flat, host.view(flat.shape))
+            engine = self._engine(tensor)
+            self._copying[key] = engine.start([(host.view(flat.shape), flat)], engine.mark())
             self._copied.add(key)
 
     def readable(self, key: int, tensor: torch.Tensor) -> Values:
