@@ -18,7 +18,7 @@ from slipstream.runtime.process.error_reporting import describe_error
 from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.default_group import DefaultGroup
 from slipstream.sessions.protocol import Session, Training
-from slipstream.torch.capture.late_steps import warn_of_late_steps
+from slipstream.torch.capture.late_steps import watch_late_steps
 from slipstream.uncaught_exit import UncaughtExit
 
 logger = logging.getLogger("slipstream.job")
@@ -117,9 +117,9 @@ def finish(
             "job.distribute was never called: every worker trained on its own", stacklevel=5
         )
     training.finish()
-    if env.world_size > 1 and env.rank == 0:
+    if env.world_size > 1:
         for pair in training.pairs:
-            warn_of_late_steps(pair.optimizer, lambda: not _open)
+            watch_late_steps(pair.optimizer, lambda: not _open, warns=env.rank == 0)
     summary = session.leave(figures.of_worker(training))
     if summary is not None:
         if training.pairs:

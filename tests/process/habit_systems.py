@@ -46,7 +46,7 @@ MODES: dict[str, dict[str, System]] = {
         "all_to_all": System("all_to_all"),
         "allreduce int8": compressed("allreduce(wire='int8')", 0.02),
         "one_bit": compressed("one_bit", 0.7),
-        "low_rank": compressed("low_rank(rank=10)", 0.25),
+        "low_rank": compressed("low_rank(rank=10)", 0.4),
         "parameter_flow": compressed("parameter_flow(delta='50%')", 0.45),
     },
     "compact": {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fork_server import ForkServer
+from launches import SLIPSTREAM, Launch
 from slices_worker import factor
 
 pytestmark = pytest.mark.process
@@ -162,3 +164,48 @@ def test_the_rest_go_on_when_one_dies(
     assert {each["step"] for each in said} == {STEPS}
     assert {each["together"] for each in said} == {0.0}  # whatever each has got of the dead one's
     assert len({each["digest"] for each in said}) == 1
+
+
+# ---- after the last step
+
+LATE_SWAP = """
+import time
+from pathlib import Path
+import torch, slipstream
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def wait_until(holds):
+    while not holds():
+        time.sleep(0.01)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).square().mean().backward()
+    optimizer.step()
+
+with slipstream.init() as job:
+    model, optimizer = job.distribute(model, optimizer, "ako")
+    step()
+    if job.rank == 0:
+        own = model.weight.detach().clone()
+        model.weight.data.fill_(0.5)
+        Path("swapped").touch()
+        wait_until(lambda: (model.weight != 0.5).any())
+        model.weight.data.copy_(own)
+    else:
+        wait_until(Path("swapped").exists)
+        step()
+"""
+
+
+def test_updates_that_are_lost_after_the_last_step_are_named(
+    launch: Callable[..., Launch], tmp_path: Path
+) -> None:
+    script = tmp_path / "late_swap.py"
+    script.write_text(LATE_SWAP)
+    job = launch(SLIPSTREAM, "run", "--workers=2", str(script))
+    assert job.wait() == 0, job.stderr
+    assert job.stderr.count("the loop has written weights outside of optimizer.step()") == 1
+    assert "'weight'" in job.stderr

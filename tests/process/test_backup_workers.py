@@ -233,9 +233,11 @@ def test_every_sample_counts_once_an_epoch(of_four: dict[str, list[Told]], part:
     )
     assert set(counted.values()) == {1}
     missing = {(e, n) for e, n in known.values() if (e, n) not in counted and e < EPOCHS}
-    # At the very end nobody is left to take what is given back.
-    assert len(missing) <= 4
-    assert {epoch for epoch, _ in missing} <= {EPOCHS - 1}
+    # Nobody is left to take what is given back after all have leased their last: it is from a
+    # rank's last steps. That may also be a batch of an earlier epoch, which was late before.
+    after_leasing = 2 * (1 + part.loaders)  # one in use, and one whose gradient is on its way
+    last = {known[tuple(batch)] for each in told for batch in each["batches"][-after_leasing:]}
+    assert missing <= last
     assert sum(made_and_dropped(told)[1].values()) > 0
     assert_equal_at_the_end(told)
 

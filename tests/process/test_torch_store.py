@@ -134,9 +134,15 @@ def test_a_collective_that_a_peer_has_left_tells_why(fork_server: ForkServer) ->
     assert "Traceback" not in run.stderr(0), run.told()
 
 
-def test_torchs_store_takes_a_secret(fork_server: ForkServer) -> None:
+def test_torchs_store_takes_the_users_own_secret(fork_server: ForkServer, tmp_path: Path) -> None:
     """It listens on all addresses, so no token may lie there."""
-    env = {"MASTER_PORT": str(free_port())}
+    env = {"MASTER_PORT": str(free_port()), "XDG_CONFIG_HOME": str(tmp_path)}
+    assert_talked(fork_server.run(WORKER, "torch first", ranks=2, env=env), "torch first")
+    assert (tmp_path / "slipstream" / "secret").exists()
+
+
+def test_torchs_store_without_a_secret_is_refused(fork_server: ForkServer) -> None:
+    env = {"MASTER_PORT": str(free_port()), "XDG_CONFIG_HOME": "/dev/null/config"}
     run = fork_server.run(WORKER, "torch first", ranks=2, env=env)
     assert 0 not in run.codes.values(), run.told()
     assert any("init_process_group) listens on every address" in line for line in run.own_lines())

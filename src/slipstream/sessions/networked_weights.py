@@ -32,6 +32,7 @@ from slipstream.torch.distribute.worker_part import (
     write_part,
 )
 from slipstream.torch.modes.outer_updates import OuterUpdates
+from slipstream.torch.modes.partial_updates import PartialUpdates
 from slipstream.torch.tensors.copying import copy_state
 from slipstream.torch.tensors.fingerprint import fingerprints
 from slipstream.torch.tensors.pairs import distinct_models
@@ -302,6 +303,9 @@ class OwnWeights(Weights):
         ((model, _),), (replica,) = self._parts.pairs, self._parts.replicas
         membership = self._parts.membership
         if replica.flat is not None:
+            replica.flat.look()  # before these weights replace what the loop has written
+            assert isinstance(replica.synchronizer.applier, PartialUpdates)
+            replica.synchronizer.applier.warn_of_written()
             replica.flat.begin()
         with replica.chain.opened():
             while True:

@@ -127,8 +127,12 @@ def test_weights_in_another_layout_are_the_same_vector() -> None:
 
 
 def step(weights: FlatWeights, net: nn.Module) -> None:
+    step_of(weights, net, inputs=3)
+
+
+def step_of(weights: FlatWeights, net: nn.Module, inputs: int) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    net(torch.ones(4, 3)).sum().backward()
+    net(torch.ones(4, inputs)).sum().backward()
     weights.stepped(optimizer.step, 1.0)
 
 
@@ -200,6 +204,35 @@ def test_weights_that_are_swapped_while_updates_arrive_are_named() -> None:
     assert weights.written.found == ""
     swap(net, lambda: weights.add(0, np.ones(8, np.float32)))
     assert weights.written.found == "weight"
+
+
+@pytest.mark.parametrize("stop", [9, 96], ids=["a piece", "all"])
+@pytest.mark.parametrize("start", [0, 3, 80])
+def test_updates_that_arrive_while_a_swap_begins_are_named(start: int, stop: int) -> None:
+    """After the loop has read weights to put them back, and before it writes others."""
+    net = nn.Linear(12, 8, bias=False)
+    weights = weights_of(net)
+    weights.stepped(lambda: None, 1.0)
+    own = net.weight.detach().clone()
+    values = np.ones(min(stop, 96 - start), np.float32)
+    weights.add(start, values)
+    weights.add(start + 1, values[:-1])  # pieces may begin elsewhere
+    weights.look()
+    assert weights.written.found == ""
+    net.weight.data.copy_(own)
+    weights.look()
+    assert weights.written.found == "weight"
+
+
+def test_what_peers_add_one_by_one_is_not_the_loops() -> None:
+    net = nn.Linear(12, 8)
+    weights = weights_of(net)
+    for size in (5, 7, 104):
+        step_of(weights, net, inputs=12)
+        for start in range(0, 104, size):
+            weights.add(start, np.ones(min(size, 104 - start), np.float32))
+    weights.look()
+    assert weights.written.found == ""
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["in place", "replaced"])

@@ -9,18 +9,25 @@ from typing import Any
 from torch.optim import Optimizer
 
 from slipstream.errors import JobEnded
+from slipstream.torch.capture.remote_optimizer import RemoteOptimizer
 from slipstream.torch.tensors.script_lines import level_of_the_script
 
 
-def warn_of_late_steps(optimizer: Optimizer, is_over: Callable[[], bool]) -> None:
-    """Warn at the optimizer's first step, if it then ``is_over``.
+def watch_late_steps(optimizer: Optimizer, is_over: Callable[[], bool], *, warns: bool) -> None:
+    """Warn at the optimizer's first step when it ``is_over``.
 
-    Where servers update, such a step cannot be made, and raises ``JobEnded``.
+    A step that another process would make raises ``JobEnded``, on every worker and before anything
+    else is found wrong with it: the job has written its last weights into the model, say.
+
+    Args:
+        warns: Whether this worker is the one that warns.
     """
-    told = False
+    told = not warns
 
-    def look(*_: Any) -> None:
+    def look(stepped: Optimizer, *_: Any) -> None:
         nonlocal told
+        if isinstance(stepped, RemoteOptimizer) and is_over():
+            raise JobEnded
         if not told and is_over():
             told = True
             warnings.warn(str(JobEnded()), stacklevel=level_of_the_script())

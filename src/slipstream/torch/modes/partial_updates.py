@@ -52,6 +52,10 @@ class PartialUpdates:
     def begin_step(self) -> None:
         """Nothing to do: no state is kept from step to step."""
 
+    def warn_of_written(self) -> None:
+        """Warn if it was noticed since the last step that the loop has written weights."""
+        self._written.give(self._synchronizer.step)
+
     def end_step(self) -> None:
         """Step, accumulate the update for the peers, and wait for peers that are far behind."""
         synchronizer, channel = self._synchronizer, self._channel
@@ -64,6 +68,6 @@ class PartialUpdates:
         self._averages.before_update()
         channel.give(channel.weights.stepped(self._step, coefficient))
         self._averages.follow()
-        self._written.give(synchronizer.step)
+        self.warn_of_written()
         channel.wait()
         synchronizer.end_step()

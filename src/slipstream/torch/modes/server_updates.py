@@ -116,7 +116,11 @@ class ServerUpdates:
             self._sums = [tensor.detach().sum() for _, tensor in self._trained]
 
     def _changed_weights(self) -> set[int]:
-        """The tensors that the loop has changed since this step began."""
+        """The tensors that the loop has changed since this step began.
+
+        Raises:
+            RuntimeFault: One was converted, and no server could take it.
+        """
         known = zip(self._trained, self._seen, strict=True)
         changed = {
             i
@@ -127,6 +131,8 @@ class ServerUpdates:
             total = tensor.detach().sum()
             if not torch.equal(total, before) and not bool(total.isnan() & before.isnan()):
                 changed.add(i)
+        for i in sorted(changed):
+            self._synchronizer.gradients.refuse_converted(i)
         return changed
 
     def _begin_forward(self) -> None:

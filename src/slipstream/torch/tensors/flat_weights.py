@@ -74,6 +74,11 @@ class FlatWeights:
                 if before is None:
                     self.written.note_all_again()
 
+    def look(self) -> None:
+        """The job itself is about to write weights, or ends: has the loop written some?"""
+        with self._lock:
+            self.written.look_at_all()
+
     def note(self) -> None:
         """The job itself has written weights."""
         with self._lock:
@@ -103,10 +108,10 @@ class FlatWeights:
             weights, first = self._live(at), self._starts[at]
             upto = min(stop, first + weights.numel())
             if self._apart is None:
-                self.written.look(at)
+                self.written.look(at, start - first, upto - first)
             add_to(weights, start - first, values[: upto - start])
             if self._apart is None:
-                self.written.note(at)
+                self.written.note(at, start - first, upto - first)
             values, start, at = values[upto - start :], upto, at + 1
 
     def begin(self) -> None:

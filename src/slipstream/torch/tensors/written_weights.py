@@ -8,7 +8,7 @@ values of each parameter are compared: those after the last update, and those be
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,25 +21,24 @@ SAMPLE = 8  # values of each
 
 
 class Sample:
-    """A few values of one parameter: the first ones of the row in its middle."""
+    """A few values of one parameter that are next to each other in a row.
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter, self._at, self._memory = parameter, -1, memoryview(b"")
-        self._known: bytes | None = None  # none before the first step
+    Args:
+        start: The first one's number, in the order of rows.
+    """
+
+    def __init__(self, parameter: Tensor, start: int) -> None:
+        self._parameter, self._start = parameter, start
+        self._at, self._memory, self._known = -1, memoryview(b""), b""
 
     @property
     def changed(self) -> bool:
         """Whether the values are others than those that were noted."""
-        return self._known is not None and self.read() != self._known
+        return self.read() != self._known
 
     def note(self) -> None:
         """These are the values after an update."""
         self._known = self.read()
-
-    def note_again(self) -> None:
-        """The same, if there were any."""
-        if self._known is not None:
-            self._known = self.read()
 
     def read(self) -> bytes:
         """The values of now; memory is looked for once, as long as the loop does not replace it."""
@@ -55,14 +54,18 @@ class Sample:
     def _row(self) -> Tensor:
         """A view of the values."""
         weights = as_real(self._parameter.data)
-        rows = weights.view(1) if weights.dim() == 0 else weights
+        rows, start = weights.view(1) if weights.dim() == 0 else weights, self._start
         while rows.dim() > 1:
-            rows = rows[len(rows) // 2]
-        return rows[:SAMPLE]
+            row, start = divmod(start, rows[0].numel())
+            rows = rows[row]
+        return rows[start : start + SAMPLE]
 
 
 class WrittenWeights:
     """The samples of a model's parameters; the lock of the weights must be held.
+
+    Each has one in its middle, and one where each piece begins that peers have added since the last
+    step: a loop that puts back what it has read before that piece came puts back the values there.
 
     Args:
         names: Of the parameters.
@@ -77,43 +80,67 @@ class WrittenWeights:
         self, names: Sequence[str], parameters: Sequence[Tensor], constant: Callable[[Tensor], bool]
     ) -> None:
         self.found = ""
-        self._names = names
-        on_host = all(parameter.device.type == "cpu" for parameter in parameters)
-        most = WATCHED if on_host else 1  # to read a value takes an accelerator long
+        self._names, self._parameters = names, parameters
+        self._on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+        most = WATCHED if self._on_host else 1  # to read a value takes an accelerator long
         every = max(1, -(-len(parameters) // most))
-        self._samples = {
-            at: Sample(parameter)
+        self._middles = {
+            at: Sample(parameter, middle_of(parameter))
             for at, parameter in enumerate(parameters)
             if at % every == 0 and parameter.numel() and constant(parameter)
         }
+        self._added: dict[int, dict[int, Sample]] = {}  # by parameter, by the first value's number
+        self._begun = False  # whether there was a step: before it, the loop may load weights
 
-    def look(self, at: int) -> None:
-        """An update is about to change a parameter: has the loop written it since the last one?"""
-        sample = self._samples.get(at)
-        if sample is not None and sample.changed:
-            self.found = self._names[at]
-            self._samples.clear()
+    def look(self, at: int, start: int, stop: int) -> None:
+        """Peers are about to add to these values of a parameter: has the loop written it since the
+        last update?"""
+        if self._begun and any(sample.changed for sample in self._of(at, start, stop)):
+            self._find(at)
 
-    def note(self, at: int) -> None:
-        """An update has changed a parameter."""
-        sample = self._samples.get(at)
-        if sample is not None:
-            sample.note_again()
+    def note(self, at: int, start: int, stop: int) -> None:
+        """Peers have added to these values of a parameter."""
+        if not self._begun or at not in self._middles:
+            return
+        if self._on_host:
+            pieces = self._added.setdefault(at, {})
+            if start not in pieces:
+                pieces[start] = Sample(self._parameters[at], start)
+        for sample in self._of(at, start, stop):
+            sample.note()
+
+    def _of(self, at: int, start: int, stop: int) -> Iterator[Sample]:
+        """The sample in a parameter's middle, and those with some of these values."""
+        if at in self._middles:
+            yield self._middles[at]
+        for first, sample in self._added.get(at, {}).items():
+            if start - SAMPLE < first < stop:
+                yield sample
+
+    def _find(self, at: int) -> None:
+        self.found = self._names[at]
+        self._middles.clear()
+        self._added.clear()
 
     def look_at_all(self) -> None:
         """The same before an update of all."""
-        for at in list(self._samples):
-            self.look(at)
+        for at in list(self._middles) if self._begun else ():
+            pieces = self._added.get(at, {}).values()
+            if any(sample.changed for sample in [self._middles[at], *pieces]):
+                self._find(at)
+                return
 
     def note_all(self) -> None:
         """All weights are known from now on."""
-        for sample in self._samples.values():
+        self._begun = True
+        self._added.clear()
+        for sample in self._middles.values():
             sample.note()
 
     def note_all_again(self) -> None:
         """The same, if there was a step."""
-        for sample in self._samples.values():
-            sample.note_again()
+        if self._begun:
+            self.note_all()
 
 
 class WrittenWarning:
@@ -141,6 +168,13 @@ class WrittenWarning:
                 "load them before the first step. Later writes are not reported",
                 stacklevel=level_of_the_script(),
             )
+
+
+def middle_of(parameter: Tensor) -> int:
+    """The number of the first value of the row in the middle of a parameter."""
+    weights = as_real(parameter.data)
+    in_row = weights.shape[-1] if weights.dim() else 1
+    return weights.numel() // in_row // 2 * in_row
 
 
 def as_bytes(row: Tensor) -> memoryview:
