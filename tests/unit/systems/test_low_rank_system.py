@@ -10,7 +10,7 @@ from slipstream.errors import ConfigError, FrameRefused, RuntimeFault
 from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
-from slipstream.runtime.exchange.result_frames import examine_result
+from slipstream.runtime.exchange.payloads import payload_of
 from slipstream.schedules import WaitFree
 from slipstream.strategy import Strategy
 from slipstream.systems import low_rank, parse
@@ -112,12 +112,13 @@ def test_workers_refuse_results_that_lack_something(down: Any) -> None:
     (unit,) = plan.units
     results = Aggregator(1, plan, PublishMean()).push(0, *pushed(encoded(CODEC.agree(SHAPE).at(0))))
     assert len(results) == (1 if down == CODEC else 3)
+    payload = payload_of(plan, unit)
     for result in results:
-        examine_result(plan, unit, result.body, result.frames)
+        payload.examine_answer(result.body, result.frames)
         with pytest.raises(FrameRefused):
-            examine_result(plan, unit, result.body, result.frames[:-1])
+            payload.examine_answer(result.body, result.frames[:-1])
         with pytest.raises(FrameRefused):
-            examine_result(plan, unit, result.body, [*result.frames, bytes(4)])
+            payload.examine_answer(result.body, [*result.frames, bytes(4)])
     first = results[0]
     with pytest.raises(FrameRefused):
-        examine_result(plan, unit, first.body, [*first.frames[:-1], bytes(71)])
+        payload.examine_answer(first.body, [*first.frames[:-1], bytes(71)])

@@ -15,7 +15,7 @@ from slipstream.consistency import Closed, FirstOf
 from slipstream.errors import ConfigError
 from slipstream.methods import Rounds
 from slipstream.routes import ByRole, ByTensor, Cheapest, Everywhere, Large, Prefer, Route, Rule
-from slipstream.runtime.exchange.collector import ClosedRound, Contribution
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Contribution
 from slipstream.topologies import Mesh, Sharded, TwoLevel
 from slipstream.types import Cluster, Spec
 

@@ -10,18 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream._native import mean_into
-from slipstream.codecs import Agreement, LayerCodec, SharedCodec
-from slipstream.codecs.matrices import Scratch
 from slipstream.codecs.residual import Floats, Residual, kept_values
 from slipstream.errors import FrameRefused, contribution_of
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.collector import ClosedRound, Collector
-from slipstream.runtime.exchange.result_frames import (
-    agreement_on,
-    down_codec,
-    result_parts,
-    tells_merged,
-)
+from slipstream.runtime.exchange.collector import Collector
+from slipstream.runtime.exchange.payloads import Payload
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound
 from slipstream.transports.wire import Early, Publish, Push, checksum
 from slipstream.types import (
     HERE,
@@ -31,6 +25,7 @@ from slipstream.types import (
     Layer,
     Node,
     Rank,
+    Segment,
     Settings,
     Unit,
     Values,
@@ -100,8 +95,6 @@ class Published:
     """State of a unit: the ages of its gradients, its recent results, its residuals."""
 
     residuals: list[list[Residual | None]]  # by chunk, then by segment
-    agreement: Agreement | None = None
-    merged: Buffer = b""  # the last round's contributions, where there is an agreement
     staleness: Counter[int] = field(default_factory=Counter)
     recent: deque[list[Result]] = field(default_factory=deque)  # by round
 
@@ -117,9 +110,8 @@ class Aggregator:
         # workers.
         self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}
         self.collector = Collector(node, plan)
-        self._scratch = Scratch()
         self._published = {
-            unit.index: Published(residuals_of(plan, unit), agreement_on(plan, unit))
+            unit.index: Published(self.collector.payload(unit.index).residuals_down())
             for unit in self.collector.units
         }
 
@@ -144,10 +136,6 @@ class Aggregator:
     def commit(self, round_: int, ranks: Sequence[Rank]) -> list[Result]:
         """The workers of the open round are decided."""
         return self.publish(self.collector.commit(round_, ranks))
-
-    def whole(self) -> list[tuple[int, Rank]]:
-        """Rounds and workers whose contributions have become complete since the last call."""
-        return self.collector.whole()
 
     def serve(self, round_: int, rank: Rank) -> list[Result]:
         """The current weights, for one worker whose contribution was dropped."""
@@ -229,9 +217,11 @@ class Aggregator:
         ctx = self._context(found)
         audience = found.closed.audience
         results = []
-        means = self._combine(found)
-        for part, chunk in enumerate(found.unit.chunks[: result_parts(self.plan, found.unit)]):
-            values = self.updater.apply(chunk, means[part], settings, rate=rate, whole=whole)
+        payload = self.collector.payload(found.unit.index)
+        mean = Mean(self.plan, payload)
+        payload.combine(found, mean)
+        for part, chunk in enumerate(found.unit.chunks[: payload.parts]):
+            values = self.updater.apply(chunk, mean.of(chunk), settings, rate=rate, whole=whole)
             results.append(
                 self._result(
                     found.unit, part, found.round, ctx, values, audience, found.closed.dropped
@@ -253,58 +243,6 @@ class Aggregator:
         if len(self.makers) > KEPT_ROUNDS:
             del self.makers[next(iter(self.makers))]
 
-    def _combine(self, found: ClosedRound) -> list[Sequence[Values | None]]:
-        """The mean, by chunk and segment."""
-        codec = self.plan.route(found.unit).up
-        if isinstance(codec, LayerCodec):
-            return self._combine_layer(found, codec)
-        agreement = self._published[found.unit.index].agreement
-        if agreement is not None:
-            return self._combine_agreed(found, agreement)
-        assert not isinstance(codec, SharedCodec)
-        (chunk,) = found.unit.chunks
-        flat = Values.empty(chunk.numel, chunk.dtype)
-        means: list[Values | None] = []
-        start = 0
-        for place, segment in enumerate(chunk.segments):
-            given = found.given(place)
-            out = flat.part(start, start + segment.numel)
-            start += segment.numel
-            if given:
-                codec.combine(given, out, divisor=found.divisor(self.plan, place))
-            means.append(out if given else None)
-        return [means]
-
-    def _combine_agreed(
-        self, found: ClosedRound, agreement: Agreement
-    ) -> list[Sequence[Values | None]]:
-        """The mean by chunk; where contributions return merged, that is all of the result."""
-        unit, given, codec = found.unit, found.given(0), agreement.at(found.round)
-        divisor = found.divisor(self.plan, 0)
-        merged = codec.merge(given, divisor=divisor) if given else b""
-        self._published[unit.index].merged = merged
-        agreement.learn(found.round, merged if given else None)
-        if not given or down_codec(self.plan, unit) is None:
-            return [[None] * len(chunk.segments) for chunk in unit.chunks]
-        (place,) = unit.places
-        mean = Values.empty(place.numel, unit.chunks[0].dtype)
-        codec.decode_into((merged,), mean)
-        return [[mean.part(s.start, s.stop) for s in chunk.segments] for chunk in unit.chunks]
-
-    def _combine_layer(
-        self, found: ClosedRound, codec: LayerCodec
-    ) -> list[Sequence[Values | None]]:
-        given, layer = found.given(0), found.unit.layer
-        if not given or layer is None:
-            return [[None] * len(chunk.segments) for chunk in found.unit.chunks]
-        gradients = LayerGradients(self.plan)
-        divisor = found.divisor(self.plan, 0)
-        codec.combine(given, wide(layer), gradients, self._scratch, divisor=divisor)
-        return [
-            [gradients.flat[s.tensor].part(s.start, s.stop) for s in chunk.segments]
-            for chunk in found.unit.chunks
-        ]
-
     def _result(
         self,
         unit: Unit,
@@ -315,18 +253,51 @@ class Aggregator:
         audience: tuple[Rank, ...] | None,
         dropped: tuple[Rank, ...],
     ) -> Result:
-        codec, published = down_codec(self.plan, unit), self._published[unit.index]
-        frames: list[Buffer] = []
-        counts: list[int] = []
-        if codec is not None:
-            for each, residual in zip(values, published.residuals[part], strict=True):
-                if each is not None:
-                    frames.extend(codec.encode(each, residual, ctx))
-            counts = [0 if each is None else codec.frames for each in values]
-        if tells_merged(self.plan, unit, part):
-            frames.append(published.merged)
+        residuals = self._published[unit.index].residuals[part]
+        frames, counts = self.collector.payload(unit.index).answer(part, values, residuals, ctx)
         body = Publish(unit.index, part, round_, counts, checksum(frames), list(dropped))
         return Result(body, tuple(frames), audience)
+
+
+class Mean:
+    """Memory for the mean of one unit, at its holder; implements ``Sinks``."""
+
+    def __init__(self, plan: Plan, payload: Payload) -> None:
+        self.math = LayerGradients(plan)
+        self.takes_values = payload.down is not None
+        self._unit = payload.unit
+        self._flat: Values | None = None
+        self._found: dict[int, tuple[int, Values]] = {}  # by tensor: the start of its place
+
+    def sink(self, place: Segment) -> Values:
+        places = self._unit.places
+        if self._flat is None:
+            numel = sum(each.numel for each in places)
+            self._flat = Values.empty(numel, self._unit.chunks[0].dtype)
+        at = sum(each.numel for each in places[: places.index(place)])
+        values = self._flat.part(at, at + place.numel)
+        self._found[place.tensor] = place.start, values
+        return values
+
+    def in_precision(self, layer: Layer) -> Layer:
+        """A dtype that numpy can multiply: it has no bfloat16, and rounds float16 at every
+        addition."""
+        return layer if layer.dtype == "float64" else replace(layer, dtype="float32")
+
+    def leave_out(self, place: Segment) -> None:
+        self._found.pop(place.tensor, None)
+
+    def of(self, chunk: Chunk) -> list[Values | None]:
+        """The mean of a chunk's segments; None where nobody has contributed."""
+        return [self._at(segment) for segment in chunk.segments]
+
+    def _at(self, segment: Segment) -> Values | None:
+        if segment.tensor in self.math.flat:
+            return self.math.flat[segment.tensor].part(segment.start, segment.stop)
+        if segment.tensor not in self._found:
+            return None
+        start, values = self._found[segment.tensor]
+        return values.part(segment.start - start, segment.stop - start)
 
 
 class LayerGradients:
@@ -355,18 +326,3 @@ class LayerGradients:
         flat, dtype = np.ascontiguousarray(values).reshape(-1), self._specs[tensor].dtype
         out = self.flat[tensor] = Values.empty(flat.size, dtype)
         mean_into(out.data, [flat.view(np.uint8)], flat.dtype.name, 1.0, out_dtype=dtype)
-
-
-def wide(layer: Layer) -> Layer:
-    """With a dtype that numpy can multiply: it has no bfloat16, and rounds float16 at every
-    addition."""
-    return layer if layer.dtype == "float64" else replace(layer, dtype="float32")
-
-
-def residuals_of(plan: Plan, unit: Unit) -> list[list[Residual | None]]:
-    """Empty ones for the way down, by chunk and segment."""
-    codec = down_codec(plan, unit)
-    return [
-        [None if codec is None else codec.init(s.numel, chunk.dtype) for s in chunk.segments]
-        for chunk in unit.chunks
-    ]

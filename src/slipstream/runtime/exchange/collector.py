@@ -9,75 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.codecs import Codec, LayerCodec, SharedCodec
-from slipstream.consistency import Closed, RoundLedger
+from slipstream.consistency import RoundLedger
 from slipstream.consistency.ledgers import FirstOfLedger
 from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.plan import Plan
+from slipstream.runtime.exchange.payloads import Payload, payload_of
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Contribution, Group
 from slipstream.transports.wire import Early, Push, checksum
-from slipstream.types import Buffer, Node, Rank, Settings, Unit
-
-Group = Sequence[Buffer] | None  # the frames of one place of a unit; None: no contribution there
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """One worker's frames for one unit: by segment, or all of a layer's in one place."""
-
-    step: int
-    read: int
-    places: tuple[Group, ...]
-    settings: Settings | None
-    rate: float
-    weights: Sequence[int] = ()  # by place: what it is the sum of, see Push; empty: one each
-
-    def weight(self, place: int) -> int:
-        return self.weights[place] if self.weights else 1
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedRound:
-    """A closed round of a unit, and its contributions."""
-
-    unit: Unit
-    round: int
-    closed: Closed
-    made: tuple[Contribution, ...]
-
-    @property
-    def ranks(self) -> tuple[Rank, ...]:
-        return tuple(rank for _, rank in self.closed.contributions)
-
-    def given(self, place: int) -> list[Sequence[Buffer]]:
-        """The contributions to one place, in the order in which they are summed."""
-        groups = (contribution.places[place] for contribution in self.made)
-        return [group for group in groups if group is not None]
-
-    def divisor(self, plan: Plan, place: int) -> float:
-        """A parameter's mean runs over all workers of the round (one without a gradient counts as
-        zero), where it counts over all rounds that they cover; a buffer's over those workers on
-        which it changed."""
-        cluster = plan.cluster
-        layer = self.unit.layer is not None
-        if layer or plan.specs[self.unit.places[place].tensor].role == "parameter":
-            if not (cluster.members or plan.weighs_late):
-                return self.closed.divisor
-            made = zip(self.ranks, self.made, strict=True)
-            counted = sum(len(cluster.ranks_at(rank)) * each.weight(place) for rank, each in made)
-        else:
-            counted = sum(
-                each.weight(place) for each in self.made if each.places[place] is not None
-            )
-        # With two levels a contribution is a host's sum, divided by the workers of a host: by
-        # their mean number over hosts.
-        return counted * cluster.workers / cluster.ranks
+from slipstream.types import Buffer, Node, Rank, Unit
 
 
 @dataclass(slots=True)
 class Held:
     """A unit's ledger, and what has arrived for its open round and for later ones."""
 
-    unit: Unit
+    payload: Payload
     ledger: RoundLedger
     arrived: dict[tuple[int, Rank], Contribution] = field(default_factory=dict)
     early: dict[tuple[int, Rank], Sequence[Buffer]] = field(default_factory=dict)
@@ -91,14 +37,19 @@ class Collector:
         self.plan = plan
         workers = plan.cluster.workers
         self._held = {
-            unit.index: Held(unit, plan.consistency.ledger(workers)) for unit in plan.held_by(node)
+            unit.index: Held(payload_of(plan, unit), plan.consistency.ledger(workers))
+            for unit in plan.held_by(node)
         }
         self._parts: dict[Rank, tuple[int, int]] = {}  # last round, units arrived
         self._whole: list[tuple[int, Rank]] = []
 
     @property
     def units(self) -> list[Unit]:
-        return [held.unit for held in self._held.values()]
+        return [held.payload.unit for held in self._held.values()]
+
+    def payload(self, unit: int) -> Payload:
+        """The form of a unit's contributions and results."""
+        return self._held[unit].payload
 
     def round(self, unit: int) -> int:
         """How many rounds of a unit have closed."""
@@ -107,8 +58,7 @@ class Collector:
     def early(self, rank: Rank, body: Early, frames: Sequence[Buffer]) -> None:
         """Take a layer's first matrix before the rest arrives."""
         held = self._find(rank, body.unit)
-        codec = self.plan.route(held.unit).up
-        if held.unit.layer is None or not isinstance(codec, LayerCodec):
+        if not held.payload.takes_early:
             raise FrameRefused(f"unit {body.unit} has no matrix that leaves early")
         if self._came_too_late(held, body.round):
             return
@@ -119,10 +69,10 @@ class Collector:
         others = [key for key in held.early if key[1] == rank]
         if (body.round, rank) in others or len(others) > self._most_ahead:
             raise FrameRefused(f"rank {rank} sent its inputs twice for round {body.round}")
-        with contribution_of(self.named(held.unit)):
+        with contribution_of(self.named(held.payload.unit)):
             if checksum(frames) != body.crc:
                 raise FrameRefused("its checksum does not match its bytes")
-            codec.examine_early(frames, held.unit.layer)
+            held.payload.examine_early(frames)
         held.early[body.round, rank] = frames
 
     def push(self, rank: Rank, body: Push, frames: Sequence[Buffer]) -> list[ClosedRound]:
@@ -132,7 +82,7 @@ class Collector:
         takes_late = self.plan.consistency.agreed or self.plan.consistency.alone
         if takes_late and body.round <= held.last.get(rank, -1):
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
-        with contribution_of(self.named(held.unit)):
+        with contribution_of(self.named(held.payload.unit)):
             if checksum(frames) != body.crc:
                 raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
             places = self._examine(held, rank, body, frames)
@@ -199,42 +149,12 @@ class Collector:
     def _examine(
         self, held: Held, rank: Rank, body: Push, frames: Sequence[Buffer]
     ) -> tuple[Group, ...]:
-        codec = self.plan.route(held.unit).up
-        if isinstance(codec, LayerCodec):
-            return self._examine_layer(held, codec, rank, body, frames)
-        if isinstance(codec, SharedCodec):
-            return self._examine_whole(held.unit, codec, body, frames)
-        return examine_segments(codec, held.unit, body.counts, frames)
-
-    def _examine_layer(
-        self,
-        held: Held,
-        codec: LayerCodec,
-        rank: Rank,
-        body: Push,
-        frames: Sequence[Buffer],
-    ) -> tuple[Group, ...]:
-        if self._came_too_late(held, body.round):
-            return (None,)
-        known = held.early.pop((body.round, rank), None)
-        if body.early and known is None:
+        early = held.early.pop((body.round, rank), None)
+        if self._came_too_late(held, body.round) and held.payload.takes_early:
+            return (None,)  # its first matrix was dropped
+        if body.early and early is None:
             raise FrameRefused(f"rank {rank} counts on inputs that it never sent")
-        whole = [*(known or ()), *frames] if body.early else frames
-        if list(body.counts) != [len(frames)] or held.unit.layer is None:
-            raise FrameRefused(f"{len(frames)} frames where {body.counts} were announced")
-        if not frames:
-            return (None,)
-        codec.examine(whole, held.unit.layer)
-        return (whole,)
-
-    def _examine_whole(
-        self, unit: Unit, codec: SharedCodec, body: Push, frames: Sequence[Buffer]
-    ) -> tuple[Group, ...]:
-        (place,) = unit.places
-        groups = split_frames([place.numel], body.counts, frames, 1)
-        for frame in frames:
-            codec.examine(frame, self.plan.specs[place.tensor].shape)
-        return groups
+        return held.payload.examine(body, frames, early if body.early else None)
 
     def _count_part(self, round_: int, rank: Rank) -> None:
         if not self.plan.consistency.agreed:
@@ -249,7 +169,7 @@ class Collector:
         rounds = []
         while (closed := held.ledger.close()) is not None:
             made = tuple(held.arrived.pop(key) for key in closed.contributions)
-            found = ClosedRound(held.unit, held.ledger.round - 1, closed, made)
+            found = ClosedRound(held.payload.unit, held.ledger.round - 1, closed, made)
             if self.plan.consistency.lockstep:
                 agree_on_step(self.plan, dict(zip(found.ranks, made, strict=True)))
             rounds.append(found)
@@ -265,34 +185,6 @@ def examine_weights(body: Push, most: int) -> None:
     fit = len(body.weights) == len(body.counts) and all(1 <= w <= most for w in body.weights)
     if body.weights and not fit:
         raise FrameRefused(f"weights {body.weights[:8]} of {len(body.counts)} segments")
-
-
-def examine_segments(
-    codec: Codec, unit: Unit, counts: Sequence[int], frames: Sequence[Buffer]
-) -> tuple[Group, ...]:
-    """Frames by segment of the unit's chunk, or FrameRefused."""
-    (chunk,) = unit.chunks
-    groups = split_frames([s.numel for s in chunk.segments], counts, frames, codec.frames)
-    for segment, group in zip(chunk.segments, groups, strict=True):
-        if group is not None:
-            codec.examine(group, segment.numel, chunk.dtype)
-    return groups
-
-
-def split_frames(
-    segments: Sequence[int], counts: Sequence[int], frames: Sequence[Buffer], per_segment: int
-) -> tuple[Group, ...]:
-    """Frames by segment, or FrameRefused when their numbers are wrong."""
-    if len(counts) != len(segments) or set(counts) - {0, per_segment}:
-        raise FrameRefused(f"frames for {len(counts)} segments where there are {len(segments)}")
-    if len(frames) != sum(counts):
-        raise FrameRefused(f"{len(frames)} frames where {sum(counts)} were announced")
-    groups: list[Group] = []
-    used = 0
-    for count in counts:
-        groups.append(frames[used : used + count] if count else None)
-        used += count
-    return tuple(groups)
 
 
 def agree_on_step(plan: Plan, arrived: Mapping[Rank, Contribution]) -> None:

@@ -16,8 +16,7 @@ from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.runtime.exchange.channel import Slots
-from slipstream.runtime.exchange.collector import ClosedRound, Group
-from slipstream.runtime.exchange.result_frames import examine_result
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group
 from slipstream.runtime.exchange.results import ResultWriter
 from slipstream.runtime.exchange.round_sender import RoundSender
 from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
@@ -139,7 +138,7 @@ class RoundChannel:
         self._await_turn(state)
         ctx = EncodeContext(self.step + 1, self.rate(), self.congested())
         groups: list[Group] = []
-        codec = state.codec_in(state.begun)
+        codec = state.payload.codec(state.begun)
         for place, residual in zip(state.unit.places, state.residuals, strict=True):
             values = self._slots.source(place.tensor)
             if values is None or codec is None:
@@ -306,7 +305,8 @@ class RoundChannel:
                 self._arrived.discard(state.unit.index)
         self._wait_until_left(state)
         for each in skipped:
-            self._results.learn(state, each)
+            for _, (body, frames) in sorted(each.parts.items()):
+                state.payload.open(body, frames, None)  # later rounds need what it says
         for tensor in self._write(state, answer):
             # Full weights of a tensor's chunks may be of different rounds, so none waits for
             # another.
@@ -363,7 +363,7 @@ class RoundChannel:
     def _on_publish(self, message: Message[Publish]) -> None:
         body = message.body
         state = self._states.get(body.unit)
-        if state is None or body.part >= state.parts:
+        if state is None or body.part >= state.payload.parts:
             raise FrameRefused(f"a result for unit {body.unit}, which does not travel links")
         if not self._forwarding.may_send(message.sender, state.unit):
             raise FrameRefused(f"{message.sender} does not hold unit {body.unit}")
@@ -378,7 +378,7 @@ class RoundChannel:
             self._told_round = max(self._told_round, body.round + 1)
             answer = state.answers.setdefault(body.round, Answer(body.round))
             answer.parts[body.part] = (body, message.frames)
-            if answer.complete(state.parts):
+            if answer.complete(state.payload.parts):
                 self._note_arrived(state, answer)
                 self._member.changed.notify_all()
 
@@ -409,7 +409,7 @@ class RoundChannel:
     ) -> None:
         if not self._is_for_others(state, body) and not self._fits(state, body):
             raise FrameRefused(f"a result for round {body.round} of unit {body.unit}")
-        examine_result(self.plan, state.unit, body, frames)
+        state.payload.examine_answer(body, frames)
         if checksum(frames) != body.crc:
             raise FrameRefused(f"checksum of unit {body.unit} does not match its bytes")
         self._sender.count(self.received, sender, state.route.scheme, frames)

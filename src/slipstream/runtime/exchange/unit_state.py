@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.codecs import Agreement, Codec, LayerCodec, Residual, SharedCodec
+from slipstream.codecs import Codec, Residual
 from slipstream.codecs.residual import Floats, kept_values
 from slipstream.consistency import Progress
 from slipstream.plan import Plan
 from slipstream.routes import Route
-from slipstream.runtime.exchange.collector import ClosedRound
-from slipstream.runtime.exchange.result_frames import agreement_on, result_parts
+from slipstream.runtime.exchange.payloads import Payload, payload_of
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound
 from slipstream.runtime.exchange.send_buffers import Loan
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Publish
@@ -42,10 +42,8 @@ class UnitState:
 
     unit: Unit
     route: Route
-    codec: Codec | None  # of places on the way up; None for a layer, or where rounds differ
-    agreement: Agreement | None  # what all ends know alike, where rounds differ
+    payload: Payload  # the form of its contributions and results
     residuals: list[Residual | None]  # by place
-    parts: int  # messages of a result
     unready: int
     begun: int = 0  # contributions made
     committed: int = 0  # results written
@@ -66,16 +64,12 @@ class UnitState:
     @property
     def newest(self) -> Answer | None:
         """The newest answer of which all has come."""
-        complete = [a for a in list(self.answers.values()) if a.complete(self.parts)]
+        complete = [a for a in list(self.answers.values()) if a.complete(self.payload.parts)]
         return max(complete, key=lambda answer: answer.round, default=None)
 
     @property
     def on_mesh(self) -> bool:
         return not self.route.topology.needs_servers
-
-    def codec_in(self, round_: int) -> Codec | None:
-        """What contributions to a round are encoded with; None for a layer."""
-        return self.codec if self.agreement is None else self.agreement.at(round_)
 
     def kept(self, chunk: Chunk) -> list[Floats | None]:
         """By segment of one of the unit's chunks: what was not sent yet, itself and no copy."""
@@ -104,18 +98,13 @@ class UnitState:
 
 def fresh(unit: Unit, plan: Plan) -> UnitState:
     """Before the first round."""
-    up = plan.route(unit).up
-    residuals: list[Residual | None] = []
-    if not isinstance(up, LayerCodec):
-        dtype = unit.chunks[0].dtype
-        residuals = [up.init(place.numel, dtype) for place in unit.places]
+    payload = payload_of(plan, unit)
+    residuals = payload.residuals()
     return UnitState(
         unit,
         plan.route(unit),
-        None if isinstance(up, LayerCodec | SharedCodec) else up,
-        agreement_on(plan, unit),
+        payload,
         residuals,
-        result_parts(plan, unit),
         unready=len(unit.tensors),
         covered=[1] * len(residuals),
     )

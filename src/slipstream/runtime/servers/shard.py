@@ -63,7 +63,7 @@ class Shard:
     def _on_push(self, message: Message[Push]) -> None:
         rank = self._plan.cluster.worker(message.sender)
         self._apply(lambda: self.aggregator.push(rank, message.body, message.frames))
-        for round_, complete in self.aggregator.whole():
+        for round_, complete in self.aggregator.collector.whole():
             self._member.send(COORDINATOR, Arrived(complete, round_))
 
     def _on_early(self, message: Message[Early]) -> None:

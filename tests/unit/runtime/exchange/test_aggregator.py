@@ -19,7 +19,8 @@ from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean, Result
-from slipstream.runtime.exchange.collector import Collector, split_frames
+from slipstream.runtime.exchange.collector import Collector
+from slipstream.runtime.exchange.payloads.contributions import split_frames
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
 from slipstream.transports.wire import Early, Push, checksum
@@ -341,8 +342,8 @@ def test_a_round_of_the_first_ones_is_for_those_who_made_it() -> None:
     node = Aggregator(3, FIRST_OF_3, Sum())
     for rank in (2, 0, 1):
         assert node.push(rank, *push(chunk, [floats(rank, 1)])) == []
-        assert node.whole() == [(0, rank)]
-    assert node.whole() == []
+        assert node.collector.whole() == [(0, rank)]
+    assert node.collector.whole() == []
     with pytest.raises(FrameRefused, match="a decision on round 1"):
         node.commit(1, [0, 2])
     (result,) = node.commit(0, [0, 2])
