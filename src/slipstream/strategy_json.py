@@ -20,6 +20,7 @@ from slipstream.topologies import AnyTopology, Topology
 from slipstream.updates import AnyOuter
 
 TAG = "part"
+MOST_LEVELS = 32  # of fields within fields
 S = TypeVar("S", bound=msgspec.Struct)
 
 # What a part of the user's own must be, by what the field takes. Other fields take none.
@@ -72,7 +73,7 @@ def from_json(text: str | bytes, kind: type[S], modules: Collection[str]) -> S:
     plain = msgspec.json.decode(text)
     if not isinstance(plain, dict) or not has_own(plain):
         return msgspec.json.decode(text, type=kind)
-    return Reader(modules).struct(plain, kind, "")
+    return PartReader(modules).struct(plain, kind, "")
 
 
 def has_own(plain: Any) -> bool:
@@ -89,7 +90,7 @@ def has_own(plain: Any) -> bool:
     return False
 
 
-class Reader:
+class PartReader:
     """Reads values by the annotations of the fields that take them.
 
     msgspec itself reads all values without parts of the user's own: its unions of structs are
@@ -108,6 +109,8 @@ class Reader:
         Raises:
             ConfigError: A field is unknown or missing, or the struct refuses its values.
         """
+        if place.count(".") >= MOST_LEVELS:
+            raise ConfigError(f"{place}: parts within parts, deeper than {MOST_LEVELS} levels")
         name = f"{place} ({kind.__name__})" if place else kind.__name__
         tag = TAG if issubclass(kind, Part) else None
         try:
@@ -183,7 +186,7 @@ def tag_of(kind: Any) -> Any:
 
 
 def taken_by(kind: Any) -> str:
-    """What a field takes, for errors: the interface, and slipstream's own parts."""
+    """Return the interfaces and parts that a field takes, for errors."""
     names = [getattr(each, "__name__", str(each)) for each in choices(kind)]
     interfaces = [f"a {each.__name__} of your own" for each in INTERFACES.get(kind, ())]
     own = " or ".join(interfaces) or "no part of your own"
