@@ -60,6 +60,7 @@ class OnOne(Topology, frozen=True):
     server: int = 0
 
     name: ClassVar[str] = "on-one"
+    whole_layers: ClassVar[bool] = False
 
     def facts(self) -> Facts:
         return facts("servers hold")
