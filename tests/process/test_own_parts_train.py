@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launches import SLIPSTREAM, TORCHRUN, Launch
 from own_parts_worker import MODULE
+from ports import free_port
 
 from slipstream.runtime.launch.processes import PARTS
 
@@ -73,6 +75,20 @@ def test_job_without_the_list_ends_at_once_with_the_way_out(
     assert f"slipstream run --parts {MODULE}" in job.stderr
     assert "Traceback" not in job.stderr
     assert job.remains.left() == []
+
+
+def test_every_worker_ends_with_the_refusal_under_any_launcher(
+    script: str, launch: Callable[..., Launch]
+) -> None:
+    """One of them has the list, the other does not."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    given = {"0": {PARTS: MODULE}, "1": {}}
+    jobs = [
+        launch(sys.executable, script, "own", env={**shared, "RANK": rank, **listed})
+        for rank, listed in given.items()
+    ]
+    assert [job.wait(60.0) for job in jobs] == [1, 1], [job.stderr for job in jobs]
+    assert re.search(f"rank 1: .*{REFUSED}", jobs[0].stderr), jobs[0].stderr
 
 
 def test_servers_that_were_not_given_the_module_refuse_it(

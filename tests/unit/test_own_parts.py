@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -20,15 +21,20 @@ from samples import make_plan, vector
 
 from slipstream.codecs import AnyCodec, Dense
 from slipstream.consistency import Consistency
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, IncompatibleRoute, SlipstreamError
+from slipstream.initialization import with_arguments
 from slipstream.methods import Rounds
 from slipstream.part_modules import MOST_CHARACTERS, MOST_MODULES, module_names
 from slipstream.parts import Part
-from slipstream.routes import ByTensor, Everywhere, Large, Prefer, Route, Rule
+from slipstream.routes import ByTensor, Collective, Everywhere, Large, Prefer, Route, Rule
+from slipstream.runtime.launch.processes import PARTS, PARTS_PATH
 from slipstream.runtime.servers.configuration import Configuration
+from slipstream.runtime.servers.server import allowed_parts
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 from slipstream.topologies import Mesh, Sharded
+from slipstream.torch.channels.buckets import wire_dtype
+from slipstream.types import Cluster
 from slipstream.updates import LocalSteps, Update
 
 SOURCE = '''
@@ -380,6 +386,60 @@ def test_server_makes_the_plan_of_own_parts(own: ModuleType) -> None:
     assert received.plan(ALLOWED) == plan
     with pytest.raises(ConfigError, match=f"{MODULE} may not be imported"):
         received.plan()
+
+
+def test_server_looks_for_listed_modules_after_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/own", "/installed"])
+    places = os.pathsep.join(["/script", "/installed", "", "/more"])
+    assert allowed_parts({PARTS_PATH: places}) == ()
+    assert sys.path == ["/own", "/installed"]
+    assert allowed_parts({PARTS: "a.b,c", PARTS_PATH: places}) == ("a.b", "c")
+    assert sys.path == ["/own", "/installed", "/script", "/more"]
+    with pytest.raises(ConfigError, match="no module's full name"):
+        allowed_parts({PARTS: "a/b.py"})
+
+
+def test_list_of_modules_in_the_environment_and_in_init() -> None:
+    variables = {PARTS: "a.b,c"}
+    assert with_arguments(variables, *[None] * 6).parts == ("a.b", "c")
+    assert with_arguments(variables, *[None] * 5, parts=["d"]).parts == ("d",)
+    assert with_arguments(variables, *[None] * 5, parts=[]).parts == ()
+    with pytest.raises(ConfigError, match="'a-b' is no module's full name"):
+        with_arguments({PARTS: "a-b"}, *[None] * 6)
+
+
+def test_run_refuses_what_is_no_module(slipstream: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    code, _, said = slipstream("run", "--parts", "signs.py:Signed", script)
+    assert code != 0
+    assert "'signs.py:Signed' is no module's full name" in said
+
+
+def test_run_takes_the_json_of_a_strategy_with_own_parts(
+    slipstream: Any,
+    folder: Path,
+    tmp_path: Path,
+    own: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher finds modules beside the script."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which the launcher extends
+    script = tmp_path / "script.py"
+    script.touch()
+    (tmp_path / "beside.py").write_text((folder / f"{MODULE}.py").read_text())
+    text = up(own.Signed()).to_json(parts=ALLOWED).replace(MODULE, "beside")
+    code, _, said = slipstream("run", "--strategy", text, script)
+    assert (code != 0, "--parts beside" in said) == (True, True)
+    code, _, said = slipstream("run", "--parts", "beside", "--strategy", text, script)
+    assert code == 0, said
+
+
+def test_collectives_do_not_take_a_codec_derived_from_dense(own: ModuleType) -> None:
+    routes: Any = Everywhere(Route(Mesh(), up=own.Signed(), over=Collective()))
+    plan = Strategy("mine", Rounds(routes)).plan([vector("w", 9)], Cluster(2))
+    with pytest.raises(IncompatibleRoute, match="collectives carry dense values only"):
+        wire_dtype(plan, plan.chunks[0])
 
 
 FIELDS = ["part", "route", "up", "down", "topology", "size", "steps", "inside", "curve"]
