@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slipstream.job import Job
+from slipstream.part_modules import module_names
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.launch.whole_lines import write_whole_lines
 from slipstream.runtime.members.joining import Limits, join
@@ -31,6 +32,7 @@ def init(
     encrypt: bool | None = None,
     interface: str | None = None,
     nonfinite: Nonfinite | None = None,
+    parts: Sequence[str] | None = None,
     start_limit_s: float = 120.0,
     wait_limit_s: float = 600.0,
     silence_limit_s: float = 5.0,
@@ -55,6 +57,8 @@ def init(
         nonfinite: how to treat a gradient with a NaN or an infinity: it is used, with a warning
             ("pass", the default), does not count ("refuse"), or ends the job ("stop")
             (``SLIPSTREAM_NONFINITE``).
+        parts: the modules of parts of your own, which servers that this job starts may import
+            (``SLIPSTREAM_PARTS``); by default none.
         start_limit_s: how long all ranks may take to join.
         wait_limit_s: how long any later wait may take.
         silence_limit_s: how long a member may be silent before it counts as lost.
@@ -74,7 +78,7 @@ def init(
     rules = [lambda error: is_first_here or rank_reports(error, rank)]
     report_errors(rank, lambda error: rules[-1](error))
     raise_descriptor_limit()
-    env = with_arguments(variables, servers, secret, encrypt, interface, nonfinite)
+    env = with_arguments(variables, servers, secret, encrypt, interface, nonfinite, parts)
     if env.launcher is not None:
         write_whole_lines()
     if env.world_size > 1:
@@ -117,6 +121,7 @@ def with_arguments(
     encrypt: bool | None,
     interface: str | None,
     nonfinite: Nonfinite | None,
+    parts: Sequence[str] | None,
 ) -> Environment:
     """The environment, overridden by the arguments that were given to ``init``."""
     env = Environment.read(variables)
@@ -127,6 +132,7 @@ def with_arguments(
         encrypt=env.encrypt if encrypt is None else encrypt,
         interface=interface or env.interface,
         nonfinite=env.nonfinite if nonfinite is None else nonfinite_in(nonfinite),
+        parts=env.parts if parts is None else module_names(parts),
     )
 
 

@@ -191,7 +191,8 @@ class Job(JobMetrics):
                 "job.distribute comes before the first step, job.load and job.sampler: give all "
                 "pairs of model and optimizer at once, or one after the other before these"
             )
-        request = Request.extend(before, given, strategy, self._env.strategy)
+        env = self._env
+        request = Request.extend(before, given, strategy, env.strategy, env.parts)
         self._training = self._session.open(request.pairs, request.strategy)
         if before is None:
             self._figures.begin(request.name)

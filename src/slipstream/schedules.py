@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from slipstream.parts import Facts, Part, facts
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """A frozen rule about the time and order of sending."""
 

@@ -7,7 +7,6 @@ training starts. Servers receive the whole strategy, and compute the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -16,9 +15,10 @@ from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError
 from slipstream.fields import misplaced
 from slipstream.methods import AnyMethod, Rounds
+from slipstream.part_modules import is_own, module_names
 from slipstream.plan import Plan
-from slipstream.planning.costs import Speeds
 from slipstream.routes import between_hosts
+from slipstream.strategy_json import from_json, parts_in, to_plain
 from slipstream.topologies import TwoLevel
 from slipstream.types import Cluster, Spec
 
@@ -112,25 +112,26 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """One line for each field, which must be equal on all ranks."""
         method = {name: getattr(self.method, name) for name in self.method.__struct_fields__}
         said = {"name": self.name, "method": type(self.method).__name__} | method
-        return [f"strategy {name}: {value!r}" for name, value in said.items()]
+        # Only the JSON form has the modules of the user's own parts, whose repr is theirs.
+        own = [each for each in parts_in(self) if is_own(type(each))]
+        return [
+            *(f"strategy {name}: {value!r}" for name, value in said.items()),
+            *(f"strategy part: {to_plain(part)!r}" for part in own),
+        ]
 
-    def to_json(self) -> str:
+    def to_json(self, *, parts: Sequence[str] = ()) -> str:
         """All of it as JSON text.
 
+        Args:
+            parts: The modules of parts of your own, such as ``["mypackage.parts"]``.
+
         Raises:
-            ConfigError: A part is not one of slipstream's, or a value has no JSON form, so that it
-                could not be read back.
+            ConfigError: A part of your own is in none of these modules, or is not of the kind that
+                its field takes; or a value has no JSON form, so that it could not be read back.
         """
-        if (foreign := unknown_part(self)) is not None:
-            kind = type(foreign)
-            raise ConfigError(
-                f"{self.name}: {kind.__module__}.{kind.__qualname__} is not a part that servers, "
-                "logs and checkpoints know: add it to slipstream beside parts of its kind, and to "
-                "the list of them (such as codecs.AnyCodec), or use one that is there"
-            )
         try:
-            text = msgspec.json.encode(self).decode()
-            read = Strategy.from_json(text)
+            text = msgspec.json.encode(to_plain(self)).decode()
+            read = Strategy.from_json(text, parts=parts)
         except TypeError as error:  # such as numpy's numbers
             raise ConfigError(f"{self.name}: {error}; give Python's own numbers") from error
         except ConfigError as error:
@@ -140,11 +141,12 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return text
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Strategy:
+    def from_json(cls, text: str | bytes, *, parts: Sequence[str] = ()) -> Strategy:
         """Read back what ``to_json`` wrote.
 
         Args:
             text: JSON.
+            parts: The modules that may be imported for parts of your own that the text names.
 
         Returns:
             A strategy equal to the one that was written.
@@ -152,26 +154,14 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: It names unknown parts or fields, or has invalid values.
         """
+        modules = module_names(parts)
         try:
-            return msgspec.json.decode(text, type=cls)
+            return from_json(text, cls, modules)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"no strategy can be read from this JSON: {error}; "
                 f"{respelled(text) or 'write one with strategy.to_json() and compare'}"
             ) from error
-
-
-def unknown_part(value: Any) -> object:
-    """The first value within that cannot be restored from JSON; None if there is none."""
-    if value is None or isinstance(value, str | int | float | Speeds):
-        return None
-    if isinstance(value, tuple):
-        nested = list(value)
-    elif type(value).__module__.startswith("slipstream.") and isinstance(value, msgspec.Struct):
-        nested = [getattr(value, name) for name in value.__struct_fields__]
-    else:
-        return value
-    return next((found for each in nested if (found := unknown_part(each)) is not None), None)
 
 
 def respelled(text: str | bytes) -> str:

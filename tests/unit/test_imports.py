@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "parts": set(),
+    "part_modules": {"errors", "parts", "printable"},
     "units": {"errors", "printable"},
     "printable": set(),
     "input_files": {"units"},
@@ -67,11 +68,12 @@ MAY_IMPORT = {
     "compat": {"errors", "parts", "rules", "methods"},
     "rules": {"parts"},
     "fields": {"parts"},
-    "strategy": PLANS | {"fields"},
+    "strategy_json": PLANS | {"part_modules"},
+    "strategy": PLANS | {"fields", "part_modules", "strategy_json"},
     "systems": GROUND | AXES | {"routes", "methods", "strategy", "input_files"},
     "transports": GROUND,
     # A process and its files, its membership, then what it exchanges.
-    "runtime/process": GROUND | {"input_files"},
+    "runtime/process": GROUND | {"input_files", "part_modules"},
     "runtime/files": GROUND,
     "runtime/figures": GROUND | {"runtime/files"},
     "runtime/members": GROUND | {"planning", "transports", "runtime/process"},
@@ -111,7 +113,7 @@ MAY_IMPORT = {
     | RUNTIME
     | TORCH
     | {"job_figures", "job_metrics", "job_end"},
-    "initialization": {"errors", "job", "sessions", "transports"} | RUNTIME | TORCH,
+    "initialization": {"errors", "job", "part_modules", "sessions", "transports"} | RUNTIME | TORCH,
     # Built on the public face, and on how processes are started and measured.
     "apps/lab": {"errors", "units", "printable"},
     "apps/bench": GROUND
@@ -123,6 +125,7 @@ MAY_IMPORT = {
     "apps/cli": GROUND
     | RUNTIME
     | {"input_files", "systems", "strategy", "routes", "methods", "planning", "torch/tensors", ""}
+    | {"part_modules"}
     | APPS,
     "__main__": {"apps/cli"},
     # Users of the public face, each for one framework; launchers know how processes are started.

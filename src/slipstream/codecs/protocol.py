@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from slipstream.codecs.residual import Residual
 from slipstream.errors import FrameRefused
@@ -59,6 +59,7 @@ class AboutCodec(Protocol):
         ...
 
 
+@runtime_checkable
 class Codec(AboutCodec, Protocol):
     """Encodes values as wire frames and back; ``frames`` is the number of frames per segment.
 

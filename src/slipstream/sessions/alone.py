@@ -75,7 +75,7 @@ class AloneTraining(Training):
 
     def __init__(self, pairs: tuple[Pair, ...], strategy: Strategy, env: Environment) -> None:
         self.pairs = pairs
-        inventories = prepare_pairs(pairs, strategy)
+        inventories = prepare_pairs(pairs, strategy, env.parts)
         planned, cluster = as_trained(strategy, len(pairs)), Cluster(1, servers=1)
         self.plans = [planned.plan(inventory.specs, cluster) for inventory in inventories]
         self._lease = in_turn(rank=0, workers=1)

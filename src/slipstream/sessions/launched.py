@@ -80,7 +80,9 @@ class LaunchedSession:
         if self._session is not None:
             return self._session
         if self._is_for_learners:
-            return self._enter(self._share_memory(parse(str(self._env.strategy))))
+            return self._enter(
+                self._share_memory(parse(str(self._env.strategy), parts=self._env.parts))
+            )
         if self._env.world_size == 1:
             return AloneSession(self._env)  # the strategy may still be one of learners
         limits = replace(self._limits, start_s=max(start_s, self._limits.start_s))
@@ -90,7 +92,9 @@ class LaunchedSession:
     def _is_for_learners(self) -> bool:
         """Whether the command line names a strategy of learners."""
         named = self._env.strategy
-        return named is not None and isinstance(parse(named).method, SharedMemoryUpdates)
+        return named is not None and isinstance(
+            parse(named, parts=self._env.parts).method, SharedMemoryUpdates
+        )
 
     def _share_memory(self, strategy: Strategy) -> Session:
         if self._env.server_addresses:

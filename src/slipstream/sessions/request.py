@@ -41,6 +41,7 @@ class Request:
         given: Sequence[Any],
         strategy: Strategy | str | None,
         default: str | None,
+        parts: Sequence[str] = (),
     ) -> Request:
         """The request of earlier calls with one more call.
 
@@ -49,13 +50,14 @@ class Request:
             given: pairs of a model and an optimizer, to be checked.
             strategy: for all pairs; None for that of earlier calls, or the default.
             default: the strategy of the command line, if it names one.
+            parts: the modules of the user's own parts.
 
         Raises:
             ConfigError: these are not pairs, or the pairs are incompatible.
         """
         added = tuple(pair_of(each) for each in given)
         named = strategy or (before and before.strategy) or default or DEFAULT_STRATEGY
-        chosen = parse(named) if isinstance(named, str) else named
+        chosen = parse(named, parts=parts) if isinstance(named, str) else named
         if not isinstance(chosen, Strategy):
             raise ConfigError(
                 f"job.distribute takes a strategy, such as slipstream.push_pull(), or its text; it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slipstream.errors import ConfigError, UnknownStrategy
 from slipstream.strategy import Strategy
@@ -47,12 +47,13 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
 }
 
 
-def parse(text: str) -> Strategy:
+def parse(text: str, *, parts: Sequence[str] = ()) -> Strategy:
     """Parse a strategy from text, as given on a command line or in an environment variable.
 
     Args:
         text: The name of a system, a call of it with literal keyword arguments, or the JSON of a
             strategy.
+        parts: The modules that may be imported for parts of your own that the JSON names.
 
     Returns:
         The strategy.
@@ -65,7 +66,7 @@ def parse(text: str) -> Strategy:
     True
     """
     if is_json(text):
-        return Strategy.from_json(text)
+        return Strategy.from_json(text, parts=parts)
     name, arguments = read_call(text)
     if name not in SYSTEMS:
         near = difflib.get_close_matches(name, SYSTEMS, n=1)

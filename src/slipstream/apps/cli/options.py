@@ -6,7 +6,7 @@ import functools
 import inspect
 import json as jsonlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.errors import LaunchError, RuntimeFault
+from slipstream.part_modules import module_names
 from slipstream.runtime.files.record_file import write_json
 from slipstream.runtime.launch.launch import Settings
-from slipstream.runtime.process.environment import read_secret
+from slipstream.runtime.process.environment import listed, read_secret
 
 Workers = Annotated[int, typer.Option(min=1, help="Worker processes to start on this machine.")]
 WorkersOrHosts = Annotated[
@@ -61,6 +62,14 @@ Restarts = Annotated[
         show_default="10 with gadei, else 0",
         help="How many killed workers are started again, in all, if the strategy allows it "
         "(ako, gadei).",
+    ),
+]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE",
+        help="A module with parts of your own, which workers and servers may import; may be "
+        "repeated. Else SLIPSTREAM_PARTS, with commas.",
     ),
 ]
 JsonFile = Annotated[
@@ -113,13 +122,15 @@ def settings(
     encrypt: Encrypt = None,
     port: Port = 0,
     interface: Interface = None,
+    parts: Parts = None,
 ) -> Settings:
     """Check what can be checked before any process starts."""
+    modules = part_modules(parts)
     if strategy is not None:
         # Imported here, because the systems are slow to import and --help does not need them.
         from slipstream.systems import parse
 
-        parse(strategy)
+        parse(strategy, parts=modules)
     for option, file in (("--json", json), ("--log", log)):
         if file is not None:
             prepare_file(option, file)
@@ -133,7 +144,13 @@ def settings(
         log=log,
         tensorboard=tensorboard,
         prometheus=prometheus,
+        parts=modules,
     )
+
+
+def part_modules(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The modules of ``--parts``, else of the environment."""
+    return module_names(given or listed(os.environ.get("SLIPSTREAM_PARTS", ""), ""))
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -29,6 +29,7 @@ def run(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, not a file.")] = False,
     workers: options.WorkersOrHosts = None,
     strategy: options.Strategy = None,
+    parts: options.Parts = None,
     servers: options.Servers = 0,
     may_lose: options.MayLose = 0,
     restarts: options.Restarts = None,
@@ -38,7 +39,10 @@ def run(
 ) -> None:
     """Run a training script on several workers: processes of this machine, or hosts of a lab."""
     command = [sys.executable, *_program(script, module), *(arguments or [])]
-    method = None if strategy is None else parse(strategy).method
+    modules = options.part_modules(parts)
+    if modules:  # servers look for them where this process does, and the script's are beside it
+        sys.path.append(str(Path.cwd() if module else Path(script).resolve().parent))
+    method = None if strategy is None else parse(strategy, parts=modules).method
     learners = method if isinstance(method, SharedMemoryUpdates) else None
     if learners is not None and (lab is not None or servers):
         raise LaunchError(

@@ -48,6 +48,7 @@ class Settings:
     log: Path | None = None
     tensorboard: Path | None = None
     prometheus: int | None = None
+    parts: tuple[str, ...] = ()  # modules of the user's own parts
 
 
 def launch(
@@ -129,6 +130,7 @@ def _add_servers(
             placement=placement,
             timeout_s=None,
             command=command,
+            parts=settings.parts,
         )
         process_group.add_server(shard)
         shards.append(shard)
@@ -201,6 +203,7 @@ def _job_environment(
         "SLIPSTREAM_LOG": settings.log and settings.log.absolute(),
         "SLIPSTREAM_TENSORBOARD": settings.tensorboard and settings.tensorboard.absolute(),
         "SLIPSTREAM_PROMETHEUS": settings.prometheus,
+        "SLIPSTREAM_PARTS": ",".join(settings.parts) or None,
     }
     env = {"OMP_NUM_THREADS": str(max(1, _cores() // workers))} | inherited_environment()
     return env | {name: str(value) for name, value in variables.items() if value is not None}

@@ -23,6 +23,8 @@ from slipstream.transports.descriptors import ERRORS, out_of_descriptors
 
 # -P: the server must not import modules from the user's working directory.
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.servers.server")
+# The modules of the user's own parts that a server may import, and where it looks for them.
+PARTS, PARTS_PATH = "SLIPSTREAM_PARTS", "SLIPSTREAM_PARTS_PATH"
 SERVER_START_S = 60.0
 SERVER_STOP_S = 3.0
 
@@ -178,6 +180,7 @@ def start_server(
     placement: Placement | None = None,
     timeout_s: float | None = SERVER_START_S,
     command: Sequence[str] = SERVER_COMMAND,
+    parts: Sequence[str] = (),
 ) -> ServerProcess:
     """Start a server.
 
@@ -187,6 +190,7 @@ def start_server(
     Args:
         bind: the address to listen on.
         timeout_s: how long to wait for the server's address; None: not at all.
+        parts: the modules of the user's own parts, found where this process finds modules.
 
     Raises:
         LaunchError: it cannot be started, or has ended.
@@ -199,6 +203,9 @@ def start_server(
         "SLIPSTREAM_ENCRYPT": "1" if credentials.encrypt else "0",
         "SLIPSTREAM_BIND": bind,
     }
+    if parts:
+        places = [os.path.abspath(place) for place in sys.path]  # "" is the current folder
+        env |= {PARTS: ",".join(parts), PARTS_PATH: os.pathsep.join(places)}
     arms_itself = command is SERVER_COMMAND
     if arms_itself:
         env["SLIPSTREAM_STARTED_BY"] = str(os.getpid())

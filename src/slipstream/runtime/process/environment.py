@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from slipstream.errors import ConfigError, LaunchError, SecretError
 from slipstream.input_files import read_limited
+from slipstream.part_modules import module_names
 from slipstream.runtime.process.user_secret import user_secret, user_secret_path
 
 Nonfinite = Literal["pass", "refuse", "stop"]
@@ -49,6 +50,11 @@ def plain(text: str, name: str) -> str:
 def listed(text: str, name: str) -> tuple[str, ...]:
     """The parts between commas."""
     return tuple(part for part in text.split(",") if part)
+
+
+def modules(text: str, name: str) -> tuple[str, ...]:
+    """The names of modules between commas; raises ConfigError."""
+    return module_names(listed(text, name))
 
 
 def nonfinite_in(text: str, name: str = "") -> Nonfinite:
@@ -108,6 +114,8 @@ class Environment:
     presence_fd: Annotated[int | None, Variable("SLIPSTREAM_PRESENCE_FD", whole)] = None
     # How to treat a gradient with a NaN or an infinity.
     nonfinite: Annotated[Nonfinite, Variable("SLIPSTREAM_NONFINITE", nonfinite_in)] = "pass"
+    # The modules of the user's own parts, which this process and servers may import.
+    parts: Annotated[tuple[str, ...], Variable("SLIPSTREAM_PARTS", modules)] = ()
     # How often this worker was started again, in a job that continues without it.
     incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
     agent_store: bool = False  # the rendezvous store is torchrun's, or torch's default group's

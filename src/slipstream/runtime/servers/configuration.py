@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,9 +14,13 @@ from slipstream.types import Cluster, OptimizerRecipe, Spec
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """Everything a server needs to hold its shard."""
+    """Everything a server needs to hold its shard.
 
-    strategy: Strategy
+    ``strategy`` is JSON: a server that may not import its parts can still read the addresses, and
+    answer.
+    """
+
+    strategy: msgspec.Raw
     cluster: Cluster
     specs: tuple[Spec, ...]
     addresses: dict[str, str]
@@ -31,13 +36,27 @@ class Configuration(msgspec.Struct, frozen=True):
         processes: dict[str, int],
         silence_s: float,
         optimizer: OptimizerRecipe | None,
+        parts: Sequence[str] = (),
     ) -> Configuration:
-        return cls(
-            plan.strategy, plan.cluster, plan.specs, addresses, processes, silence_s, optimizer
-        )
+        """Rank 0's configuration of the servers of a plan.
 
-    def plan(self) -> Plan:
-        return self.strategy.plan(self.specs, self.cluster)
+        Args:
+            parts: The modules of the user's own parts.
+        """
+        strategy = msgspec.Raw(plan.strategy.to_json(parts=parts).encode())
+        return cls(strategy, plan.cluster, plan.specs, addresses, processes, silence_s, optimizer)
+
+    def plan(self, parts: Sequence[str] = ()) -> Plan:
+        """The plan that rank 0 has.
+
+        Args:
+            parts: The modules that this server may import for the user's own parts.
+
+        Raises:
+            ConfigError: The strategy cannot be read, or names a part that is in no such module.
+        """
+        strategy = Strategy.from_json(bytes(self.strategy), parts=parts)
+        return strategy.plan(self.specs, self.cluster)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

@@ -14,16 +14,18 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
 from slipstream.runtime.launch.death_signal import death_signal
+from slipstream.runtime.launch.processes import PARTS, PARTS_PATH
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.members.member import HUB, Member, internal_fault
+from slipstream.runtime.process.environment import modules
 from slipstream.runtime.servers.checkpoint_state import OptimizerState, Residuals, StatefulUpdater
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.outer_shard import OuterShard
@@ -66,13 +68,19 @@ NEEDS_CONFIGURATION: tuple[type[Any], ...] = (
 class Server:
     """A server before and after its configuration.
 
+    Args:
+        index: Its number among the servers.
+        member: Its membership of the job.
+        parts: The modules of the user's own parts that it may import; no configuration adds one.
+
     Attributes:
         shards: its shards, by pair.
     """
 
-    def __init__(self, index: int, member: Member) -> None:
+    def __init__(self, index: int, member: Member, parts: Sequence[str] = ()) -> None:
         self.index = index
         self.member = member
+        self._parts = parts
         self.shards: dict[int, Shard] = {}
         member.on_any_pair(Configure, self._on_configure)
         member.on_any_pair(Release, from_hub(self._on_release))
@@ -121,7 +129,7 @@ class Server:
         self.member.roster.silence_s = configuration.silence_s
         endpoint = self.member.for_pair(pair)
         try:
-            shard = self._shard(configuration.plan(), configuration.optimizer, endpoint)
+            shard = self._shard(configuration.plan(self._parts), configuration.optimizer, endpoint)
             self.shards[pair] = shard
             endpoint.send(HUB, Ready())
         except Exception as error:  # any error: rank 0 waits for an answer
@@ -172,7 +180,7 @@ def serve(env: Mapping[str, str]) -> int:
     transport = transport_from(env)
     member = Member(transport.name, transport)
     member.on_tick(transport.guard.tick)
-    server = Server(int(env["SLIPSTREAM_SERVER_INDEX"]), member)
+    server = Server(int(env["SLIPSTREAM_SERVER_INDEX"]), member, allowed_parts(env))
     print(json.dumps({"address": transport.address}), flush=True)
     os.dup2(2, 1)  # print nothing after the address
     while not server.done and not abandoned():
@@ -185,6 +193,19 @@ def serve(env: Mapping[str, str]) -> int:
             end_job(member, internal_fault(error))
     member.stop()
     return 0 if member.fault is None else 1
+
+
+def allowed_parts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The modules of the user's own parts that the process that started this one has named.
+
+    They are looked for where that process looks, after everything else: a file in the folder of the
+    user's script replaces no module here.
+    """
+    names = modules(env.get(PARTS, ""), PARTS)
+    if names:
+        places = env.get(PARTS_PATH, "").split(os.pathsep)
+        sys.path += [place for place in places if place and place not in sys.path]
+    return names
 
 
 def transport_from(env: Mapping[str, str]) -> ZmqTransport:

@@ -127,6 +127,7 @@ class Shards:
                 credentials=membership.run.credentials,
                 bind=membership.host,
                 timeout_s=membership.limits.start_s,
+                parts=membership.env.parts,
             )
             self.own.append(server)
             membership.gathering.post(f"server/{k}", server.address)
@@ -213,7 +214,8 @@ class Shards:
         processes = {f"rank {rank}": number for rank, number in enumerate(membership.run.processes)}
         processes |= self._processes(membership)
         silence_s = membership.member.roster.worker_silence_s or membership.limits.silence_s
-        return Configuration.of(plan, addresses, processes, silence_s, optimizer)
+        parts = membership.env.parts
+        return Configuration.of(plan, addresses, processes, silence_s, optimizer, parts)
 
     def release(self, member: Endpoint) -> None:
         """On rank 0: inform servers that a pair is no longer trained under this plan."""

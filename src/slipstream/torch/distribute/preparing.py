@@ -47,8 +47,16 @@ def check_constant(model: nn.Module, inventory: Inventory) -> None:
             )
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Inventory:
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    parts: Sequence[str] = (),
+) -> Inventory:
     """The exchanged tensors; refuses what cannot work, before training starts.
+
+    Args:
+        parts: The modules of the user's own parts.
 
     Raises:
         ConfigError: The strategy, or this optimizer with it, cannot train the model.
@@ -65,8 +73,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strate
             "LBFGS runs backward itself, several times per step, so no worker can run ahead of its "
             "updates: use another optimizer, or rounds of all workers, such as push_pull()"
         )
+    strategy.to_json(parts=parts)  # refuses parts that cannot be sent to servers
     check(strategy)
-    strategy.to_json()  # refuses parts that cannot be sent to servers
     inventory = Inventory.of(model)
     if not inventory.specs:
         raise ConfigError("the model has no parameter that requires a gradient")
@@ -170,22 +178,27 @@ def as_trained(strategy: Strategy, pairs: int) -> Strategy:
         raise ConfigError(f"{strategy.name}: {error}") from error
 
 
-def prepare_pairs(pairs: Sequence[Pair], strategy: Strategy) -> list[Inventory]:
+def prepare_pairs(
+    pairs: Sequence[Pair], strategy: Strategy, parts: Sequence[str] = ()
+) -> list[Inventory]:
     """The exchanged tensors of each pair; refuses what cannot work, before training starts.
 
     One pair exchanges all of its model. Of several, each exchanges the parameters of its own
     optimizer, and buffers belong to the first pair that has them.
+
+    Args:
+        parts: The modules of the user's own parts.
 
     Raises:
         ConfigError: A pair, or all of them together, cannot be trained with the strategy.
     """
     check_pairs(pairs, strategy)
     if len(pairs) == 1:
-        return [prepare(*pairs[0], strategy)]
+        return [prepare(*pairs[0], strategy, parts)]
     inventories: list[Inventory] = []
     taken: set[int] = set()
     for number, pair in enumerate(pairs):
-        inventory = prepare(*pair, strategy)
+        inventory = prepare(*pair, strategy, parts)
         inventories.append(inventory.of_optimizer(pair.optimizer, without=taken))
         taken |= {id(tensor) for tensor in inventory.tensors}
         if all(spec.role == "buffer" for spec in inventories[-1].specs):
@@ -229,7 +242,7 @@ def agree(
     """
     problem, inventories = None, []
     try:
-        inventories = prepare_pairs(pairs, strategy)
+        inventories = prepare_pairs(pairs, strategy, membership.env.parts)
         check_rounds(strategy, len(pairs), membership.env.world_size)
     except SlipstreamError as error:
         problem = error

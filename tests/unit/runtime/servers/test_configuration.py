@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from samples import make_plan, spec_lists, vector
 
 from slipstream.codecs import Dense
-from slipstream.errors import FrameRefused, TooManyServers
+from slipstream.errors import ConfigError, FrameRefused, TooManyServers
 from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import ByTensor, Large, Route, Rule
@@ -120,5 +120,6 @@ def test_half_a_configuration_is_refused() -> None:
 def test_a_strategy_that_makes_no_sense_is_refused(found: bytes, instead: bytes) -> None:
     content = Configuration.of(make_plan([vector("w", 9)]), {}, {}, 5.0, None).encode()
     assert found in content
-    with pytest.raises(FrameRefused, match="unreadable configuration"):
-        Configuration.decode(content.replace(found, instead))
+    received = Configuration.decode(content.replace(found, instead))
+    with pytest.raises(ConfigError, match="no strategy can be read"):
+        received.plan()
