@@ -25,6 +25,7 @@ from slipstream.codecs import (
     TopK,
 )
 from slipstream.consistency import (
+    All,
     AnyAdmission,
     AnyDamping,
     Asynchronous,
@@ -35,7 +36,6 @@ from slipstream.consistency import (
     Lag,
     StaleSynchronous,
 )
-from slipstream.consistency.admission import All
 from slipstream.errors import IncompatibleParts, IncompatibleRoute
 from slipstream.methods import Rounds
 from slipstream.outer_optimizers import SGD, Adam
