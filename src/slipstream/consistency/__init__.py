@@ -6,6 +6,7 @@ from slipstream.consistency.damping import AnyDamping, ByAge, Constant
 from slipstream.consistency.decisions import Decider
 from slipstream.consistency.first_of import FirstOf
 from slipstream.consistency.gates import Lag
+from slipstream.consistency.k_async import KAsync
 from slipstream.consistency.protocol import Closed, Progress, RoundLedger
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Constant",
     "Decider",
     "FirstOf",
+    "KAsync",
     "Lag",
     "Progress",
     "RoundLedger",

@@ -8,11 +8,12 @@ from slipstream.consistency.admission import All, Asynchronous, StaleSynchronous
 from slipstream.consistency.damping import AnyDamping, Constant
 from slipstream.consistency.first_of import FirstOf
 from slipstream.consistency.gates import Lag
+from slipstream.consistency.k_async import KAsync
 from slipstream.consistency.protocol import Progress, RoundLedger
 from slipstream.parts import Facts, Part
 
 # Every admission that a strategy may name.
-AnyAdmission = All | FirstOf | StaleSynchronous | Asynchronous
+AnyAdmission = All | FirstOf | StaleSynchronous | Asynchronous | KAsync
 
 
 class Consistency(Part, frozen=True):
