@@ -136,9 +136,13 @@ def check(simulation: Simulation) -> None:
     plan = simulation.plan
     if isinstance(plan.consistency.damping, ByAge):
         return  # how much each counts depends on its age
+    ranks = range(len(simulation.steps))
+    # What a residual keeps is part of several gradients, whose weights may differ.
+    even = all(weight == 1.0 for rank in ranks for weight in weights_of(simulation, rank))
     given, applied = contributed(simulation), received(simulation)
     for tensor, spec in enumerate(plan.specs):
-        if spec.role == "parameter" and counts_everything(plan, tensor):
+        checked = counts_everything(plan, tensor) and (even or not keeps_residual(plan, tensor))
+        if spec.role == "parameter" and checked:
             kept = sum(owed[tensor] for owed in simulation.owed if tensor in owed)
             total = applied[tensor] + kept
             scale = np.abs(given[tensor]).max() + 1
