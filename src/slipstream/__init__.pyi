@@ -29,6 +29,7 @@ from slipstream.systems import backup_workers as backup_workers
 from slipstream.systems import bounded_staleness as bounded_staleness
 from slipstream.systems import diloco as diloco
 from slipstream.systems import gadei as gadei
+from slipstream.systems import k_async as k_async
 from slipstream.systems import local_sgd as local_sgd
 from slipstream.systems import low_rank as low_rank
 from slipstream.systems import one_bit as one_bit

@@ -41,6 +41,7 @@ Fact = Literal[
     "rounds of the first N",
     "stale-synchronous rounds",
     "each gradient is an update",
+    "every K gradients are an update",
     "survives lost workers",
     "ramps up",
     "may run ahead",

@@ -159,7 +159,7 @@ class Plan:
         Outer gradients of local steps then make a mean over all local steps that a round contains,
         with the same weight for each. Gradients of single steps count once, in a later round.
         """
-        return self.local_steps is not None and self.consistency.agreed
+        return self.local_steps is not None and self.consistency.drops_late
 
     @property
     def runs_ahead(self) -> bool:
@@ -171,7 +171,7 @@ class Plan:
     def counts_rounds(self) -> bool:
         """Whether servers count the job's steps, by rounds of which a worker may miss some; else
         every worker makes every step, and counts them itself."""
-        return self.consistency.agreed or self.consistency.alone
+        return self.consistency.admit.decided or self.consistency.admit.counts_late
 
     @property
     def steps_a_round(self) -> int:
@@ -346,7 +346,7 @@ def check_dropped(rounds: Rounds, spec: Spec, route: Route) -> None:
         IncompatibleRoute: A round may drop its outer gradient, and the route keeps no residual.
     """
     local = isinstance(rounds.update.inner, LocalSteps) and spec.role == "parameter"
-    if local and rounds.consistency.agreed and "up: error feedback" not in route.up.facts():
+    if local and rounds.consistency.drops_late and "up: error feedback" not in route.up.facts():
         raise IncompatibleRoute(
             f"{spec.name!r} ({spec.dtype}) cannot travel {route.scheme}: a round of the first N "
             "drops the local steps of late workers unless a residual keeps them; route it to "

@@ -25,11 +25,21 @@ RULES = (
         SERVERS_UPDATE,
     ),
     Incompatibility(
+        facts("every K gradients are an update", "workers update"),
+        "a worker gets only the results to which it contributed; where workers update, it would "
+        "miss the increments of all others",
+        SERVERS_UPDATE,
+    ),
+    Incompatibility(
         facts("workers relay"),
         "a tree sends results to all workers, but these are only for the workers whose gradients "
         "they contain",
         "use Sharded()",
-        any_of=facts("rounds of the first N", "each gradient is an update"),
+        any_of=facts(
+            "rounds of the first N",
+            "each gradient is an update",
+            "every K gradients are an update",
+        ),
     ),
     Incompatibility(
         facts("rounds of the first N", "may run ahead"),
@@ -41,6 +51,12 @@ RULES = (
         facts("each gradient is an update", "may run ahead"),
         "a worker continues when its own gradient is applied, so there is nothing to run ahead of",
         "use Lag(0)",
+    ),
+    Incompatibility(
+        facts("every K gradients are an update", "may run ahead"),
+        "a worker continues when an update contains its gradient, so there is nothing to run ahead "
+        "of",
+        "use Lag(0), or StaleSynchronous()",
     ),
     # ---- Every worker holds every tensor.
     Incompatibility(
@@ -56,6 +72,11 @@ RULES = (
     Incompatibility(
         facts("every worker holds", "rounds of the first N"),
         "no server decides for all workers which gradients make a round",
+        "use Sharded()",
+    ),
+    Incompatibility(
+        facts("every worker holds", "every K gradients are an update"),
+        "no server decides for all workers which K gradients make an update",
         "use Sharded()",
     ),
     Incompatibility(
@@ -100,7 +121,11 @@ RULES = (
         facts("hosts aggregate first"),
         "a host's workers make a round together, and contribute their sum",
         "use Consistency(All()) or FirstOf(), or one level: between= of TwoLevel()",
-        any_of=facts("stale-synchronous rounds", "each gradient is an update"),
+        any_of=facts(
+            "stale-synchronous rounds",
+            "each gradient is an update",
+            "every K gradients are an update",
+        ),
     ),
     Incompatibility(
         facts("hosts aggregate first"),
@@ -207,7 +232,11 @@ RULES = (
         "all workers must use the same basis in a round, but here a round has gradients of "
         "several clocks, or of one worker",
         "use All() or FirstOf(), or up=Quantized()",
-        any_of=facts("stale-synchronous rounds", "each gradient is an update"),
+        any_of=facts(
+            "stale-synchronous rounds",
+            "each gradient is an update",
+            "every K gradients are an update",
+        ),
     ),
     Incompatibility(
         facts("down: agreed basis"),
@@ -259,10 +288,14 @@ RULES = (
     ),
     Incompatibility(
         facts("outer gradients are sent"),
-        "outer gradients of one round start from the same outer weights, and Asynchronous() and "
-        "StaleSynchronous() would mix those of several",
+        "outer gradients of one round start from the same outer weights, and Asynchronous(), "
+        "KAsync() and StaleSynchronous() would mix those of several",
         "use Consistency(All()) or Consistency(FirstOf(n))",
-        any_of=facts("each gradient is an update", "stale-synchronous rounds"),
+        any_of=facts(
+            "each gradient is an update",
+            "every K gradients are an update",
+            "stale-synchronous rounds",
+        ),
     ),
     Incompatibility(
         facts("outer gradients are sent", "may run ahead"),
@@ -302,6 +335,11 @@ RULES = (
         facts("damped by age", "workers update"),
         "only the holder of the weights knows how old a gradient is",
         "use Constant(), or UserOptimizer(at='server')",
+    ),
+    Incompatibility(
+        facts("damped by age", "every K gradients are an update"),
+        "an update has one learning rate, and its K gradients have different ages",
+        "use Constant(), or Asynchronous(), where every gradient is an update",
     ),
     Incompatibility(
         facts("damped", "rounds of all workers", "workers update"),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 
 from slipstream.compat import check
-from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError
 from slipstream.fields import misplaced
 from slipstream.methods import AnyMethod, Rounds
@@ -84,20 +83,16 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether workers of one host aggregate first."""
         return any(isinstance(route.topology, TwoLevel) for route in self.rounds.routes.routes())
 
-    def rounds_may_lack_workers(self, workers: int) -> bool:
-        """Whether a round may wait for workers that have gone on to other places of the loop.
+    def instead_if_absent(self, workers: int) -> tuple[str, ...]:
+        """Arguments with which no round waits for workers that are elsewhere in the loop.
 
-        Rounds of the first N do, where a worker may miss rounds, and N is more than one.
+        Where a worker may miss rounds, and a round needs more than one, some may. Empty if none
+        does so anyway.
 
         Raises:
             ConfigError: The strategy is impossible with so many workers.
         """
-        rule = self.rounds.consistency.among(workers).admit
-        if not isinstance(rule, FirstOf):
-            return False
-        of_all = rule.first == workers and not rule.adapts and rule.close_after_s is None
-        closes_anyway = rule.close_after_s is not None and rule.min_first == 1
-        return not of_all and not closes_anyway
+        return self.rounds.consistency.among(workers).admit.instead_if_absent(workers)
 
     def needs_servers(self, specs: Sequence[Spec], cluster: Cluster) -> bool:
         """Whether any tensor is sent to a server."""

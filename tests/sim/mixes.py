@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from slipstream.codecs import Dense, Factors, Rows
-from slipstream.consistency import Asynchronous, ByAge, FirstOf
+from slipstream.consistency import Asynchronous, ByAge, FirstOf, KAsync
 from slipstream.methods import Rounds
 from slipstream.outer_optimizers import SGD
 from slipstream.routes import Everywhere, Route
@@ -136,9 +136,13 @@ def check(simulation: Simulation) -> None:
     plan = simulation.plan
     if isinstance(plan.consistency.damping, ByAge):
         return  # how much each counts depends on its age
+    ranks = range(len(simulation.steps))
+    # What a residual keeps is part of several gradients, whose weights may differ.
+    even = all(weight == 1.0 for rank in ranks for weight in weights_of(simulation, rank))
     given, applied = contributed(simulation), received(simulation)
     for tensor, spec in enumerate(plan.specs):
-        if spec.role == "parameter" and counts_everything(plan, tensor):
+        checked = counts_everything(plan, tensor) and (even or not keeps_residual(plan, tensor))
+        if spec.role == "parameter" and checked:
             kept = sum(owed[tensor] for owed in simulation.owed if tensor in owed)
             total = applied[tensor] + kept
             scale = np.abs(given[tensor]).max() + 1
@@ -155,12 +159,27 @@ def contributed(simulation: Simulation) -> dict[int, Any]:
     )
     totals: dict[int, Any] = {t: np.zeros(spec.numel) for t, spec in enumerate(plan.specs)}
     for rank, steps in enumerate(simulation.steps):
-        for step in steps:
+        weights = weights_of(simulation, rank)
+        for number, step in enumerate(steps):
             counts = not isinstance(plan.consistency.admit, FirstOf) or (step.round, rank) in made
             for tensor, content in enumerate(step.given):
                 if content is not None and (counts or keeps_residual(plan, tensor)):
-                    totals[tensor] += np.frombuffer(content, np.float32)
+                    weight = weights[number] if weights else 1.0
+                    totals[tensor] += weight * np.frombuffer(content, np.float32)
     return totals
+
+
+def weights_of(simulation: Simulation, rank: int) -> list[float]:
+    """By step of a worker: K over the number of gradients of the update that contains its own.
+
+    When others have left, less than K make an update. Empty for other rules.
+    """
+    admit = simulation.plan.consistency.admit
+    if not isinstance(admit, KAsync):
+        return []
+    updates = [ranks for _, ranks in simulation.figures[0].makers if rank in ranks]
+    assert len(updates) == len(simulation.steps[rank]), "every gradient is in one update"
+    return [admit.k / len(ranks) for ranks in updates]
 
 
 def counts_everything(plan: Any, tensor: int) -> bool:
@@ -181,6 +200,8 @@ def received(simulation: Simulation) -> dict[int, Any]:
     divisor = 1 if isinstance(admit, Asynchronous) else WORKERS
     if isinstance(admit, FirstOf):
         divisor = admit.first or WORKERS
+    if isinstance(admit, KAsync):
+        divisor = admit.k
     if plan.update.holder_applies:
         factor = plan.consistency.rate(0)
         return {t: -divisor / factor * floats(c) for t, c in enumerate(simulation.held) if c}

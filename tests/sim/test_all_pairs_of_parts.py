@@ -25,6 +25,7 @@ from slipstream.codecs import (
     TopK,
 )
 from slipstream.consistency import (
+    All,
     AnyAdmission,
     AnyDamping,
     Asynchronous,
@@ -32,10 +33,10 @@ from slipstream.consistency import (
     Consistency,
     Constant,
     FirstOf,
+    KAsync,
     Lag,
     StaleSynchronous,
 )
-from slipstream.consistency.admission import All
 from slipstream.errors import IncompatibleParts, IncompatibleRoute
 from slipstream.methods import Rounds
 from slipstream.outer_optimizers import SGD, Adam
@@ -82,6 +83,7 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), LARGEST],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
+    KAsync: [KAsync(2)],
     StaleSynchronous: [StaleSynchronous(), StaleSynchronous(without_lost=True)],
     Asynchronous: [Asynchronous(), Asynchronous(ramp_up=2)],
     Lag: [Lag(0), Lag(2)],
@@ -157,6 +159,7 @@ STARTS: list[dict[str, Any]] = [
     {"admit": StaleSynchronous(), "gate": Lag(2), **HOLDER},
     {"gate": Lag(2)},
     {"admit": Asynchronous(), **HOLDER},
+    {"admit": KAsync(2), **HOLDER},
     {"inner": UserSteps(), "outer": Add("worker"), "schedule": AfterBackward()},
     {"inner": LocalSteps(4), "outer": Nesterov(), "schedule": AfterBackward()},
     {"inner": LocalSteps(4), "outer": Nesterov(at="server"), "schedule": AfterBackward()},

@@ -24,6 +24,7 @@ from slipstream.consistency import (
     Consistency,
     Constant,
     FirstOf,
+    KAsync,
     Lag,
     StaleSynchronous,
 )
@@ -151,6 +152,12 @@ BROKEN: dict[str, Strategy] = {
     "of which none may be missed": made(SHARDS, Consistency(FirstOf(first=1))),
     "miss the other workers' increments": made(SHARDS, Consistency(Asynchronous())),
     "no server to update": made(PEERS, update=AT_HOLDER),
+    "miss the increments of all others": made(SHARDS, Consistency(KAsync(2))),
+    "when an update contains its gradient": made(SHARDS, Consistency(KAsync(2), Lag(1)), AT_HOLDER),
+    "which K gradients make an update": made(PEERS, Consistency(KAsync(2))),
+    "its K gradients have different ages": made(
+        SHARDS, Consistency(KAsync(2), damping=ByAge()), AT_HOLDER
+    ),
     "must use the same basis": made(
         Route(Sharded(), up=LowRank()), Consistency(StaleSynchronous())
     ),

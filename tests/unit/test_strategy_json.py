@@ -26,6 +26,7 @@ from slipstream.consistency import (
     Consistency,
     Constant,
     FirstOf,
+    KAsync,
     Lag,
     StaleSynchronous,
 )
@@ -105,6 +106,7 @@ EXAMPLES: dict[type[Part], Strategy] = {
     Filter: on(Route(Mesh(), up=Filter(values="bfloat16", squeeze="lz4"))),
     FirstOf: counted(FirstOf(backup=2, adapts=True, close_after_s=0.5, min_first=2)),
     StaleSynchronous: counted(StaleSynchronous(without_lost=True)),
+    KAsync: counted(KAsync(3)),
     Lag: counted(All(), Lag(2)),
     Large: Strategy("mine", Rounds(ByTensor((Rule(Large(9, 1, "*.weight"), SHARDED),), FACTORS))),
     Links: on(Route(Mesh(), over=Links())),

@@ -1,15 +1,12 @@
 """When a worker may continue, and which contributions count. Pure."""
 
-from slipstream.consistency.admission import (
-    All,
-    AnyAdmission,
-    Asynchronous,
-    FirstOf,
-    StaleSynchronous,
-)
-from slipstream.consistency.consistency import Consistency
+from slipstream.consistency.admission import All, Asynchronous, StaleSynchronous
+from slipstream.consistency.consistency import AnyAdmission, Consistency
 from slipstream.consistency.damping import AnyDamping, ByAge, Constant
+from slipstream.consistency.decisions import Decider
+from slipstream.consistency.first_of import FirstOf
 from slipstream.consistency.gates import Lag
+from slipstream.consistency.k_async import KAsync
 from slipstream.consistency.protocol import Closed, Progress, RoundLedger
 
 __all__ = [
@@ -21,7 +18,9 @@ __all__ = [
     "Closed",
     "Consistency",
     "Constant",
+    "Decider",
     "FirstOf",
+    "KAsync",
     "Lag",
     "Progress",
     "RoundLedger",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.consistency.admission import All, AnyAdmission, Asynchronous
+from slipstream.consistency.admission import All, Asynchronous, StaleSynchronous
 from slipstream.consistency.damping import AnyDamping, Constant
+from slipstream.consistency.first_of import FirstOf
 from slipstream.consistency.gates import Lag
+from slipstream.consistency.k_async import KAsync
 from slipstream.consistency.protocol import Progress, RoundLedger
 from slipstream.parts import Facts, Part
+
+# Every admission that a strategy may name.
+AnyAdmission = All | FirstOf | StaleSynchronous | Asynchronous | KAsync
 
 
 class Consistency(Part, frozen=True):
@@ -47,10 +52,15 @@ class Consistency(Part, frozen=True):
         return self.admit.decided
 
     @property
+    def drops_late(self) -> bool:
+        """Whether a contribution for a round that has closed without it is dropped."""
+        return self.admit.decided and not self.admit.counts_late
+
+    @property
     def goes_on(self) -> bool:
         """Whether training continues when a worker is lost."""
         lost = "survives lost workers" in self.admit.facts()
-        return lost or self.agreed or isinstance(self.admit, Asynchronous)
+        return lost or self.admit.decided or self.admit.counts_late
 
     @property
     def under_way(self) -> int:

@@ -46,29 +46,27 @@ class AllLedger:
 
 
 @dataclass(slots=True)
-class FirstOfLedger:
-    """``Agreement`` decides in one place for all holders which workers made a round."""
+class DecidedLedger:
+    """The rounds of a unit whose workers a ``Decider`` chooses in one place for all holders."""
 
     round: int = 0
-    _came: set[Rank] = field(default_factory=set)
+    _came: dict[Rank, int] = field(default_factory=dict)  # the clock of a worker's contribution
     _decided: tuple[Rank, ...] | None = None
 
     def arrive(self, rank: Rank, clock: int) -> bool:
         if clock > self.round:
             raise FrameRefused(f"round {clock} while round {self.round} is open")
-        if clock < self.round:
-            return False
         if rank in self._came:
-            raise FrameRefused(f"rank {rank} contributed twice to round {clock}")
-        self._came.add(rank)
+            raise FrameRefused(f"rank {rank} contributed twice to round {self.round}")
+        self._came[rank] = clock
         return True
 
     def retire(self, rank: Rank) -> None:
         """Nothing to do: the holder that decides also knows that the worker left."""
 
     def decide(self, ranks: tuple[Rank, ...]) -> None:
-        """These workers make the open round; all their contributions are here."""
-        missing = set(ranks) - self._came
+        """Fix the workers of the open round; all their contributions are here."""
+        missing = set(ranks) - self._came.keys()
         if missing or not ranks:
             raise FrameRefused(
                 f"round {self.round} decided without gradients of {missing or 'any'}"
@@ -76,12 +74,17 @@ class FirstOfLedger:
         self._decided = tuple(sorted(ranks))
 
     def close(self) -> Closed | None:
+        """Close the open round if its workers are decided.
+
+        The newest contributions come first, since a round takes the optimizer's settings of its
+        first one.
+        """
         if self._decided is None:
             return None
-        made = tuple((self.round, rank) for rank in self._decided)
-        closed = Closed(made, len(made), self._decided)
+        made = [(self._came.pop(rank), rank) for rank in self._decided]
+        made.sort(key=lambda each: (-each[0], each[1]))
+        closed = Closed(tuple(made), len(made), self._decided)
         self.round, self._decided = self.round + 1, None
-        self._came.clear()
         return closed
 
 

@@ -19,6 +19,7 @@ from slipstream.systems.bounded_staleness import bounded_staleness as bounded_st
 from slipstream.systems.diloco import diloco as diloco
 from slipstream.systems.diloco import local_sgd as local_sgd
 from slipstream.systems.gadei import gadei as gadei
+from slipstream.systems.k_async import k_async as k_async
 from slipstream.systems.low_rank import low_rank as low_rank
 from slipstream.systems.one_bit import one_bit as one_bit
 from slipstream.systems.parameter_flow import parameter_flow as parameter_flow
@@ -37,6 +38,7 @@ SYSTEMS: dict[str, Callable[..., Strategy]] = {
         bounded_staleness,
         diloco,
         gadei,
+        k_async,
         local_sgd,
         low_rank,
         one_bit,

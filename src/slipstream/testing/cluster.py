@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.consistency import FirstOf
 from slipstream.errors import ConfigError
 from slipstream.plan import Plan
 from slipstream.runtime.members.member import BEAT_S, HUB
@@ -190,9 +189,10 @@ class Stage:
         """Until a worker comes back, or a round closes by time; False if neither will happen."""
         before = len(self.trace)
         back = [worker.conduct.back_at for worker in running if not worker.here]
-        rule = self.plan.consistency.admit
-        limit_s = rule.close_after_s if isinstance(rule, FirstOf) else None
-        due = [] if limit_s is None else [self.clock.now + limit_s]
+        shards = [server.shard for server in self.servers if server.shard is not None]
+        deciders = [shard.coordinator.decider for shard in shards if shard.coordinator is not None]
+        limits_s = [each.close_after_s for each in deciders if each is not None]
+        due = [self.clock.now + limit_s for limit_s in limits_s if limit_s is not None]
         if back or due:
             self._advance(min(back + due))
         return bool(back) or len(self.trace) > before

@@ -158,8 +158,7 @@ class Worker:
 
     def _next_round(self) -> int | None:
         """The round that this worker makes next; None if it is not known yet."""
-        rule = self.stage.plan.consistency
-        if not (rule.agreed or rule.alone):
+        if not self.stage.plan.counts_rounds:
             return len(self.steps)
         try:
             return self.exchange.open_round()

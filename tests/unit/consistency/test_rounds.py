@@ -12,7 +12,8 @@ from slipstream.consistency import (
     Progress,
     StaleSynchronous,
 )
-from slipstream.consistency.ledgers import AllLedger, FirstOfLedger
+from slipstream.consistency.first_of import FirstOfLedger
+from slipstream.consistency.ledgers import AllLedger
 from slipstream.errors import ConfigError, FrameRefused
 
 

@@ -17,7 +17,7 @@ SPECS = (
 )
 SYSTEMS = (
     "push_pull", "allreduce", "all_to_all", "poseidon", "backup_workers", "bounded_staleness",
-    "async_sgd",
+    "async_sgd", "k_async",
 )  # fmt: skip
 BETWEEN_WORKERS = ("allreduce", "all_to_all", "poseidon")
 

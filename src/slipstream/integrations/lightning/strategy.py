@@ -234,17 +234,16 @@ def check_devices(devices: Any) -> None:
 
 
 def check_loop(strategy: Strategy, workers: int) -> None:
-    """Refuse rounds of the first N, where all workers make the same number of steps.
+    """Refuse rounds that some workers miss, where all workers make the same number of steps.
 
     Raises:
         ConfigError: the last rounds would wait for workers that have finished.
     """
-    if strategy.rounds_may_lack_workers(workers):
+    if instead := strategy.instead_if_absent(workers):
         raise ConfigError(
             f"{strategy.name}: in a Lightning loop every worker makes the same number of steps, "
             "so a worker that has missed rounds would wait for others that have finished: use "
-            f"first={workers}, such as SlipstreamStrategy('backup_workers(first={workers})'), or "
-            "a loop of your own with job.steps"
+            f"{instead[0]}, or a loop of your own with job.steps"
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.consistency import RoundLedger
-from slipstream.consistency.ledgers import FirstOfLedger
+from slipstream.consistency.ledgers import DecidedLedger
 from slipstream.errors import FrameRefused, RuntimeFault, contribution_of
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.payloads import Payload, payload_of
@@ -62,8 +62,8 @@ class Collector:
             raise FrameRefused(f"unit {body.unit} has no matrix that leaves early")
         if self._came_too_late(held, body.round):
             return
-        # Only where each gradient is an update, a message may name a closed round.
-        is_over = body.round < held.ledger.round and not self.plan.consistency.alone
+        # Only where late contributions count, a message may name a closed round.
+        is_over = body.round < held.ledger.round and not self.plan.consistency.admit.counts_late
         if is_over or body.round - held.ledger.round > self._most_ahead:
             raise FrameRefused(f"round {body.round} while round {held.ledger.round} is open")
         others = [key for key in held.early if key[1] == rank]
@@ -79,8 +79,7 @@ class Collector:
         """Take a contribution; returns the rounds that it closes."""
         held = self._find(rank, body.unit)
         # Where late contributions are accepted, the ledger cannot detect a duplicate.
-        takes_late = self.plan.consistency.agreed or self.plan.consistency.alone
-        if takes_late and body.round <= held.last.get(rank, -1):
+        if self.plan.counts_rounds and body.round <= held.last.get(rank, -1):
             raise FrameRefused(f"rank {rank} contributed twice to round {body.round}")
         with contribution_of(self.named(held.payload.unit)):
             if checksum(frames) != body.crc:
@@ -112,7 +111,7 @@ class Collector:
         """The workers of the open round are decided."""
         closed = []
         for held in self._held.values():
-            if not isinstance(held.ledger, FirstOfLedger) or held.ledger.round != round_:
+            if not isinstance(held.ledger, DecidedLedger) or held.ledger.round != round_:
                 raise FrameRefused(f"a decision on round {round_}")
             held.ledger.decide(tuple(ranks))
             closed += self._close(held)
@@ -125,7 +124,7 @@ class Collector:
 
     def _came_too_late(self, held: Held, round_: int) -> bool:
         """Whether the round has closed without the sender; its contribution is then dropped."""
-        return self.plan.consistency.agreed and round_ < held.ledger.round
+        return self.plan.consistency.drops_late and round_ < held.ledger.round
 
     @property
     def _most_ahead(self) -> int:
@@ -173,7 +172,7 @@ class Collector:
             if self.plan.consistency.lockstep:
                 agree_on_step(self.plan, dict(zip(found.ranks, made, strict=True)))
             rounds.append(found)
-            if self.plan.consistency.agreed:
+            if self.plan.consistency.drops_late:
                 held.arrived.clear()  # contributions that do not count
             for key in [key for key in held.early if self._came_too_late(held, key[0])]:
                 del held.early[key]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.consistency.agreement import Agreement
+from slipstream.consistency.decisions import RoundRecord
 from slipstream.printable import printable
 from slipstream.runtime.exchange.aggregator import Aggregator
 
@@ -29,7 +29,7 @@ class ServerFigures(msgspec.Struct, frozen=True):
     last_refusal: str = ""  # sender of the last one, and the reason
 
 
-def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures:
+def figures_of(holder: Aggregator, record: RoundRecord | None) -> ServerFigures:
     staleness = {name: dict(ages) for name, ages in holder.staleness().items()}
     cluster = holder.plan.cluster
 
@@ -37,16 +37,16 @@ def figures_of(holder: Aggregator, agreement: Agreement | None) -> ServerFigures
         return cluster.ranks_at(worker)[0]
 
     makers = [(round_, list(map(rank_at, workers))) for round_, workers in holder.makers]
-    if agreement is None:
+    if record is None:
         return ServerFigures(staleness, makers)
-    arrivals = agreement.arrivals
+    arrivals = record.arrivals
     return ServerFigures(
         staleness,
         makers,
-        {rank_at(worker): rounds for worker, rounds in agreement.made.items()},
-        {rank_at(worker): rounds for worker, rounds in agreement.dropped.items()},
-        [(round_, rank_at(worker)) for round_, worker in agreement.late],
-        list(agreement.first),
+        {rank_at(worker): rounds for worker, rounds in record.made.items()},
+        {rank_at(worker): rounds for worker, rounds in record.dropped.items()},
+        [(round_, rank_at(worker)) for round_, worker in record.late],
+        list(record.first),
         {rank_at(w): [round(s, 6) for s in steps] for w, steps in arrivals.durations.items()},
         {k: histogram.as_pairs() for k, histogram in sorted(arrivals.kth.items())},
     )

@@ -41,10 +41,9 @@ class Fanout:
         particular worker, no worker forwards, results name their receivers, and a lost worker may
         come back.
         """
-        consistency = self._plan.consistency
         # A worker that has left may still forward results, and be lost later.
         known = self._lost if lost else self._gone
-        if consistency.agreed or consistency.alone or rank in known:
+        if self._plan.counts_rounds or rank in known:
             return
         self._gone.add(rank)
         if lost:

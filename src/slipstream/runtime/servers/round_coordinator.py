@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
-from slipstream.consistency import FirstOf
-from slipstream.consistency.agreement import Agreement, Decision, Late
+from slipstream.consistency import Decider
+from slipstream.consistency.decisions import Decision, Late, RoundRecord
 from slipstream.consistency.leases import Leases
-from slipstream.errors import ConfigError, FrameRefused
+from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.planning.backups import Adapting
 from slipstream.runtime.members.endpoint import Endpoint
@@ -39,12 +37,16 @@ class RoundCoordinator:
     """What server 0 does for all servers.
 
     Attributes:
-        agreement: which contributions make each round; None if the plan needs no such decisions.
+        decider: which contributions make each round; None if the plan needs no such decisions.
     """
 
     def __init__(self, plan: Plan, member: Endpoint) -> None:
         self._plan, self._member = plan, member
-        self.agreement = agreement_for(plan) if plan.consistency.agreed else None
+        cluster = plan.cluster
+        holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
+        self.decider = plan.consistency.admit.decider(
+            cluster.workers, holding, reconsider=ADAPTING.first_after
+        )
         self._leases: Leases | None = None
         member.on(Arrived, self._on_arrived)
         member.on(Snapshot, self._on_snapshot)
@@ -52,32 +54,37 @@ class RoundCoordinator:
 
     def tick(self) -> None:
         """Close rounds whose time limit has passed."""
-        if self.agreement is not None:
-            self._announce(self.agreement.tick(self._member.now))
+        if self.decider is not None:
+            self._announce(self.decider.tick(self._member.now))
 
     @property
     def tick_every_s(self) -> float:
-        if self.agreement is None or self.agreement.rule.close_after_s is None:
+        if self.decider is None or self.decider.close_after_s is None:
             return IDLE_S
-        return min(IDLE_S, self.agreement.rule.close_after_s / TICKS_PER_LIMIT)
+        return min(IDLE_S, self.decider.close_after_s / TICKS_PER_LIMIT)
+
+    @property
+    def record(self) -> RoundRecord | None:
+        """The figures of the rounds that were decided here."""
+        return None if self.decider is None else self.decider.record
 
     def on_worker_left(self, rank: Rank, *, lost: bool) -> None:
         """Decide without a worker from now on; its unfinished batches go to others."""
-        if self.agreement is None:
+        if self.decider is None:
             return
         if self._leases is not None:
-            self._leases.forfeit(rank, keeping=self.agreement.is_in(rank))
-        self._announce(self.agreement.retire(rank, self._member.now, lost=lost))
+            self._leases.forfeit(rank, keeping=self.decider.is_in(rank))
+        self._announce(self.decider.retire(rank, self._member.now, lost=lost))
 
     def _on_arrived(self, message: Message[Arrived]) -> None:
-        agreement, server = self._require_agreement(), server_of(message.sender)
-        if not 0 <= server < agreement.holders:
+        decider, server = self._require_decider(), server_of(message.sender)
+        if not 0 <= server < decider.holders:
             raise FrameRefused(f"{message.sender} is no server")
         body = message.body
-        self._announce(agreement.arrived(server, body.rank, body.round, self._member.now))
+        self._announce(decider.arrived(server, body.rank, body.round, self._member.now))
 
     def _on_snapshot(self, message: Message[Snapshot]) -> None:
-        self._require_agreement()
+        self._require_decider()
         self._send_to_servers(Dump(asking_rank(message, self._plan.cluster)))
 
     def _on_lease(self, message: Message[Lease]) -> None:
@@ -89,13 +96,13 @@ class RoundCoordinator:
         self._leases.give_back(rank, message.body.returned)
         batch = self._leases.lease(rank)
         self._member.send(message.sender, Leased(batch.epoch, batch.number))
-        if self.agreement is None:
-            self._leases.finish(rank, counts=True)  # without agreement, every gradient counts
+        if self.decider is None:
+            self._leases.finish(rank, counts=True)  # without decisions, every gradient counts
 
-    def _require_agreement(self) -> Agreement:
-        if self.agreement is None:
+    def _require_decider(self) -> Decider:
+        if self.decider is None:
             raise FrameRefused(f"{self._member.name} does not decide on rounds")
-        return self.agreement
+        return self.decider
 
     def _announce(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
@@ -123,22 +130,3 @@ class RoundCoordinator:
         else:
             for rank in decision.ranks:
                 self._leases.finish(rank, counts=True)
-
-
-def agreement_for(plan: Plan) -> Agreement:
-    rule, cluster = plan.consistency.admit, plan.cluster
-    if not isinstance(rule, FirstOf):
-        raise ConfigError(f"{rule} decides on no rounds")
-    holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
-    agreement = Agreement(rule, cluster.workers, holding)
-    if rule.adapts:
-        agreement.reconsider = adapted
-    return agreement
-
-
-def adapted(agreement: Agreement) -> FirstOf:
-    """The rule with the number of workers per round that is best for the measured step times."""
-    rule, steps = agreement.rule, agreement.arrivals.durations
-    here = {rank: steps[rank] for rank in agreement.members if rank in steps}
-    first = ADAPTING.first_after(agreement.round, here, rule.first or agreement.workers)
-    return msgspec.structs.replace(rule, first=max(first, rule.min_first))

@@ -95,9 +95,9 @@ class Shard:
 
     def _on_inquire(self, message: Message[Inquire]) -> None:
         asking_rank(message, self._plan.cluster)
-        agreement = None if self.coordinator is None else self.coordinator.agreement
+        record = None if self.coordinator is None else self.coordinator.record
         figures = msgspec.structs.replace(
-            figures_of(self.aggregator, agreement),
+            figures_of(self.aggregator, record),
             refused=self._member.refused,
             last_refusal=self._member.last_refusal,
         )

@@ -217,14 +217,14 @@ def check_rounds(strategy: Strategy, pairs: int, workers: int) -> None:
     Raises:
         ConfigError: Such workers could wait for each other for ever.
     """
-    if pairs > 1 and strategy.rounds_may_lack_workers(workers):
+    if pairs > 1 and (instead := strategy.instead_if_absent(workers)):
         # Rounds of outer gradients close with the first N, and never earlier.
         outer = strategy.rounds.update.inner.travels == "outer gradients"
-        others = "" if outer else ", close_after_s with min_first=1"
+        usable = instead[:1] if outer else instead
         raise ConfigError(
             f"{strategy.name} with {pairs} pairs: workers that miss rounds of one pair come to "
             "different places of the loop, and would wait for each other there; use "
-            f"first={workers}{others}, or async_sgd()"
+            f"{', '.join(usable)}, or async_sgd()"
         )
 
 

@@ -89,7 +89,7 @@ def memory_of(server: Server) -> int:
     shard: Any = server.shard
     collector = shard.aggregator.collector
     held = sum(len(h.arrived) + len(h.early) for h in collector._held.values())
-    reported = sum(map(len, shard.coordinator.agreement._reported.values()))
+    reported = sum(map(len, shard.coordinator.decider._reports._last.values()))
     return held + len(collector._parts) + len(collector._whole) + reported
 
 
@@ -110,8 +110,8 @@ def test_a_late_push_that_is_sent_again_is_refused_and_answered_once(route: Rout
     assert bench.server.shard is not None
     coordinator = bench.server.shard.coordinator
     assert coordinator is not None
-    assert coordinator.agreement is not None
-    assert coordinator.agreement.dropped == {1: 1}
+    assert coordinator.decider is not None
+    assert coordinator.decider.record.dropped == {1: 1}
 
 
 def test_pushes_of_rounds_that_are_long_over_take_no_memory() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.consistency import FirstOf
-from slipstream.consistency.agreement import Agreement, Decision, Late, Made
+from slipstream.consistency.decisions import Decision, Late, Made
+from slipstream.consistency.first_of import Agreement
 from slipstream.errors import FrameRefused
 
 
@@ -27,7 +28,7 @@ def test_a_worker_is_in_when_every_holder_has_its_whole_gradient() -> None:
     assert state.arrived(1, 1, 0, 0.4) == []
     assert state.arrived(1, 0, 0, 0.5) == [Made(0, (0, 1))]
     assert state.arrived(1, 2, 0, 0.6) == [Late(1, 2)]
-    assert (state.made, state.dropped) == (Counter({0: 1, 1: 1}), Counter({2: 1}))
+    assert (state.record.made, state.record.dropped) == (Counter({0: 1, 1: 1}), Counter({2: 1}))
 
 
 def test_two_reports_of_one_holder_are_one() -> None:
@@ -45,7 +46,7 @@ def test_a_gradient_that_was_late_is_answered_once_however_often_it_is_reported(
     assert state.arrived(1, 1, 0, 0.1) == [Late(1, 1)]
     for holder in (0, 1, 0, 1):
         assert state.arrived(holder, 1, 0, 0.2) == []
-    assert state.dropped == Counter({1: 1})
+    assert state.record.dropped == Counter({1: 1})
 
 
 def test_reports_that_never_become_whole_take_no_memory() -> None:
@@ -54,7 +55,7 @@ def test_reports_that_never_become_whole_take_no_memory() -> None:
         for holder in (0, 1):
             state.arrived(holder, 0, round_, float(round_))
         assert state.arrived(0, 1, round_, float(round_)) == []  # never at the other holder
-    assert sum(map(len, state._reported.values())) == 3
+    assert sum(map(len, state._reports._last.values())) == 3
 
 
 def test_a_round_that_is_not_open_yet_is_refused() -> None:
@@ -70,7 +71,7 @@ def test_who_leaves_is_not_waited_for_and_what_comes_after_does_not_count() -> N
     state.arrived(0, 2, 0, 0.1)
     assert state.retire(2, 0.2) == [Made(0, (0, 1))]
     assert state.arrived(1, 2, 0, 0.3) == []
-    assert not state.dropped
+    assert not state.record.dropped
     assert state.members == {0, 1}
 
 
@@ -138,8 +139,8 @@ def test_time_closes_a_round_from_its_own_opening() -> None:
 
 
 def test_the_rule_of_the_next_round_may_be_another() -> None:
-    state = agreement(3, first=3)
-    state.reconsider = lambda at: FirstOf(first=max(1, 3 - at.round))
+    rule = FirstOf(first=3, adapts=True)
+    state = rule.decider(3, 1, reconsider=lambda rounds, durations, first: max(1, 3 - rounds))
     for rank in range(3):
         made = state.arrived(0, rank, 0, 0.0)
     assert made == [Made(0, (0, 1, 2))]
@@ -217,5 +218,5 @@ def test_every_gradient_is_decided_on_once(
         rank for d in decided for rank in (d.ranks if isinstance(d, Made) else (d.rank,))
     )
     waiting = Counter(state._held.keys())  # for the next round to open
-    assert state.made + state.dropped == answered + waiting
+    assert state.record.made + state.record.dropped == answered + waiting
     assert all(gave[rank] == answered[rank] + 1 for rank in range(workers)), "one is under way"
