@@ -103,6 +103,12 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for route in policy.candidates(spec, cluster)
         )
 
+    @property
+    def own_modules(self) -> tuple[str, ...]:
+        """The modules that define parts of the user's own."""
+        kinds = [type(part) for part in parts_in(self)]
+        return tuple(sorted({kind.__module__ for kind in kinds if is_own(kind)}))
+
     def config_fingerprint(self) -> list[str]:
         """One line for each field, which must be equal on all ranks."""
         method = {name: getattr(self.method, name) for name in self.method.__struct_fields__}

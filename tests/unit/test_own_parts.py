@@ -32,6 +32,7 @@ from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import allowed_parts
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
+from slipstream.testing import simulate
 from slipstream.topologies import Mesh, Sharded
 from slipstream.torch.channels.buckets import wire_dtype
 from slipstream.types import Cluster
@@ -332,6 +333,8 @@ def test_part_of_the_script_itself_is_refused_with_the_way_out(
 ) -> None:
     monkeypatch.setattr(InTheScript, "__module__", "__main__")
     mine: Any = InTheScript()
+    without_servers = Strategy("mine", Rounds(Everywhere(Route(Mesh(), up=mine))))
+    assert simulate(without_servers, [vector("w", 9)], workers=2).trace
     with pytest.raises(ConfigError, match=r"InTheScript is in the script itself.*module beside"):
         up(mine).to_json(parts=ALLOWED)
 
@@ -386,6 +389,13 @@ def test_server_makes_the_plan_of_own_parts(own: ModuleType) -> None:
     assert received.plan(ALLOWED) == plan
     with pytest.raises(ConfigError, match=f"{MODULE} may not be imported"):
         received.plan()
+
+
+def test_simulated_servers_have_the_parts_of_the_strategy(own: ModuleType) -> None:
+    specs = [vector("w", 9)]
+    mine, like = (simulate(up(c), specs, workers=2, servers=1) for c in (own.Signed(), Dense()))
+    assert mine.trace
+    assert mine.trace == like.trace
 
 
 def test_server_looks_for_listed_modules_after_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Stage:
 
     def __init__(self, plan: Plan, seed: int, optimizer: OptimizerRecipe | None) -> None:
         self.plan = plan
+        self._parts = plan.strategy.own_modules  # this process has them already
         self.clock = VirtualClock()
         self.trace: list[Event] = []
         self.random = random.Random(seed)
@@ -48,7 +49,7 @@ class Stage:
         names = [plan.cluster.name(node) for node in nodes]
         self.members = {name: self._member(name) for name in names}
         self.servers = [
-            Server(index, self.members[plan.cluster.name(node)])
+            Server(index, self.members[plan.cluster.name(node)], self._parts)
             for index, node in enumerate(plan.cluster.server_nodes)
         ]
         for rank in plan.cluster.worker_nodes:
@@ -69,6 +70,8 @@ class Stage:
         )
 
     def _configure(self, optimizer: OptimizerRecipe | None) -> None:
+        if not self.servers:
+            return  # parts of the user's own may then be of any kind, and have no JSON
         hub = self.members[HUB]
         answers: dict[str, str | None] = {}
 
@@ -78,7 +81,9 @@ class Stage:
         hub.on(Ready, on_ready)
         nodes = [*self.plan.cluster.worker_nodes, *self.plan.cluster.server_nodes]
         addresses = {name: name for name in map(self.plan.cluster.name, nodes)}
-        content = Configuration.of(self.plan, addresses, {}, FOREVER_S, optimizer).encode()
+        content = Configuration.of(
+            self.plan, addresses, {}, FOREVER_S, optimizer, self._parts
+        ).encode()
         for server in self.servers:
             hub.send(server.member.name, Configure(), [content])
         self.drain()
