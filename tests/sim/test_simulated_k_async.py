@@ -168,6 +168,15 @@ def test_the_gradient_of_a_slow_worker_counts_where_rounds_of_the_first_n_drop_i
     assert max(late.figures[0].staleness["first"]) >= ROUNDS
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_gradients_that_are_whole_at_some_servers_only_wait_for_a_later_update(seed: int) -> None:
+    simulation = run(k_async(k=2, chunk_bytes=256), 4, 3, seed, {3: Conduct(0.1)}, rounds=20)
+    makers = check_updates(simulation)
+    check_sizes(simulation, makers, 2)
+    ages = simulation.figures[0].staleness
+    assert max(age for counts in ages.values() for age in counts) > 1
+
+
 def test_equal_seeds_are_equal_runs() -> None:
     first, again, other = (run(k_async(k=2, chunk_bytes=768), 4, 2, seed) for seed in (5, 5, 6))
     assert first == again
