@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.codecs import Above, Dense, Filter
-from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf
+from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf, KAsync
 from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
 from slipstream.runtime.servers.configuration import Configuration
@@ -296,8 +296,9 @@ def test_damaged_residual_is_refused_and_changes_nothing() -> None:
 # ---- decisions
 
 
-def test_worker_cannot_report_a_gradient_as_arrived() -> None:
-    harness = ServerHarness(sharded(Consistency(FirstOf(first=1)), AT_HOLDER), workers=2)
+@pytest.mark.parametrize("rule", [FirstOf(first=1), KAsync(1)], ids=["FirstOf", "KAsync"])
+def test_worker_cannot_report_a_gradient_as_arrived(rule: FirstOf | KAsync) -> None:
+    harness = ServerHarness(sharded(Consistency(rule), AT_HOLDER), workers=2)
     harness.send(1, Arrived(1, 0))
     assert "rank 1 is no server" in harness.member.last_refusal
 
@@ -305,16 +306,26 @@ def test_worker_cannot_report_a_gradient_as_arrived() -> None:
 # ---- leased batches
 
 
+@pytest.mark.parametrize("rule", [FirstOf(first=2), KAsync(2)], ids=["FirstOf", "KAsync"])
 @pytest.mark.parametrize("arrived", [True, False])
 def test_batch_of_a_worker_that_left_is_leased_again_unless_its_gradient_arrived(
-    arrived: bool,
+    arrived: bool, rule: FirstOf | KAsync
 ) -> None:
-    harness = ServerHarness(sharded(Consistency(FirstOf(first=2)), AT_HOLDER), workers=3)
+    harness = ServerHarness(sharded(Consistency(rule), AT_HOLDER), workers=3)
     assert [harness.lease(0), harness.lease(1)] == [(0, 0), (0, 1)]
     if arrived:
         harness.push(1, 1.0, 1.0)
     harness.send(1, WorkerLeft(1))
     assert harness.lease(2) == ((0, 2) if arrived else (0, 1))
+
+
+def test_batch_whose_gradient_waits_for_its_update_is_not_leased_again() -> None:
+    harness = ServerHarness(sharded(Consistency(KAsync(2)), AT_HOLDER), workers=3)
+    assert [harness.lease(rank) for rank in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    harness.push(0, 1.0, 1.0)
+    harness.push(1, 1.0, 1.0)  # makes update 0
+    harness.push(2, 1.0, 1.0)  # of round 0 still, in a later update
+    assert [harness.lease(rank) for rank in range(3)] == [(1, 0), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept in the residual", "lost"])

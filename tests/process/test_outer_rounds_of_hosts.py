@@ -36,7 +36,7 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Run:
 )
 def test_every_outer_round_is_what_one_process_makes_of_it(strategy: str, run: Run) -> None:
     told = run(strategy)
-    update = parse(strategy).update
+    update = parse(strategy).rounds.update
     assert isinstance(update.inner, LocalSteps)
     assert isinstance(update.outer, Nesterov)
     wanted = alone(update.inner, update.outer, told[0]["fragments"])

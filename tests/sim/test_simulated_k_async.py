@@ -96,7 +96,7 @@ def test_every_update_is_the_mean_of_k_gradients_and_every_gradient_is_in_one(
     seed: int,
 ) -> None:
     k = min(k, workers)
-    strategy = k_async(k, overlap=overlap, chunk_bytes=chunk_bytes)
+    strategy = k_async(k=k, overlap=overlap, chunk_bytes=chunk_bytes)
     simulation = run(strategy, workers, servers, seed, conduct)
     makers = check_updates(simulation)
     staying = [rank for rank in range(workers) if rank not in conduct or conduct[rank].steps > 4]
@@ -118,14 +118,14 @@ def test_gradients_of_workers_that_were_given_up_for_lost_count(
     workers: int, k: int, servers: int, conduct: dict[int, Conduct], seed: int
 ) -> None:
     conduct.pop(0, None)  # rank 0 gives up others
-    simulation = run(k_async(min(k, workers), chunk_bytes=768), workers, servers, seed, conduct)
+    simulation = run(k_async(k=min(k, workers), chunk_bytes=768), workers, servers, seed, conduct)
     assert len(check_updates(simulation)) >= ROUNDS
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_others_continue_without_a_worker_that_is_lost_for_good(seed: int) -> None:
     conduct = {2: Conduct(away_at=0.3, given_up=True)}
-    simulation = run(k_async(3, chunk_bytes=768), 3, 2, seed, conduct, rounds=12)
+    simulation = run(k_async(k=3, chunk_bytes=768), 3, 2, seed, conduct, rounds=12)
     makers = makers_of(simulation)
     assert len(makers) >= 12
     assert makers[-1] == (0, 1)
@@ -138,7 +138,7 @@ def test_with_k_of_all_workers_these_are_the_rounds_of_push_pull(
     workers: int, servers: int, conduct: dict[int, Conduct], seed: int
 ) -> None:
     plain = run(push_pull(update="server", chunk_bytes=768), workers, servers, seed, conduct)
-    updates = run(k_async(workers, chunk_bytes=768), workers, servers, seed, conduct)
+    updates = run(k_async(k=workers, chunk_bytes=768), workers, servers, seed, conduct)
     assert check_updates(updates) == [tuple(range(workers))] * ROUNDS
     assert updates.held == plain.held
     for got, expected in zip(updates.results, plain.results, strict=True):
@@ -149,17 +149,17 @@ def test_with_k_of_all_workers_these_are_the_rounds_of_push_pull(
 
 
 def test_with_k_1_every_gradient_is_an_update() -> None:
-    simulation = run(k_async(1, chunk_bytes=768), 3, 2, 4, {1: Conduct(0.1)}, rounds=30)
+    simulation = run(k_async(k=1, chunk_bytes=768), 3, 2, 4, {1: Conduct(0.1)}, rounds=30)
     makers = check_updates(simulation)
     assert {len(ranks) for ranks in makers} == {1}
     # One worker at one server: the same updates as those of asynchronous SGD, bit for bit.
-    plain, single = (run(each, 1, 1, 4) for each in (async_sgd(), k_async(1)))
+    plain, single = (run(each, 1, 1, 4) for each in (async_sgd(), k_async(k=1)))
     assert plain.held == single.held
 
 
 def test_the_gradient_of_a_slow_worker_counts_where_rounds_of_the_first_n_drop_it() -> None:
     conduct = {2: Conduct(away_at=0.0, back_at=50.0)}
-    late = run(k_async(2, chunk_bytes=768), 3, 2, 5, conduct)
+    late = run(k_async(k=2, chunk_bytes=768), 3, 2, 5, conduct)
     dropped = run(backup_workers(2, chunk_bytes=768), 3, 2, 5, conduct)
     assert [len(late.steps[2]), len(dropped.steps[2])] == [1, 1]
     assert check_updates(late)[-1] == (2,)
@@ -168,7 +168,16 @@ def test_the_gradient_of_a_slow_worker_counts_where_rounds_of_the_first_n_drop_i
     assert max(late.figures[0].staleness["first"]) >= ROUNDS
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_gradients_that_are_whole_at_some_servers_only_wait_for_a_later_update(seed: int) -> None:
+    simulation = run(k_async(k=2, chunk_bytes=256), 4, 3, seed, {3: Conduct(0.1)}, rounds=20)
+    makers = check_updates(simulation)
+    check_sizes(simulation, makers, 2)
+    ages = simulation.figures[0].staleness
+    assert max(age for counts in ages.values() for age in counts) > 1
+
+
 def test_equal_seeds_are_equal_runs() -> None:
-    first, again, other = (run(k_async(2, chunk_bytes=768), 4, 2, seed) for seed in (5, 5, 6))
+    first, again, other = (run(k_async(k=2, chunk_bytes=768), 4, 2, seed) for seed in (5, 5, 6))
     assert first == again
     assert first.trace != other.trace

@@ -31,8 +31,8 @@ from slipstream.topologies import Sharded
 
 
 def k_async(
-    k: int = 2,
     *,
+    k: int = 2,
     clip_norm: float | None = None,
     averaged: float | None = None,
     overlap: bool = True,
@@ -56,7 +56,7 @@ def k_async(
     Raises:
         ConfigError: A value is invalid.
 
-    >>> k_async(3).rounds.consistency.admit
+    >>> k_async(k=3).rounds.consistency.admit
     KAsync(k=3)
     """
     return Strategy(

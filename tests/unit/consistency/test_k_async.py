@@ -150,11 +150,12 @@ def test_an_update_needs_no_more_than_the_workers_that_are_left(lost: bool) -> N
 
 
 def test_a_gradient_of_a_worker_that_has_left_counts_if_it_is_whole() -> None:
-    state = decider(2, workers=3)
+    state = decider(3, workers=3)
     assert state.arrived(0, 2, 0, 0.0) == []
     assert state.retire(2, 0.1) == []
     assert state.is_in(2)
-    assert state.arrived(0, 0, 0, 0.2) == [Made(0, (0, 2))]
+    assert state.arrived(0, 0, 0, 0.2) == []
+    assert state.arrived(0, 1, 0, 0.2) == [Made(0, (0, 1, 2))]
     assert state.arrived(0, 2, 1, 0.3) == []  # it has left
     assert not state.is_in(2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.codecs import Above, Dense, Filter
-from slipstream.consistency import Asynchronous, Consistency, FirstOf, Lag
+from slipstream.consistency import Asynchronous, Consistency, FirstOf, KAsync, Lag
 from slipstream.methods import Rounds
 from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Route
@@ -126,6 +126,40 @@ def test_pushes_of_rounds_that_are_long_over_take_no_memory() -> None:
         bench.push(1, 0, round_)  # and all of them again
     assert bench.member.refused == 30
     assert memory_of(bench.server) == sizes[-1]
+
+
+def test_a_gradient_that_waits_for_its_update_counts_once_however_often_it_is_sent() -> None:
+    bench = Bench(planned(Consistency(KAsync(2)), Route(Sharded(), up=Dense())))
+    units = len(bench.plan.units)
+    for _ in range(3):
+        bench.push_all(1, 0)
+    assert bench.member.refused == 2 * units
+    assert bench.member.last_refusal.startswith("rank 1: rank 1 contributed twice to round 0")
+    assert bench.answers(1) == []
+    bench.push_all(0, 0)
+    answers = [bench.answers(rank) for rank in (0, 1)]
+    assert [len(each) for each in answers] == [units, units]
+    assert not any(body.dropped for each in answers for body in each)
+    assert bench.server.shard is not None
+    assert bench.server.shard.coordinator is not None
+    record = bench.server.shard.coordinator.record
+    assert record is not None
+    assert record.made == {0: 1, 1: 1}
+    bench.push_all(0, 2)  # update 1 is open
+    assert bench.member.refused == 3 * units
+    assert bench.answers(0) == []
+
+
+def test_gradients_of_updates_that_are_over_take_no_memory() -> None:
+    bench = Bench(planned(Consistency(KAsync(1)), Route(Sharded(), up=Dense())))
+    sizes = []
+    for round_ in range(30):
+        bench.push_all(0, round_)
+        bench.push(1, 0, round_)  # one unit only: its gradient never becomes whole
+        sizes.append(memory_of(bench.server))
+    assert max(sizes[2:]) == sizes[2]
+    assert bench.member.refused == 29
+    assert "rank 1 contributed twice" in bench.member.last_refusal
 
 
 def test_a_gradient_that_is_an_update_of_its_own_is_applied_once() -> None:
