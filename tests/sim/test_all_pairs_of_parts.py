@@ -83,7 +83,7 @@ EXAMPLES: dict[type[Any], list[Any]] = {
     Filter: [Filter(Above(3.0, "constant")), Filter(Above(Drop(0.5))), LARGEST],
     All: [All(), All(without_lost=True)],
     FirstOf: [FirstOf(2)],
-    KAsync: [KAsync(2)],
+    KAsync: [KAsync(2), KAsync(1)],  # what residuals keep is checked with 1
     StaleSynchronous: [StaleSynchronous(), StaleSynchronous(without_lost=True)],
     Asynchronous: [Asynchronous(), Asynchronous(ramp_up=2)],
     Lag: [Lag(0), Lag(2)],
