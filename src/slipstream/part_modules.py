@@ -113,7 +113,9 @@ def imported(module: str) -> dict[str, Any]:
     try:
         return vars(import_module(module))
     except (Exception, SystemExit) as error:
-        reason = printable(f"{type(error).__name__}: {error}")[:500]
+        # Under a job, sys.exit raises an exception of its own, derived from SystemExit.
+        kind = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
+        reason = printable(f"{kind}: {error}")[:500]
         raise ConfigError(
             f"the module {module} cannot be imported ({reason}): put it beside the script, or "
             "install it on every host, and make sure that `import` of it alone works"
