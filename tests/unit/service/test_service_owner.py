@@ -29,9 +29,10 @@ def address(postgres: str) -> Iterator[str]:
 @contextlib.contextmanager
 def refused(match: str) -> Iterator[None]:
     """A start is refused, without the wait for the end of a service that was killed."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=match):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(databases, "TAKEOVER_S", 0.0)
-        yield
+        with pytest.raises(ConfigError, match=match):
+            yield
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.apps.service.data_directory import DataDirectory
 from slipstream.apps.service.database import Database, DatabaseUnavailable
 from slipstream.errors import ConfigError
 
@@ -19,6 +21,13 @@ def test_no_part_of_a_password_is_shown(password: str) -> None:
     database = Database(f"postgresql://user:{password}@localhost:1/name")
     with pytest.raises(ConfigError, match="address of the database is malformed") as refused:
         database.run(SELECT)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("scheme", ["postgresql+psycopg://", "POSTGRESQL://", "postgresql:/"])
+def test_an_address_of_another_kind_is_no_path(tmp_path: Path, scheme: str) -> None:
+    with pytest.raises(ConfigError, match="give postgresql://") as refused:
+        DataDirectory(str(tmp_path)).lock(f"{scheme}user:secret@localhost/name")
     assert "secret" not in str(refused.value)
 
 

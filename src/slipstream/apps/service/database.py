@@ -29,6 +29,7 @@ from slipstream.errors import ConfigError, RuntimeFault
 Row = dict[str, Any]
 Connect = Callable[[], Any]  # gives a DB-API connection
 PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # C:/ is a path
 BUSY_MS: Final = 5_000
 PRAGMAS: Final = (
     f"busy_timeout={BUSY_MS}",
@@ -232,8 +233,20 @@ class Database:
 
 
 def is_postgres(address: str) -> bool:
-    """Whether an address is one of PostgreSQL; else it is the path of an SQLite file."""
-    return address.startswith(("postgresql://", "postgres://"))
+    """Whether an address is one of PostgreSQL; else it is the path of an SQLite file.
+
+    Raises:
+        ConfigError: It is an address of another kind. Taken for a path, it would be shown in
+            errors with its password.
+    """
+    if address.startswith(("postgresql://", "postgres://")):
+        return True
+    if URL.match(address):
+        raise ConfigError(
+            f"the address of the database begins with {address.partition(':')[0]}:/; give "
+            "postgresql://USER:PASSWORD@HOST/NAME, or the path of an SQLite file"
+        )
+    return False
 
 
 def _sqlite(address: str) -> tuple[type[Exception], Connect]:
