@@ -34,7 +34,7 @@ def postgres(address: str) -> tuple[type[Exception], Callable[[], Any]]:
             given = conninfo_to_dict(address)
             if _is_misread(given):
                 raise psycopg.ProgrammingError
-            settings = {**NOTICE_SERVER, **given, "connect_timeout": 5}
+            settings: dict[str, Any] = {**NOTICE_SERVER, **given, "connect_timeout": 5}
             connection = psycopg.connect(autocommit=True, **settings)
         except psycopg.ProgrammingError:  # its text may have a part of the password
             raise ConfigError(
