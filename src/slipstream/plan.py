@@ -6,7 +6,7 @@ Every member of a job computes the same plan, so messages name units and chunks 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from slipstream.methods import PartialExchange, Rounds
 from slipstream.planning.choosing import AnyChooser, Verdict, Ways
 from slipstream.planning.costs import LayerShape, Speeds
 from slipstream.planning.fragments import deal_fragments
-from slipstream.planning.layout import Group, Layout, lay_out
+from slipstream.planning.layout import Group, lay_out
 from slipstream.planning.table import Row, tabulate
 from slipstream.routes import (
     AnyPolicy,
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that is fixed before the first step.
+class UnitLayout:
+    """Everything that is numbered: cut once, for the members at the start.
+
+    Messages name units and chunks by number, so these stay what they are when members leave or
+    come; ``assigned`` deals the units to whoever is there.
 
     ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses in every step, that is the
     dense route, and the layer has a second unit for its compact route.
@@ -48,31 +51,27 @@ class Plan:
 
     strategy: Strategy
     rounds: Rounds
-    cluster: Cluster
     specs: tuple[Spec, ...]
     routes: tuple[Route, ...]
     route_of: tuple[int, ...]
-    consistency: Consistency
-    layout: Layout
+    chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
-    holders: tuple[tuple[Node, ...], ...]  # by unit
     places: tuple[tuple[int, int], ...]  # by chunk: its unit, and which of the unit's chunks it is
     priorities: tuple[int, ...]  # by unit, asked for with every message
     fragments: tuple[tuple[int, ...], ...]  # tensors that share rounds; most plans have one
 
     @classmethod
-    def make(cls, strategy: Strategy, specs: Sequence[Spec], cluster: Cluster) -> Plan:
-        """Compute the plan; equal arguments give equal plans on every member.
+    def of(cls, strategy: Strategy, specs: Sequence[Spec], cluster: Cluster) -> UnitLayout:
+        """Route and cut every tensor; equal arguments give equal layouts on every member.
 
         Args:
             specs: The model's tensors, in the order of the forward pass.
-            cluster: How many workers and servers there are. With ``members``, its workers are
-                hosts, and routes are those between them.
+            cluster: The members at the start. With ``members``, its workers are hosts, and routes
+                are those between them.
 
         Raises:
             IncompatibleRoute: A tensor cannot take its route.
-            TooManyServers: There are more servers than chunks.
-            ConfigError: The strategy is impossible with these tensors or this cluster.
+            ConfigError: The strategy is impossible with these tensors.
         """
         rounds = strategy.rounds
         policy = between_hosts(rounds.routes)
@@ -104,24 +103,45 @@ class Plan:
             )
             for t, (s, r) in enumerate(zip(specs, route_of, strict=True))
         ]
-        layout = lay_out(specs, groups, chunk_bytes=rounds.chunk_bytes)
+        chunks = lay_out(specs, groups, chunk_bytes=rounds.chunk_bytes)
         compact = {s.layer: routes.index(c[0]) for s, c in zip(specs, given, strict=True)}
-        units = units_of(specs, routes, layout, compact)
+        units = units_of(specs, routes, chunks, compact)
         return cls(
             strategy,
             rounds,
-            cluster,
             tuple(specs),
             tuple(routes),
             tuple(route_of),
-            consistency_among(rounds, cluster),
-            layout,
+            chunks,
             units,
-            deal(units, routes, specs, cluster),
-            places_of(units, len(layout.chunks)),
+            places_of(units, len(chunks)),
             priorities_of(units, specs, rounds.schedule),
             fragments,
         )
+
+    def assigned(self, cluster: Cluster) -> Plan:
+        """Deal the units to these members, without another number for any of them.
+
+        Args:
+            cluster: The members now.
+
+        Raises:
+            TooManyServers: There are more servers than chunks.
+            ConfigError: The strategy is impossible with so many workers.
+        """
+        cut = {field.name: getattr(self, field.name) for field in fields(UnitLayout)}
+        consistency = consistency_among(self.rounds, cluster)
+        holders = deal(self.units, self.routes, self.specs, cluster)
+        return Plan(**cut, cluster=cluster, consistency=consistency, holders=holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(UnitLayout):
+    """A layout, and who holds each of its units: everything that is fixed before a step."""
+
+    cluster: Cluster
+    consistency: Consistency
+    holders: tuple[tuple[Node, ...], ...]  # by unit
 
     # ---- queries of the runtime
 
@@ -216,10 +236,6 @@ class Plan:
             for rule in rules
             if not any(map(rule.where.fits, self.specs)) and any(map(rule.where.fits, as_float32))
         )
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return self.layout.chunks
 
     def route(self, unit: Unit) -> Route:
         return self.routes[unit.route]
@@ -375,20 +391,23 @@ def fragments_of(update: Update, specs: Sequence[Spec]) -> tuple[tuple[int, ...]
 
 
 def units_of(
-    specs: Sequence[Spec], routes: Sequence[Route], layout: Layout, compact: Mapping[str, int]
+    specs: Sequence[Spec],
+    routes: Sequence[Route],
+    chunks: Sequence[Chunk],
+    compact: Mapping[str, int],
 ) -> tuple[Unit, ...]:
     """A unit for every chunk that is sent dense (or for all chunks of a tensor whose contributions
     are not cut), and one for every layer with a compact form."""
     units: list[Unit] = []
-    dense = [chunk for chunk in layout.chunks if routes[chunk.route].up.form == "dense"]
-    for (route, _), chunks in groupby(dense, lambda c: (c.route, together(c, routes[c.route]))):
-        units.append(Unit(len(units), route, tuple(chunks)))
+    dense = [chunk for chunk in chunks if routes[chunk.route].up.form == "dense"]
+    for (route, _), own in groupby(dense, lambda c: (c.route, together(c, routes[c.route]))):
+        units.append(Unit(len(units), route, tuple(own)))
     for layer in layers_of(specs):
         route = compact[layer.name]
-        own = tuple(
-            c for c in layout.chunks if c.route == route and c.segments[0].tensor in layer.tensors
+        of_layer = tuple(
+            c for c in chunks if c.route == route and c.segments[0].tensor in layer.tensors
         )
-        units.append(Unit(len(units), route, own, layer))
+        units.append(Unit(len(units), route, of_layer, layer))
     return tuple(units)
 
 

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.fields import misplaced
 from slipstream.methods import AnyMethod, Rounds
 from slipstream.part_modules import is_own, module_names
-from slipstream.plan import Plan
+from slipstream.plan import Plan, UnitLayout
 from slipstream.routes import between_hosts
 from slipstream.strategy_json import from_json, parts_in, to_plain
 from slipstream.topologies import TwoLevel
@@ -76,7 +76,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             IncompatibleRoute: A tensor cannot take the route chosen for it.
         """
         check(self)
-        return Plan.make(self, specs, cluster)
+        return UnitLayout.of(self, specs, cluster).assigned(cluster)
 
     @property
     def two_levels(self) -> bool:

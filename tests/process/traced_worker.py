@@ -39,7 +39,7 @@ def main(folder: str, not_core: str) -> None:
             optimizer.zero_grad()
             loss = model(torch.ones(4, 16)).square().mean()
             if step < UNTRACED:
-                job.share(None)  # whatever other ranks have sent to rank 0 before has arrived
+                job.broadcast(None)  # whatever other ranks have sent to rank 0 before has arrived
                 loss.backward()
                 optimizer.step()
                 continue

@@ -32,29 +32,17 @@ class Group:
     fragment: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """All chunks, in backward order within each group."""
-
-    chunks: tuple[Chunk, ...]
-
-    def of_tensor(self, tensors: int) -> tuple[tuple[int, ...], ...]:
-        """For each tensor, the chunks that hold a piece of it."""
-        table: list[list[int]] = [[] for _ in range(tensors)]
-        for chunk in self.chunks:
-            for segment in chunk.segments:
-                table[segment.tensor].append(chunk.index)
-        return tuple(tuple(row) for row in table)
-
-
 def lay_out(
     specs: Sequence[Spec],
     groups: Sequence[Group],
     *,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Layout:
-    """Chunks of at most ``chunk_bytes``, smaller where holders then get equal loads, or where a
-    small model would else leave as a whole."""
+) -> tuple[Chunk, ...]:
+    """Cut tensors into chunks, in backward order within each group.
+
+    Chunks have at most ``chunk_bytes``. They are smaller where holders then get equal loads, or
+    where a small model would else leave as a whole.
+    """
     members: dict[Group, list[int]] = {}
     for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
         members.setdefault(groups[tensor], []).append(tensor)
@@ -66,7 +54,7 @@ def lay_out(
             Chunk(len(chunks) + i, group.route, group.dtype, segments)
             for i, segments in enumerate(runs)
         ]
-    return Layout(tuple(chunks))
+    return tuple(chunks)
 
 
 def even_numel(total: int, group: Group, chunk_bytes: int) -> int:

@@ -16,7 +16,6 @@ from slipstream.planning.layout import (
     CHUNKS_PER_SHARE,
     SMALLEST_CHUNK_BYTES,
     Group,
-    Layout,
 )
 from slipstream.types import ITEM_BYTES, Chunk, Spec
 
@@ -25,7 +24,7 @@ CHUNK_SIZES = st.sampled_from([8, 12, 13, 100, 4096, 4097, 10_000, 1 << 16, CHUN
 
 def lay_out(
     specs: Sequence[Spec], groups: Sequence[Group], *, shares: int, chunk_bytes: int = CHUNK_BYTES
-) -> Layout:
+) -> tuple[Chunk, ...]:
     """All groups for the same number of holders."""
     shared = {group: replace(group, shares=shares) for group in groups}
     return planning.lay_out(specs, [shared[g] for g in groups], chunk_bytes=chunk_bytes)
@@ -43,9 +42,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Spec], list[Group], int, int]:
     return specs, groups, draw(st.integers(0, 7)), draw(CHUNK_SIZES)
 
 
-def pieces(layout: Layout) -> dict[int, list[tuple[int, int]]]:
+def pieces(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int]]]:
     table = defaultdict(list)
-    for chunk in layout.chunks:
+    for chunk in chunks:
         for segment in chunk.segments:
             table[segment.tensor].append((segment.start, segment.stop))
     return table
@@ -70,7 +69,7 @@ def test_chunks_are_within_their_size_and_some_tensors_have_chunks_of_their_own(
     case: tuple[list[Spec], list[Group], int, int],
 ) -> None:
     specs, groups, shares, chunk_bytes = case
-    for chunk in lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes).chunks:
+    for chunk in lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes):
         assert chunk.nbytes <= max(chunk_bytes, ITEM_BYTES[chunk.dtype])
         if groups[chunk.segments[0].tensor].layer:
             assert len(chunk.segments) == 1
@@ -82,8 +81,8 @@ def test_chunks_never_mix_routes_dtypes_or_roles(
 ) -> None:
     specs, groups, shares, chunk_bytes = case
     layout = lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes)
-    assert [chunk.index for chunk in layout.chunks] == list(range(len(layout.chunks)))
-    for chunk in layout.chunks:
+    assert [chunk.index for chunk in layout] == list(range(len(layout)))
+    for chunk in layout:
         assert chunk.segments
         (group,) = {groups[segment.tensor] for segment in chunk.segments}
         assert (chunk.route, chunk.dtype) == (group.route, group.dtype)
@@ -95,24 +94,12 @@ def test_chunks_of_a_group_follow_the_backward_pass(
 ) -> None:
     specs, groups, shares, chunk_bytes = case
     walks: dict[Group, list[tuple[int, int]]] = defaultdict(list)
-    for chunk in lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes).chunks:
+    for chunk in lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes):
         walks[groups[chunk.segments[0].tensor]] += [
             (-specs[segment.tensor].order, segment.start) for segment in chunk.segments
         ]
     for walk in walks.values():
         assert all(before < after for before, after in pairwise(walk))
-
-
-@given(cases())
-def test_the_table_by_tensor_tells_where_its_pieces_are(
-    case: tuple[list[Spec], list[Group], int, int],
-) -> None:
-    specs, groups, shares, chunk_bytes = case
-    layout = lay_out(specs, groups, shares=shares, chunk_bytes=chunk_bytes)
-    table = layout.of_tensor(len(specs))
-    held = {(s.tensor, chunk.index) for chunk in layout.chunks for s in chunk.segments}
-    assert {(tensor, index) for tensor, row in enumerate(table) for index in row} == held
-    assert all(len(set(row)) == len(row) for row in table)
 
 
 @given(
@@ -137,7 +124,7 @@ def test_shares_are_equal_to_within_a_few_elements(
 def chunks_of(total: int, *, shares: int, dtype: str, chunk_bytes: int) -> tuple[Chunk, ...]:
     group = Group(0, dtype, "parameter")
     spec = vector("w", total, dtype=dtype)
-    return lay_out([spec], [group], shares=shares, chunk_bytes=chunk_bytes).chunks
+    return lay_out([spec], [group], shares=shares, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("shares", [1, 4])
@@ -148,7 +135,7 @@ def test_a_small_model_leaves_in_several_chunks_per_share(shares: int) -> None:
     assert len(few) == 2 * shares, "no chunk below what is worth a message"
     layer = [Group(0, "float32", "parameter", layer="fc")]
     alone = lay_out([vector("w", 800_000)], layer, shares=1, chunk_bytes=8 << 20)
-    assert len(alone.chunks) == 1, "a layer leaves at once"
+    assert len(alone) == 1, "a layer leaves at once"
 
 
 def test_small_models_are_not_cut_into_crumbs() -> None:
@@ -163,8 +150,8 @@ def test_tensors_beyond_32_bits_are_planned_without_touching_memory(
     specs = [Spec("huge", huge, "float32", 0), Spec("small", small, "float32", 1)]
     groups = [Group(0, "float32", "parameter")] * 2
     layout = lay_out(specs, groups, shares=shares, chunk_bytes=1 << 30)
-    assert sum(chunk.numel for chunk in layout.chunks) == specs[0].numel + specs[1].numel
-    assert max(chunk.nbytes for chunk in layout.chunks) <= 1 << 30
+    assert sum(chunk.numel for chunk in layout) == specs[0].numel + specs[1].numel
+    assert max(chunk.nbytes for chunk in layout) <= 1 << 30
     spans = sorted(pieces(layout)[0])
     assert spans[0][0] == 0
     assert spans[-1][1] == specs[0].numel
@@ -176,10 +163,10 @@ def test_tensors_without_elements_are_in_no_chunk(layer: str) -> None:
     specs = [vector("none", 0, order=0), vector("some", 3, order=1), vector("nil", 0, order=2)]
     groups = [Group(0, "float32", "parameter", layer)] * 3
     layout = lay_out(specs, groups, shares=2)
-    assert layout.of_tensor(3) == ((), (0,), ())
-    assert lay_out([], [], shares=1).chunks == ()
+    assert {s.tensor for chunk in layout for s in chunk.segments} == {1}
+    assert lay_out([], [], shares=1) == ()
 
 
 def test_a_scalar_is_one_element() -> None:
     layout = lay_out([Spec("s", (), "float64", 0)], [Group(0, "float64", "parameter")], shares=1)
-    assert [chunk.nbytes for chunk in layout.chunks] == [8]
+    assert [chunk.nbytes for chunk in layout] == [8]

@@ -20,7 +20,7 @@ from slipstream.plan import Plan
 from slipstream.routes import Everywhere, Prefer, Route
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean, Result
 from slipstream.runtime.exchange.collector import Collector
-from slipstream.runtime.exchange.payloads.contributions import split_frames
+from slipstream.runtime.exchange.payloads.payload import split_frames
 from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
 from slipstream.transports.wire import Early, Push, checksum

@@ -12,8 +12,8 @@ from slipstream.codecs import Codec, SharedCodec
 from slipstream.codecs.residual import Residual
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group, split_frames
-from slipstream.runtime.exchange.payloads.payload import Payload, Sinks
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group
+from slipstream.runtime.exchange.payloads.payload import Payload, Sinks, split_frames
 from slipstream.transports.wire import Publish, Push
 from slipstream.types import Buffer, EncodeContext, Unit, Values
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.consistency import Closed
-from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.types import Buffer, Rank, Settings, Unit
 
@@ -64,19 +63,3 @@ class ClosedRound:
         # With two levels a contribution is a host's sum, divided by the workers of a host: by
         # their mean number over hosts.
         return counted * cluster.workers / cluster.ranks
-
-
-def split_frames(
-    segments: Sequence[int], counts: Sequence[int], frames: Sequence[Buffer], per_segment: int
-) -> tuple[Group, ...]:
-    """Frames by segment, or FrameRefused when their numbers are wrong."""
-    if len(counts) != len(segments) or set(counts) - {0, per_segment}:
-        raise FrameRefused(f"frames for {len(counts)} segments where there are {len(segments)}")
-    if len(frames) != sum(counts):
-        raise FrameRefused(f"{len(frames)} frames where {sum(counts)} were announced")
-    groups: list[Group] = []
-    used = 0
-    for count in counts:
-        groups.append(frames[used : used + count] if count else None)
-        used += count
-    return tuple(groups)

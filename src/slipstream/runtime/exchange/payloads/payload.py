@@ -15,7 +15,7 @@ from slipstream.codecs.matrices import LayerMath
 from slipstream.codecs.residual import Residual
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group, split_frames
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group
 from slipstream.transports.wire import Publish, Push
 from slipstream.types import Buffer, EncodeContext, Layer, Segment, Unit, Values
 
@@ -182,3 +182,19 @@ class Payload(ABC):
         assert self.down is not None
         numels = [segment.numel for segment in self.unit.chunks[body.part].segments]
         return split_frames(numels, body.counts, frames, self.down.frames)
+
+
+def split_frames(
+    segments: Sequence[int], counts: Sequence[int], frames: Sequence[Buffer], per_segment: int
+) -> tuple[Group, ...]:
+    """Frames by segment, or FrameRefused when their numbers are wrong."""
+    if len(counts) != len(segments) or set(counts) - {0, per_segment}:
+        raise FrameRefused(f"frames for {len(counts)} segments where there are {len(segments)}")
+    if len(frames) != sum(counts):
+        raise FrameRefused(f"{len(frames)} frames where {sum(counts)} were announced")
+    groups: list[Group] = []
+    used = 0
+    for count in counts:
+        groups.append(frames[used : used + count] if count else None)
+        used += count
+    return tuple(groups)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from slipstream.codecs import Codec
 from slipstream.codecs.residual import Residual
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group, split_frames
-from slipstream.runtime.exchange.payloads.payload import Payload, Sinks
+from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Group
+from slipstream.runtime.exchange.payloads.payload import Payload, Sinks, split_frames
 from slipstream.transports.wire import Push
 from slipstream.types import Buffer, Unit
 
