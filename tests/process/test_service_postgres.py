@@ -1,4 +1,4 @@
-"""Two services on one PostgreSQL; its password stays out of the arguments of processes."""
+"""Two services on one PostgreSQL; no process shows its password, or gives it to its jobs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def test_a_second_service_leaves_the_work_of_the_first(
             assert shown
             assert PASSWORD.encode() not in shown
             assert METRICS_KEY.encode() not in shown
+        for process in processes[1:]:
+            inherited = Path(f"/proc/{process.pid}/environ").read_bytes()
+            assert b"PATH=" in inherited
+            assert PASSWORD.encode() not in inherited
+            assert METRICS_KEY.encode() not in inherited
         assert service.get("/metrics").status_code == 401
         key = {"Authorization": f"Bearer {METRICS_KEY}"}
         assert service.get("/metrics", headers=key).status_code == 200

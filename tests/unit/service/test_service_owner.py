@@ -21,10 +21,18 @@ TENANTS = "SELECT COUNT(*) AS n FROM tenants"
 
 
 @pytest.fixture
-def address(postgres: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(databases, "TAKEOVER_S", 0.3)
+def address(postgres: str) -> Iterator[str]:
     with new_schema(postgres) as address:
         yield address
+
+
+@contextlib.contextmanager
+def refused(match: str) -> Iterator[None]:
+    """A start is refused, without the wait for the end of a service that was killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(databases, "TAKEOVER_S", 0.0)
+        with pytest.raises(ConfigError, match=match):
+            yield
 
 
 @contextlib.contextmanager
@@ -64,7 +72,7 @@ def test_a_second_service_is_refused(address: str, tmp_path: Path) -> None:
     )
     with contextlib.closing(prepare(first)) as service:
         keys.add_tenant(service.database, keys.LOCAL, keys.LOCAL)
-        with pytest.raises(ConfigError, match=r"another service \(process \d+ on .*first\) uses"):
+        with refused(r"another service \(process \d+ on .*first\) uses"):
             prepare(second)
         with DataDirectory(first.data).migrated(address) as other:  # as 'slipstream keys' does
             keys.add_key(other, "team")
@@ -81,7 +89,7 @@ def test_a_process_of_the_service_that_is_left_keeps_others_out(address: str) ->
     with start(address, "one") as service:
         trainer = Database(address, service.owner)
         assert trainer.number(TENANTS) == 0
-    with trainer, pytest.raises(ConfigError, match=r"\(one\) uses this database"):
+    with trainer, refused(r"\(one\) uses this database"):
         start(address, "other")
     start(address, "other").close()
 
@@ -90,7 +98,7 @@ def test_a_connection_that_comes_back_keeps_others_out(address: str, postgres: s
     with start(address, "one") as service:
         cut(postgres, service)
         keys.add_tenant(service, "a", "a")  # nobody came in between
-        with pytest.raises(ConfigError, match=r"\(one\) uses this database"):
+        with refused(r"\(one\) uses this database"):
             start(address, "other")
 
 
@@ -122,14 +130,30 @@ def test_while_another_service_starts_a_connection_does_not_come_back(
         assert service.number(TENANTS) == 0  # the other one did not start after all
 
 
-def test_an_sqlite_file_of_two_directories(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("shared.db", "shared.db"),
+        ("shared.db", "link.db"),
+        ("", "first/service.db"),  # the first one's own file
+    ],
+)
+def test_an_sqlite_file_of_two_directories(tmp_path: Path, one: str, other: str) -> None:
+    (tmp_path / "link.db").symlink_to("shared.db")
     first, second = (
-        ServeOptions(data=str(tmp_path / name), database=str(tmp_path / "shared.db"))
-        for name in ("first", "second")
+        ServeOptions(data=str(tmp_path / name), database=file and str(tmp_path / file))
+        for name, file in (("first", one), ("second", other))
     )
     said = r"another service \(process \d+\) uses the database"
     with contextlib.closing(prepare(first)), pytest.raises(ConfigError, match=said):
         prepare(second)
+
+
+def test_an_sqlite_file_in_no_folder(tmp_path: Path) -> None:
+    """It is not the data directory that cannot be used."""
+    absent = ServeOptions(data=str(tmp_path / "data"), database=str(tmp_path / "absent" / "a.db"))
+    with pytest.raises(ConfigError, match=r"the database .*a\.db: .* \(--database\)"):
+        prepare(absent)
 
 
 def test_the_database_of_a_directory_that_is_elsewhere(tmp_path: Path) -> None:

@@ -382,6 +382,18 @@ def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
         assert trained(service).cut_to == 0
 
 
+def test_a_job_that_is_tried_again_has_no_report_of_before(service: Service) -> None:
+    """A learner that is fast would take it for that of this job, and train on held-out rows."""
+    classifier = create(service)
+    held = queue.claim(service.database, "me", 1)
+    assert held is not None
+    queue.finish(service.database, held, "failed", "no reason", 2)
+    report = service.directory.version(classifier, 1) / "report.json"
+    report.write_text("{}")
+    assert ask(service, f"POST /api/classifiers/{classifier}/retry").json["state"] == "waiting"
+    assert not report.exists()
+
+
 def test_long_can_only_be_cut(service: Service) -> None:
     refused = ask(service, "POST /v1/classifiers?long=Cut", UPLOAD, content_type=UPLOAD_TYPE)
     assert (refused.code, refused.json["error"]) == (400, "Malformed query")

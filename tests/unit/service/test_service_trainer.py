@@ -95,6 +95,22 @@ def test_an_attempt_begins_with_a_line_in_the_log_and_no_phase_of_before(
     assert running.reason() == "exit status 0"  # the line is no reason
 
 
+def test_a_job_does_not_have_the_password_of_the_database(
+    directory: DataDirectory, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has it, by which libpq finds it; a job opens no database."""
+    monkeypatch.setenv("PGPASSWORD", "secret")
+    monkeypatch.setattr(
+        trainer, "RUN", (sys.executable, "-c", "import os; print(sorted(os.environ))")
+    )
+    held = queue.claim(database, "me", 1)
+    assert held is not None
+    running = Running(held, directory.version(ID, 1), ServeOptions(data=str(directory.path)))
+    assert running.process.wait(LIMIT_S) == 0
+    assert "'PATH'" in running.log_tail()
+    assert "PGPASSWORD" not in running.log_tail()
+
+
 def test_a_process_that_has_ended_is_signalled_once(
     directory: DataDirectory, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

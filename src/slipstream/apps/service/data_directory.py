@@ -27,19 +27,14 @@ class DataDirectory:
         self.path = Path(path).absolute()
         self.incoming = self.path / "incoming"  # uploads under way
         self.classifiers = self.path / "classifiers"
+        self.own_database = self.path / "service.db"
         try:
             for folder in (self.path, self.incoming, self.classifiers):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _make_private(folder, 0o700)
-            _make_private(self.path / "service.db", 0o600)
+            _make_private(self.own_database, 0o600)
         except OSError as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"cannot use the data directory {self.path}: {error.strerror}; give one that this "
-            "user may write to (--data)"
-        )
+            raise _unusable(f"the data directory {self.path}", "--data", error) from error
 
     def version(self, classifier: str, number: int) -> Path:
         """The files of one version."""
@@ -47,7 +42,7 @@ class DataDirectory:
 
     def database(self, address: str, owner: str = "") -> Database:
         """The database at an address; by default SQLite in the directory."""
-        return Database(address or str(self.path / "service.db"), owner)
+        return Database(address or str(self.own_database), owner)
 
     def migrated(self, address: str, place: str = "") -> Database:
         """The database, with the newest schema; ConfigError if it is that of another directory.
@@ -91,27 +86,13 @@ class DataDirectory:
     def lock(self, address: str = "") -> None:
         """Make this process the only service of the directory, and of its SQLite file.
 
-        That holds until the process ends. The file may be elsewhere, by its ``address``.
+        That holds until the process ends. Services of two directories may name one file, which is
+        in one of them or elsewhere, and may have several names.
         """
-        self._lock(self.path / "lock", f"the data directory {self.path}", "--data")
-        if address and not is_postgres(address):
-            self._lock(Path(f"{address}.lock"), f"the database {address}", "--database")
-
-    def _lock(self, path: Path, what: str, option: str) -> None:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
-            os.close(file)
-            raise ConfigError(
-                f"another service (process {owner}) uses {what}; stop it, or give another one "
-                f"({option})"
-            ) from None
-        except OSError as error:
-            raise self._unusable(error) from error
+        _lock(self.path / "lock", f"the data directory {self.path}", "--data")
+        if not is_postgres(address):
+            file = Path(address or self.own_database).resolve()
+            _lock(Path(f"{file}.lock"), f"the database {file}", "--database")
 
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""
@@ -124,6 +105,29 @@ class DataDirectory:
     def free_nbytes(self) -> int:
         """What is free on its disk."""
         return shutil.disk_usage(self.path).free
+
+
+def _lock(path: Path, what: str, option: str) -> None:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        owner = os.pread(file, 32, 0).decode("ascii", "replace").strip() or "?"
+        os.close(file)
+        raise ConfigError(
+            f"another service (process {owner}) uses {what}; stop it, or give another one "
+            f"({option})"
+        ) from None
+    except OSError as error:
+        raise _unusable(what, option, error) from error
+
+
+def _unusable(what: str, option: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use {what}: {error.strerror}; give one that this user may write to ({option})"
+    )
 
 
 def _make_private(path: Path, mode: int) -> None:

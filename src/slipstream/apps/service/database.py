@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any, Final
 
+from slipstream.apps.service.postgres import postgres
 from slipstream.errors import ConfigError, RuntimeFault
 
 Row = dict[str, Any]
 Connect = Callable[[], Any]  # gives a DB-API connection
 PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # C:/ is a path
 BUSY_MS: Final = 5_000
 PRAGMAS: Final = (
     f"busy_timeout={BUSY_MS}",
@@ -82,7 +84,7 @@ class Database:
         self.postgres = is_postgres(address)
         self._lock = threading.RLock()
         self._connection: Any = None
-        self._error, self._connect = _postgres(address) if self.postgres else _sqlite(address)
+        self._error, self._connect = postgres(address) if self.postgres else _sqlite(address)
 
     def __enter__(self) -> Database:
         return self
@@ -231,8 +233,20 @@ class Database:
 
 
 def is_postgres(address: str) -> bool:
-    """Whether an address is one of PostgreSQL; else it is the path of an SQLite file."""
-    return address.startswith(("postgresql://", "postgres://"))
+    """Whether an address is one of PostgreSQL; else it is the path of an SQLite file.
+
+    Raises:
+        ConfigError: It is an address of another kind. Taken for a path, it would be shown in
+            errors with its password.
+    """
+    if address.startswith(("postgresql://", "postgres://")):
+        return True
+    if URL.match(address):
+        raise ConfigError(
+            f"the address of the database begins with {address.partition(':')[0]}:/; give "
+            "postgresql://USER:PASSWORD@HOST/NAME, or the path of an SQLite file"
+        )
+    return False
 
 
 def _sqlite(address: str) -> tuple[type[Exception], Connect]:
@@ -265,28 +279,6 @@ def _refuse_foreign(connection: sqlite3.Connection, address: str) -> None:
             return
         found = f"is the database of another program, with the table {min(tables)!r}"
     raise ConfigError(f"{address} {found}; move it away, or give another --data or --database")
-
-
-def _postgres(address: str) -> tuple[type[Exception], Connect]:
-    try:
-        import psycopg
-        from psycopg.types.numeric import Int8Dumper
-    except ImportError:
-        raise ConfigError("PostgreSQL needs psycopg: pip install 'slipstream[postgres]'") from None
-
-    def connect() -> Any:
-        try:
-            connection = psycopg.connect(address, autocommit=True, connect_timeout=5)
-        except psycopg.ProgrammingError:  # its text may have a part of the password
-            raise ConfigError(
-                "the address of the database is malformed; give postgresql://USER:PASSWORD@HOST/"
-                "NAME, with each reserved character of the password as % and two digits"
-            ) from None
-        # By default a small number is a smallint, and sums of two overflow.
-        connection.adapters.register_dumper(int, Int8Dumper)
-        return connection
-
-    return psycopg.OperationalError, connect
 
 
 def statements(script: str) -> list[str]:

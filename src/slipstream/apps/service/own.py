@@ -218,7 +218,8 @@ def retry(call: Call) -> JobState:
             raise ApiError(
                 "Classifier not available", "Only what failed or was cancelled can be retried."
             )
-        remove(call.version_folder(job["version"]) / "checkpoints")
+        for name in ("checkpoints", "report.json"):  # learners wait for a new report
+            remove(call.version_folder(job["version"]) / name)
         earlier = "DELETE FROM jobs WHERE classifier = :id AND version = :version"
         database.run(earlier, id=call.id, version=job["version"])
         classifiers.enqueue(call, call.id, job["version"], now_ms())

@@ -73,10 +73,12 @@ class Running:
             checkpoints = directory / "checkpoints" / f"net{NET_FORM}"
             checkpoints.mkdir(parents=True, exist_ok=True)
             strategy = f"gadei(checkpoints={str(checkpoints)!r}, every_s=10)"
+            environment = inherited_environment()
+            environment.pop("PGPASSWORD", None)  # of the trainer's own connection
             workers = ["--workers", str(options.learners), "--strategy", strategy]
             self.process = start_process(
                 [*RUN, *workers, "-m", "slipstream.apps.service.learn", str(directory)],
-                inherited_environment(),
+                environment,
                 Placement(("nice", "-n", "10")),
                 stdin=subprocess.DEVNULL,
                 stdout=log.fileno(),
