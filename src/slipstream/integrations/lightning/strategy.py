@@ -243,7 +243,8 @@ def check_loop(strategy: Strategy, workers: int) -> None:
         raise ConfigError(
             f"{strategy.name}: in a Lightning loop every worker makes the same number of steps, "
             "so a worker that has missed rounds would wait for others that have finished: use "
-            f"{instead[0]}, or a loop of your own with job.steps"
+            f"{instead[0]}, such as SlipstreamStrategy('{strategy.name}({instead[0]})'), or a loop "
+            "of your own with job.steps"
         )
 
 
