@@ -52,6 +52,7 @@ REFUSED = {
     "backup_workers": "servers update the weights",
     "bounded_staleness": "servers update the weights",
     "async_sgd": "servers update the weights",
+    "k_async": "servers update the weights",
     "push_pull(update='server')": "servers update the weights",
     "parameter_flow(staleness=1)": "workers run ahead",
     "parameter_flow(payload='update')": "changes of weights are sent",
