@@ -267,15 +267,15 @@ class Mean:
         self.takes_values = payload.down is not None
         self._unit = payload.unit
         self._flat: Values | None = None
+        self._used = 0  # values of it
         self._found: dict[int, tuple[int, Values]] = {}  # by tensor: the start of its place
 
     def sink(self, place: Segment) -> Values:
-        places = self._unit.places
         if self._flat is None:
-            numel = sum(each.numel for each in places)
+            numel = sum(each.numel for each in self._unit.places)
             self._flat = Values.empty(numel, self._unit.chunks[0].dtype)
-        at = sum(each.numel for each in places[: places.index(place)])
-        values = self._flat.part(at, at + place.numel)
+        values = self._flat.part(self._used, self._used + place.numel)
+        self._used += place.numel
         self._found[place.tensor] = place.start, values
         return values
 
