@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("workload", choices=["fc", "conv", "gpt"])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--average", action="store_true", help="the loop reads all weights: an EMA")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -31,6 +32,7 @@ def main() -> None:
         model = load.model()
         model, optimizer = job.distribute(model, load.optimizer(model))
         batches = load.batches(job.rank, job.world_size, args.batch or load.batch, seed=0)
+        average = [weights.detach().clone() for weights in model.parameters()]
         cpu, wall = 0.0, 0.0
         for step in range(WARM_UP + args.steps):
             if step == WARM_UP:
@@ -39,6 +41,8 @@ def main() -> None:
             optimizer.zero_grad()
             load.loss(model(inputs), targets).backward()
             optimizer.step()
+            if args.average:
+                torch._foreach_lerp_(average, [w.detach() for w in model.parameters()], 0.01)
         job.wait()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         if job.rank == 0:
