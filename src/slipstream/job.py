@@ -102,7 +102,7 @@ class Job(JobMetrics):
         return self._training.plan
 
     def plan_table(self) -> str:
-        """How each layer is sent, and why; layers that choose by batch size as of the last step."""
+        """How each layer is sent, and why; layers that choose by batch size as of now."""
         return self._training.plan_table()
 
     # ---- the second line

@@ -64,7 +64,7 @@ Fact = Literal[
     # Schedules.
     "leaves during backward",
     # Policies.
-    "chosen for each step",
+    "chosen in the run",
     "several routes",
 ]
 FACTS: frozenset[Fact] = frozenset(get_args(Fact))

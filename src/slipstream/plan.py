@@ -45,7 +45,7 @@ class UnitLayout:
     Messages name units and chunks by number, so these stay what they are when members leave or
     come; ``assigned`` deals the units to whoever is there.
 
-    ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses in every step, that is the
+    ``routes[route_of[i]]`` is tensor i's route. Where a policy chooses in the run, that is the
     dense route, and the layer has a second unit for its compact route.
     """
 
@@ -326,7 +326,7 @@ def to_each(route: Route) -> float:
 
 
 def choosing(policy: AnyPolicy) -> list[Cheapest]:
-    """The policies within ``policy`` that choose in every step."""
+    """The policies within ``policy`` that choose in the run."""
     if isinstance(policy, ByRole):
         return choosing(policy.parameter)
     return [policy] if isinstance(policy, Cheapest) else []

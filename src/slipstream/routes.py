@@ -262,7 +262,7 @@ class Cheapest(Part, frozen=True):
             raise ConfigError("Cheapest() needs a dense route, for tensors without another form")
 
     def facts(self) -> Facts:
-        return facts("chosen for each step")
+        return facts("chosen in the run")
 
     def routes(self) -> tuple[Route, ...]:
         return tuple(route for each in self.given for route in routes_of(each))

@@ -202,25 +202,25 @@ RULES = (
         "use up=Dense()",
     ),
     Incompatibility(
-        facts("chosen for each step"),
+        facts("chosen in the run"),
         "Cheapest() needs all workers to choose the same route for a layer in every round",
         "use Consistency(All(), Lag(0)), or Prefer() instead of Cheapest()",
         unless=facts("rounds of all workers"),
     ),
     Incompatibility(
-        facts("chosen for each step"),
+        facts("chosen in the run"),
         "Cheapest() needs all workers to choose the same route for a layer in every round",
         "use Consistency(All(), Lag(0)), or Prefer() instead of Cheapest()",
         any_of=facts("may run ahead", "survives lost workers"),
     ),
     Incompatibility(
-        facts("chosen for each step", "the holder updates"),
+        facts("chosen in the run", "the holder updates"),
         "gradients sent as factors or rows do not reach the server that updates the layer when its "
         "gradient is dense",
         "use UserOptimizer(at='worker'), or Prefer() with Sharded(whole_layers=True)",
     ),
     Incompatibility(
-        facts("chosen for each step", "up: compact form"),
+        facts("chosen in the run", "up: compact form"),
         "with Cheapest() factors and rows go from worker to worker, and servers get dense "
         "gradients only",
         "use Mesh() for factors and rows, or Prefer() instead of Cheapest()",

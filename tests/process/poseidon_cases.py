@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.plan import shape_of
 from slipstream.planning.choosing import Chooser, Verdict, Ways
 from slipstream.planning.costs import LayerShape
+from slipstream.runtime.exchange import choices as layer_choices
 from slipstream.runtime.exchange.choices import LayerChoices, layer_of
 from slipstream.strategy import Strategy
 from slipstream.systems import poseidon
@@ -36,7 +37,7 @@ class Everything:
 
 @dataclass(frozen=True, slots=True)
 class ToAndFro:
-    """Full batches of some layers, and the last ones of an epoch of the others."""
+    """Some layers while batches are full, and the others around the last one of an epoch."""
 
     def choose(
         self, shape: LayerShape, rows: int, ways: Ways, *, compact_bytes: float | None = None
@@ -45,11 +46,12 @@ class ToAndFro:
         return Verdict(full == wide, 0.0, None, "a test wants it")
 
 
-USUAL = LayerChoices._verdict
+USUAL = LayerChoices._verdict, layer_choices.PERIOD
 
 
 def told(rule: Chooser, base: Strategy) -> Callable[[], Strategy]:
-    """The strategy, with another rule in this process: a strategy itself names known rules only."""
+    """The strategy, with another rule in this process, asked every other step: a strategy itself
+    names known rules only."""
 
     def verdict(choices: LayerChoices, unit: Unit, rows: int) -> Verdict:
         layer = layer_of(unit)
@@ -57,13 +59,14 @@ def told(rule: Chooser, base: Strategy) -> Callable[[], Strategy]:
 
     def strategy() -> Strategy:
         LayerChoices._verdict = verdict  # type: ignore[method-assign]
+        layer_choices.PERIOD = 2
         return base
 
     return strategy
 
 
 def choose_as_usual() -> None:
-    LayerChoices._verdict = USUAL  # type: ignore[method-assign]
+    LayerChoices._verdict, layer_choices.PERIOD = USUAL  # type: ignore[method-assign]
 
 
 SYSTEMS = {

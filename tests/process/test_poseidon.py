@@ -132,7 +132,9 @@ def test_workers_train_like_one_process(asked: Asked, outcome: Callable[[Asked],
     [
         asked
         for asked in trained_like_one_process()
-        if asked.case == "animals" and asked.strategy not in (MEASURED, EVERYTHING)
+        if asked.case == "animals"
+        and asked.strategy not in (MEASURED, EVERYTHING)
+        and (asked.workers, asked.strategy) != (5, SLOW)  # dense is cheaper there for full batches
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ from slipstream.codecs import (
 from slipstream.consistency import All, Consistency, FirstOf, Lag
 from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Prefer, Route
+from slipstream.runtime.exchange.choices import PERIOD
 from slipstream.schedules import AfterBackward
 from slipstream.strategy import Strategy
 from slipstream.systems import (
@@ -83,6 +84,7 @@ class Case:
     optimizer: OptimizerRecipe | None = None
     specs: tuple[Spec, ...] = SPECS
     servers: int = SERVERS
+    rounds: int = ROUNDS
 
 
 def preferring(route: Route, **fields: Any) -> Strategy:
@@ -126,10 +128,13 @@ CASES = {
     "parameter_flow after a loss": Case(
         parameter_flow(tree=TREE, staleness=1), {1: Conduct(away_at=0.3, given_up=True)}
     ),
-    # Layers in compact form, chosen when the plan is made and before every step.
-    "poseidon by bytes": Case(poseidon(choose="bytes"), specs=LAYERS),
+    # Layers in compact form, chosen when the plan is made, and by batches once a period.
+    "poseidon by bytes": Case(poseidon(choose="bytes"), specs=LAYERS, rounds=2 * PERIOD + 2),
     "poseidon in int8": Case(
-        poseidon(wire="int8", rate="100mbit"), {2: Conduct(speed=0.3)}, specs=LAYERS
+        poseidon(wire="int8", rate="100mbit"),
+        {2: Conduct(speed=0.3)},
+        specs=LAYERS,
+        rounds=PERIOD + 2,
     ),
     "adam_factors": Case(adam_factors(), specs=(*LINEAR, *SPECS)),
     "factors at servers": Case(
@@ -188,7 +193,7 @@ def run(name: str, seed: int) -> Simulation:
             case.specs,
             workers=WORKERS,
             servers=case.servers,
-            rounds=ROUNDS,
+            rounds=case.rounds,
             seed=seed,
             conduct=case.conduct,
             optimizer=case.optimizer,

@@ -182,7 +182,8 @@ class Worker:
 
     def _decided(self) -> bool:
         """Whether it is decided which layers are sent in compact form in this step."""
-        return self.choices is None or self._could(self.choices.decide)
+        choices = self.choices
+        return choices is None or (self._could(choices.begin_step) and self._could(choices.decide))
 
     def _could(self, act: Callable[[], None]) -> bool:
         """Do it; False if that would have to wait for messages."""
@@ -207,7 +208,6 @@ class Worker:
         self.driver.resume(len(self.steps))
         compact = list(self._compact)
         if self.choices is not None:
-            self.choices.step = len(self.steps)
             while not self._decided():
                 yield False
             compact = [unit for unit in compact if self.choices.takes(unit.index)]
@@ -225,10 +225,11 @@ class Worker:
         if len(fragments) > 1:
             self.exchange.skip_round(set(range(len(specs))) - set(due))
         self.driver.flush()
+        if self.choices is not None:
+            self.choices.end_exchange()
         yield True
 
     def _leaves_early(self, unit: Unit, round_: int) -> bool:
-        """Whether X is sent in the forward pass: in every second step, if it is sure to be used."""
+        """Whether X is sent in the forward pass: in every second step."""
         factors = unit.layer is not None and unit.layer.form == "factors"
-        certain = self.choices is None or self.choices.is_certain(unit.index)
-        return factors and certain and (self.rank + round_) % 2 == 0
+        return factors and (self.rank + round_) % 2 == 0

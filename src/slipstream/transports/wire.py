@@ -171,9 +171,10 @@ class WeightsReply(Body, tag="opinion", frozen=True):
 
 
 class Rows(Body, tag="rows", frozen=True):
-    """Rank 0 to workers: how many rows each layer's compact gradient had there in a step."""
+    """Rank 0 to workers, for the next choice between compact and dense: how many rows each layer's
+    gradient has there."""
 
-    step: Count
+    choice: Count
     rows: list[Count]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from slipstream.errors import FrameRefused, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
-from slipstream.runtime.exchange.choices import LayerChoices
+from slipstream.runtime.exchange.choices import PERIOD, LayerChoices
 from slipstream.runtime.exchange.collector import Collector
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.systems import adam_factors, poseidon
@@ -102,7 +102,7 @@ class Worker:
             self.compact.finished(layer)
 
     def begin(self, step: int) -> None:
-        self.compact.begin_step(step)
+        self.compact.begin_step()
         self.channel.step = self.finite.step = step
         self.model.zero_grad()
         self._seen = len(self.stage.trace)
@@ -212,8 +212,15 @@ def test_same_gradients_on_both(workers: list[Worker]) -> None:
 # ---- the choice
 
 
-def test_choice_follows_rank_0_one_step_later(workers: list[Worker]) -> None:
-    for number, (rows, compact) in enumerate([(1, True), (40, True), (1, False), (1, True)]):
+def test_choice_follows_rank_0s_median_batch_of_a_period(workers: list[Worker]) -> None:
+    """A short last batch changes nothing, and neither do larger ones in less than half a period."""
+    few = PERIOD // 2
+    first = [40] * (PERIOD - 1) + [1]
+    second = [1] * few + [40] * few
+    third = [40] * few + [1] * (few - 1) + [40]
+    wanted = [False] * 2 * PERIOD + [True] * PERIOD + [False]
+    batches = [*first, *second, *third, 40]
+    for number, (rows, compact) in enumerate(zip(batches, wanted, strict=True)):
         step(workers, number, rows)
         for worker in workers:
             assert worker.choices is not None
@@ -221,13 +228,20 @@ def test_choice_follows_rank_0_one_step_later(workers: list[Worker]) -> None:
             assert len(worker.contributions()) == (2 if compact else 0)
         data = torch.arange(8.0 * rows).view(rows, 8) / 50
         assert_gradients(workers, data, data)
-    assert workers[1].other.skipped == [{0, 1, 2}, set(), {0, 1, 2}]
+    assert workers[1].other.skipped == [set(), {0, 1, 2}, set()]
 
 
-def test_forward_is_plain_torch_once_the_dense_route_is_sure(workers: list[Worker]) -> None:
+def test_rank_0_says_its_rows_once_a_period(workers: list[Worker]) -> None:
+    for number in range(2 * PERIOD + 1):
+        step(workers, number)
+        said = [body.choice for body in workers[0].sent(Rows)]
+        assert said == ([0] if not number else [number // PERIOD + 1] * (number % PERIOD == 7))
+
+
+def test_forward_is_plain_torch_where_the_dense_route_is_chosen(workers: list[Worker]) -> None:
     batch = torch.ones(40, 8)
     plain = []
-    for number, rows in enumerate([40, 40, 40, 1, 1, 1]):
+    for number, rows in enumerate([40, *[1] * PERIOD]):
         begin(workers, number)
         for worker in workers:
             made = worker.model[0](batch[:rows])
@@ -238,13 +252,13 @@ def test_forward_is_plain_torch_once_the_dense_route_is_sure(workers: list[Worke
         finish(workers)
         data = torch.arange(8.0 * rows).view(rows, 8) / 50
         assert_gradients(workers, data, data)
-    # In the first step nothing is known; what changed in step 3 is decided in step 4.
-    assert plain == [False, False, True, True, True, True, True, True, False, False, False, False]
+    # In the first step nothing is known; what changed in the second is decided after a period.
+    assert plain == [False] * 2 + [True] * 2 * (PERIOD - 1) + [False] * 2
 
 
-@pytest.mark.parametrize("back_to", [0, 3, 4])
+@pytest.mark.parametrize("back_to", [0, 3, PERIOD - 1])
 def test_steps_may_go_back(workers: list[Worker], back_to: int) -> None:
-    for number in [*range(5), *range(back_to, 8)]:
+    for number in [*range(PERIOD), *range(back_to, 2 * PERIOD)]:
         step(workers, number)
 
 
@@ -268,12 +282,11 @@ def refused(workers: list[Worker], sender: str, body: Any) -> str:
 
 def test_rows_are_for_rank_0_to_say_and_once(workers: list[Worker]) -> None:
     for sender, rows in (("rank 1", [1, 1]), ("server 0", [1, 1]), ("rank 0", [1])):
-        assert "for rank 0 to say" in refused(workers, sender, Rows(0, rows))
+        assert "expected 2 from rank 0" in refused(workers, sender, Rows(0, rows))
+    assert "expected those for choice 0" in refused(workers, "rank 0", Rows(1, [1, 1]))
     assert refused(workers, "rank 0", Rows(0, [1, 1])) == ""
-    assert "out of turn" in refused(workers, "rank 0", Rows(0, [2, 2]))
-    assert refused(workers, "rank 0", Rows(1, [1, 1])) == ""
-    for number in range(2, 100):
-        assert "out of turn" in refused(workers, "rank 0", Rows(number, [1, 1]))
+    for number in range(3):
+        assert "expected those for choice 1" in refused(workers, "rank 0", Rows(number, [2, 2]))
 
 
 def test_a_dense_gradient_that_comes_first_waits_for_the_choice(workers: list[Worker]) -> None:
@@ -467,10 +480,10 @@ def test_inputs_of_a_pass_that_was_thrown_away_do_not_count(workers: list[Worker
                 worker.model(torch.randn(2, 8))
             output = worker.model(batch)
             early = [(0, number), (1, number)]
-            # One a round; none after a step with two passes, nor when rows were fewer again.
-            assert worker.sent_early() == ([] if number in (0, 3, 4) else early)
+            # One a round; none before the first choice, nor after a step with two passes.
+            assert worker.sent_early() == ([] if number in (0, 3) else early)
             output.sum().backward()
-            assert [body.early for body in worker.contributions()] == [number in (1, 5)] * 2
+            assert [body.early for body in worker.contributions()] == [number in (1, 4, 5)] * 2
             deliver(workers)
         finish(workers)
         assert_gradients(workers, *data)
@@ -507,15 +520,6 @@ def test_inputs_of_a_graph_that_is_kept_hold_for_its_own_round_only(workers: lis
             deliver(workers)
         finish(workers)
         assert_gradients(workers, data, data)
-
-
-def test_inputs_stay_while_the_choice_may_change(workers: list[Worker]) -> None:
-    step(workers, 0, rows=1)
-    step(workers, 1, rows=40)  # chosen for 1 row: compact; for the next step it will be dense
-    begin(workers, 2)
-    for worker in workers:
-        worker.model(torch.randn(1, 8))
-        assert worker.sent_early() == []
 
 
 @pytest.mark.parametrize("scale", [torch.nan, 1e38])

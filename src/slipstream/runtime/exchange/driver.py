@@ -14,8 +14,8 @@ from slipstream.runtime.exchange.channel import Channel
 class LayerSource(Protocol):
     """Layers whose gradients may be sent in compact form; the framework captures them."""
 
-    def begin_step(self, step: int) -> None:
-        """This step of the training loop begins now."""
+    def begin_step(self) -> None:
+        """The next step of the training loop begins."""
         ...
 
     def flush(self) -> None:
@@ -87,6 +87,6 @@ class Driver:
         """Set the number of the step that begins now."""
         self.step, self.exchanged = step, False
         if self.layers is not None:
-            self.layers.begin_step(step)
+            self.layers.begin_step()
         for channel in self.channels:
             channel.step = step

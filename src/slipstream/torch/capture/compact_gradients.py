@@ -33,7 +33,7 @@ class CompactGradients:
     """All layers of a plan that may be sent in compact form.
 
     Args:
-        choices: Which of them are, in each step; None: all, always.
+        choices: Which of them are; None: all, always.
         assigned: Gradients that the loop computes in other ways than ``backward()``.
     """
 
@@ -55,10 +55,10 @@ class CompactGradients:
         self._left: set[int] = set()  # layers, by unit, that were sent in this step
         self._awaits_results = False
 
-    def begin_step(self, step: int) -> None:
-        """This step begins now."""
+    def begin_step(self) -> None:
+        """The next step begins."""
         if self.choices is not None:
-            self.choices.step = step
+            self.choices.begin_step()
 
     def takes(self, layer: CompactLayer) -> bool:
         """Whether this layer's gradient is captured in this step, instead of computed dense."""
@@ -66,21 +66,21 @@ class CompactGradients:
 
     def may_take(self, layer: CompactLayer) -> bool:
         """Whether a forward that begins now has to keep what the compact form needs."""
-        return self.choices is None or not self.choices.is_dense(layer.unit)
+        return self.choices is None or self.choices.is_compact(layer.unit) is not False
 
     def entered(self, layer: CompactLayer, x: Tensor) -> int | None:
         """A layer's forward has begun: send its inputs now, if its gradient will need them.
 
         Returns:
-            The round for which they were sent. None if the choice of layers may still change, or
-            the module evaluates (``module.eval()``).
+            The round for which they were sent. None if the layers are not chosen yet, or the
+            module evaluates (``module.eval()``).
         """
         if not layer.module.training or not self._channel.takes_early:
             return None
         has_left = self._channel.early_round(layer.unit) is not None
         if not self._codec(layer).early or not layer.once or not len(x) or has_left:
             return None
-        if self.choices is not None and not self.choices.is_certain(layer.unit):
+        if self.choices is not None and not self.choices.is_compact(layer.unit):
             return None
         matrix, loan = self._held(layer, x, 0)
         return self._channel.early(layer.unit, matrix, loan)
@@ -123,6 +123,9 @@ class CompactGradients:
         for layer in self.layers:
             if self.takes(layer) and layer.unit not in self._left:
                 self._send(layer)
+        if self.choices is not None:
+            self.choices.end_exchange()
+        for layer in self.layers:
             layer.reset()
         self._left.clear()
         self._awaits_results = True

@@ -126,7 +126,7 @@ class CompactLayer:
         """Take all that was captured, and start again; None if the layer was not used."""
         pending, self.pending = self.pending, []
         self.once = self.calls == 1 and len(pending) == 1
-        self.rows = self.calls = 0
+        self.calls = 0
         if not pending:
             return None
         whole = stacked(pending)
