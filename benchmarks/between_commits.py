@@ -3,9 +3,11 @@
 python benchmarks/between_commits.py --before main~20 --after main --json between.json \
     --case cpu:gpt:push_pull --case "bench:fc --batch 16 --compare poseidon --rate 200mbit"
 
-A case is ``cpu:WORKLOAD:STRATEGY`` (CPU seconds a step of rank 0, of two workers on loopback) or
-``bench:`` and the arguments of ``slipstream bench`` for one system (seconds a step). The result is
-the ratio after / before: the geometric mean over the pairs of runs, with its 95% interval.
+A case is ``cpu:WORKLOAD:STRATEGY`` (CPU seconds a step of rank 0, of two workers on loopback),
+``memory:WORKLOAD:STRATEGY`` (the resident memory of the largest of these processes), or ``bench:``
+and the arguments of ``slipstream bench`` for one system (seconds a step). The result is the ratio
+after / before: the geometric mean over the pairs of runs, with its 95% interval. Each commit runs
+its own ``step_cpu.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import subprocess
@@ -40,18 +43,24 @@ def checked_out(revision: str, folder: Path) -> Path:
 
 
 def measured(tree: Path, case: str, file: Path) -> float:
-    """One run of a case; the seconds of a step."""
+    """One run of a case: the seconds of a step, or bytes."""
     program = str(tree / ".venv" / "bin" / "slipstream")
     kind, _, rest = case.partition(":")
-    if kind == "cpu":
-        load, _, strategy = rest.partition(":")
-        command = [program, "run", "--workers", "2", "--strategy", strategy]
-        command += [str(HERE / "step_cpu.py"), load, "--json", str(file)]
-    else:
+    if kind == "bench":
         command = [program, "bench", *shlex.split(rest), "--repetitions", "1"]
         command += ["--json", str(file)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=tree)
+    else:
+        load, _, strategy = rest.partition(":")
+        command = [program, "run", "--workers", "2", "--strategy", strategy]
+        command += [str(tree / "benchmarks" / "step_cpu.py"), load, "--json", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tree)
+    _, status, used = os.wait4(process.pid, 0)  # with the largest of its children
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     told: dict[str, Any] = json.loads(file.read_text())
+    if kind == "memory":
+        return 1024.0 * used.ru_maxrss
     if kind == "cpu":
         return float(told["cpu_s"])
     (result,) = told["results"]
@@ -97,12 +106,12 @@ def main() -> None:
 
 def alternated(case: str, before: Path, after: Path, times: int, folder: Path) -> dict[str, Any]:
     """Both commits in turns; which one comes first alternates."""
-    seconds: dict[Path, list[float]] = {before: [], after: []}
+    found: dict[Path, list[float]] = {before: [], after: []}
     for number in range(times):
         for tree in (before, after) if number % 2 else (after, before):
-            seconds[tree].append(measured(tree, case, folder / "result.json"))
-    ratios = [new / old for old, new in zip(seconds[before], seconds[after], strict=True)]
-    return {**interval(ratios), "before_s": seconds[before], "after_s": seconds[after]}
+            found[tree].append(measured(tree, case, folder / "result.json"))
+    ratios = [new / old for old, new in zip(found[before], found[after], strict=True)]
+    return {**interval(ratios), "before": found[before], "after": found[after]}
 
 
 if __name__ == "__main__":
