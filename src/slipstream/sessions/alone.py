@@ -19,13 +19,15 @@ from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.protocol import Pair, Training
 from slipstream.strategy import Strategy
-from slipstream.torch.checkpoints.kept_state import OwnState
+from slipstream.torch.checkpoints.kept_state import StateAtWorker
+from slipstream.torch.checkpoints.training_state import OwnState
 from slipstream.torch.distribute.loading import load_alone
 from slipstream.torch.distribute.preparing import as_trained, prepare_pairs
 from slipstream.torch.distribute.sampler import in_turn
-from slipstream.torch.distribute.saving import save_alone
+from slipstream.torch.distribute.saving import write_state
 from slipstream.torch.tensors.averages import Averages
 from slipstream.torch.tensors.finite_gradients import FiniteGradients, before_use
+from slipstream.torch.tensors.random_state import random_state
 from slipstream.types import Cluster
 
 logger = logging.getLogger(__name__)
@@ -100,8 +102,8 @@ class AloneTraining(Training):
         return [steps.averages.weights for steps in self._steps]
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        facts = {**facts, "steps": [steps.made for steps in self._steps]}
-        save_alone(path, self.pairs, [steps.state for steps in self._steps], facts)
+        states, made = [each.state for each in self._steps], [each.made for each in self._steps]
+        write_state(path, self.pairs, states, made, facts, {0: OwnState(random_state())})
 
     def load(self, path: Path, *, takes_nonfinite: bool) -> None:
         states = [steps.state for steps in self._steps]
@@ -133,7 +135,7 @@ class AloneSteps:
         model, optimizer = pair
         self.made = 0
         self.averages = Averages(model, strategy.rounds.update.average, names)
-        self.state = OwnState(model, optimizer, self.averages)
+        self.state = StateAtWorker(model, optimizer, self.averages)
         self._handles = watch_gradients(pair, names, env, lambda: self.made)
         if (norm := strategy.rounds.update.clip_norm) is not None:
             self._handles.append(optimizer.register_step_pre_hook(clip_to(norm)))

@@ -380,7 +380,7 @@ class NetworkedTraining(Training):
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         if not self.rejoined:
             steps = [clock.committed for clock in self._clocks]
-            self._weights.save(path, {**facts, "steps": steps})
+            self._weights.save(path, steps, facts)
 
     def load(self, path: Path, *, takes_nonfinite: bool) -> None:
         """A restarted worker already has the other workers' weights, which are newer."""
@@ -391,7 +391,7 @@ class NetworkedTraining(Training):
         self._weights.settle()
         occasion = self._calls.name("load")
         with self._calls.watched("job.load"):
-            steps, facts = load_job(
+            saved = load_job(
                 path,
                 occasion,
                 self.pairs,
@@ -399,10 +399,10 @@ class NetworkedTraining(Training):
                 self.membership,
                 takes_nonfinite=takes_nonfinite,
             )
-        for clock, replica, step in zip(self._clocks, self.replicas, steps, strict=True):
-            clock.resumed_at = step
-            replica.synchronizer.resume(step)
-        self._weights.loaded(path, facts, takes_nonfinite=takes_nonfinite)
+        for clock, replica, shared in zip(self._clocks, self.replicas, saved.shared, strict=True):
+            clock.resumed_at = shared.step
+            replica.synchronizer.resume(shared.step)
+        self._weights.loaded(path, saved.facts, takes_nonfinite=takes_nonfinite)
         self._begin_checks()
 
     # ---- metrics

@@ -21,9 +21,10 @@ from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.sessions.collective_calls import CollectiveCalls
 from slipstream.sessions.protocol import Pair
+from slipstream.torch.checkpoints.training_state import OwnState
 from slipstream.torch.distribute.replica import Replica
 from slipstream.torch.distribute.sampler import in_turn
-from slipstream.torch.distribute.saving import save_job, save_servers, take_weights
+from slipstream.torch.distribute.saving import save_job, take_weights, write_state
 from slipstream.torch.distribute.worker_part import (
     applier_of,
     part_path,
@@ -36,6 +37,7 @@ from slipstream.torch.modes.partial_updates import PartialUpdates
 from slipstream.torch.tensors.copying import copy_state
 from slipstream.torch.tensors.fingerprint import fingerprints
 from slipstream.torch.tensors.pairs import distinct_models
+from slipstream.torch.tensors.random_state import random_state
 from slipstream.torch.tensors.script_lines import level_of_the_script
 from slipstream.types import rank_of
 
@@ -66,7 +68,7 @@ class Parts:
         services = [replica.service for replica in self.replicas]
         return merge_pairs([service.accounts() for service in services if service is not None])
 
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
+    def save(self, path: Path, steps: Sequence[int], facts: dict[str, Any]) -> None:
         """Write a checkpoint on rank 0; every rank must call it."""
         with self.calls.watched("job.save"):
             save_job(
@@ -75,6 +77,7 @@ class Parts:
                 self.pairs,
                 self.replicas,
                 self.membership,
+                steps=steps,
                 facts=facts,
             )
 
@@ -101,10 +104,14 @@ class Weights:
         """Before a checkpoint replaces all weights: nothing may be under way."""
         self.flush()
 
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """Write a checkpoint; every rank must call it."""
+    def save(self, path: Path, steps: Sequence[int], facts: dict[str, Any]) -> None:
+        """Write a checkpoint; every rank must call it.
+
+        Args:
+            steps: By pair.
+        """
         self.flush()
-        self._parts.save(path, facts)
+        self._parts.save(path, steps, facts)
 
     def loaded(self, path: Path, facts: Mapping[str, Any], *, takes_nonfinite: bool) -> None:
         """A checkpoint with these facts was loaded, and the step is set; every rank calls it."""
@@ -171,7 +178,7 @@ class LocalWeights(Weights):
     def settle(self) -> None:
         self._parts.wait()
 
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
+    def save(self, path: Path, steps: Sequence[int], facts: dict[str, Any]) -> None:
         """The outer weights, and each worker's own in a part beside them.
 
         Training goes on as if nothing was saved. Parts are written first: who finds the checkpoint
@@ -180,7 +187,7 @@ class LocalWeights(Weights):
         token = self._gather("job.save", secrets.token_hex(8), "job.save")[0]
         facts, problem = {**facts, "parts": token}, ""
         try:
-            write_part(self._part(path), self._parts.pairs, self._parts.replicas, facts)
+            write_part(self._part(path), self._parts.pairs, self._parts.replicas, steps, facts)
         except CheckpointError as error:
             problem = str(error)
         self._warn_of(
@@ -188,7 +195,7 @@ class LocalWeights(Weights):
             path,
             "cannot be written",
         )
-        self._parts.save(path, facts)
+        self._parts.save(path, steps, facts)
 
     def loaded(self, path: Path, facts: Mapping[str, Any], *, takes_nonfinite: bool) -> None:
         """Each worker takes its own part, if all have theirs."""
@@ -245,15 +252,17 @@ class WeightsAtServers(Weights):
             self.lease = service.lease
         self._resumed_at = resumed_at
 
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
+    def save(self, path: Path, steps: Sequence[int], facts: dict[str, Any]) -> None:
         """The servers have all of the state: calls on other ranks do nothing."""
         if self._parts.rank != 0:
             return
         self.flush()
         replicas = self._parts.replicas
-        if replicas[0].plan.consistency.agreed:  # servers write the round of their state
-            facts = {**facts, "steps": self._resumed_at()}
-        save_servers(path, self._parts.pairs, replicas, facts)
+        if replicas[0].plan.consistency.agreed:  # servers tell the round of their state
+            steps = self._resumed_at()
+        states = [replica.state for replica in replicas]
+        own: dict[int | str, OwnState] = {0: OwnState(random_state())}
+        write_state(path, self._parts.pairs, states, steps, facts, own)
 
     def finish(self) -> None:
         """Workers end at different times; all get the last weights."""

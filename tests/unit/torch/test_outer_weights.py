@@ -121,7 +121,7 @@ def test_outer_optimizer_goes_on_from_a_checkpoint(optimizer: OuterOptimizer) ->
     model = Turned()
     outer = trained(optimizer, model, 2)
     saved = outer_tensors(outer.states_by_name())
-    check_outer_states(saved, model)
+    check_outer_states(outer_states(saved), model)
     for name, theta in outer.copies().items():
         dict(model.named_parameters())[name].data.copy_(theta)
     again = OuterWeights(Inventory.of(model), optimizer)
@@ -201,4 +201,4 @@ def test_outer_state_that_does_not_fit_is_refused(
     name: str, tensor: torch.Tensor, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        check_outer_states({name: tensor}, Turned())
+        check_outer_states(outer_states({name: tensor}), Turned())

@@ -17,13 +17,22 @@ from torch import nn
 from slipstream.runtime.files.checkpoint_format import (
     OptimizerState,
     check_names,
-    optimizer_in,
     pairs_in,
     sections_in,
 )
-from slipstream.torch.checkpoints.checkpoint import check_layout, check_model
+from slipstream.torch.checkpoints.checkpoint import Checkpoint, check_layout, check_model
 from slipstream.torch.checkpoints.saved_outer_state import SHORT, check_outer_states
 from slipstream.torch.checkpoints.state_fitting import MEANS, check_state, is_number
+from slipstream.torch.checkpoints.training_state import (
+    HOLDERS,
+    MODEL,
+    RESIDUAL,
+    LocalState,
+    OwnState,
+    SharedState,
+    TrainingState,
+    named_under,
+)
 from slipstream.torch.optimizers.loop_optimizer import kind_of
 from slipstream.torch.tensors.inventory import whole_state
 from slipstream.torch.tensors.pairs import Pair, first_with
@@ -32,65 +41,112 @@ from slipstream.torch.tensors.staging import as_real
 
 Optimizer = torch.optim.Optimizer
 Tensors = Mapping[str, torch.Tensor]
-AVERAGED, PRECISE, RESIDUAL = "averaged/", "precise/", "residual/"
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
-def check_pairs(tensors: Tensors, facts: Mapping[str, Any], pairs: Sequence[Pair]) -> None:
-    """Check that all of a checkpoint can be loaded into the pairs of this job.
+def state_for(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> TrainingState:
+    """Check that all of a checkpoint can be loaded into the pairs of this job, and return it.
 
     Raises:
         ValueError: Something does not match; it names the pair if there are several.
     """
-    there, here = pairs_in(facts), len(pairs)
+    there, here = pairs_in(checkpoint.facts), len(pairs)
     if there != here:
         raise ValueError(f"it holds {counted(there)}, and this job trains {counted(here)}")
-    for number, (about, own) in enumerate(sections_in(facts, tensors)):
-        holds_model = first_with(pairs, number) == number
+    for number, (_, tensors) in enumerate(sections_in(checkpoint.facts, checkpoint.tensors)):
         try:
-            check_all(own, about, *pairs[number], holds_model=holds_model)
+            check_names(tensors)
+            check_held_model(tensors, pairs, number)
         except ValueError as error:
             raise ValueError(f"pair {number}: {error}" if here > 1 else str(error)) from error
+    state = state_in(checkpoint)
+    for number, (pair, shared) in enumerate(zip(pairs, state.shared, strict=True)):
+        try:
+            check_shared(shared, *pair)
+            for own in state.own.values():
+                check_own(own, number, pair.model)
+        except ValueError as error:
+            raise ValueError(f"pair {number}: {error}" if here > 1 else str(error)) from error
+    return state
+
+
+def state_in(checkpoint: Checkpoint) -> TrainingState:
+    """Read a checkpoint; raises ValueError if parts of it have no meaning."""
+    shared: list[SharedState] = []
+    residuals: list[dict[str, dict[str, torch.Tensor]]] = []
+    local: list[LocalState] = []
+    packed = checkpoint.facts.get("local", [])
+    for number, (facts, tensors) in enumerate(sections_in(checkpoint.facts, checkpoint.tensors)):
+        shared.append(SharedState.of(facts, tensors))
+        residuals.append(residuals_in(tensors))
+        local += [LocalState.of(each, tensors) for each in packed[number : number + 1]]
+    random = {str(rank): state for rank, state in enumerate(checkpoint.facts["random"]) if state}
+    members = {*random, *(member for each in residuals for member in each)}
+    own: dict[int | str, OwnState] = {
+        member if member == HOLDERS else int(member): OwnState(
+            random.get(member, {}), [each.get(member, {}) for each in residuals]
+        )
+        for member in members
+    }
+    facts = {k: v for k, v in checkpoint.facts.items() if k not in ("optimizer", "random", "local")}
+    return TrainingState(facts, shared, own, local)
+
+
+def residuals_in(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """By member and tensor's name; raises ValueError for a name of neither."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for full, residual in named_under(RESIDUAL, tensors).items():
+        member, _, name = full.partition("/")
+        if not re.fullmatch(rf"{HOLDERS}|[0-9]{{1,9}}", member):
+            raise ValueError(f"it holds {RESIDUAL + full!r}, which belongs to no rank or tensor")
+        found.setdefault(member, {})[name] = residual
+    return found
 
 
 def counted(pairs: int) -> str:
     return f"{pairs} pairs of model and optimizer" if pairs > 1 else "one model and optimizer"
 
 
-def check_all(
-    tensors: Tensors,
-    facts: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    holds_model: bool = True,
-) -> None:
-    """Check that all of a pair's section can be loaded into it.
+def check_held_model(tensors: Tensors, pairs: Sequence[Pair], number: int) -> None:
+    """Check a section's model, which it has unless an earlier pair has the same one.
 
-    Args:
-        holds_model: The section has the model's tensors; else an earlier pair's section has them.
+    Raises:
+        ValueError: It has not, or another model.
+    """
+    if first_with(pairs, number) == number:
+        check_model(pairs[number].model, tensors)
+    elif any(name.startswith(MODEL) for name in tensors):
+        raise ValueError("it holds the model of an earlier pair once more")
+
+
+def check_shared(shared: SharedState, model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that a pair's state can be loaded into it.
 
     Raises:
         ValueError: Something does not match.
     """
-    check_names(tensors)
-    if holds_model:
-        check_model(model, tensors)
-    elif any(name.startswith("model/") for name in tensors):
-        raise ValueError("it holds the model of an earlier pair once more")
-    saved = optimizer_in(facts, tensors)
-    check_kind(saved, optimizer)
+    check_kind(shared.optimizer, optimizer)
     for number, (group, settings) in enumerate(
-        zip(optimizer.param_groups, saved.groups, strict=True)
+        zip(optimizer.param_groups, shared.optimizer.groups, strict=True)
     ):
         for key, value in settings.items():
             check_setting(f"{key!r} of parameter group {number}", key, value, group)
-    check_state(saved, model, optimizer)
-    check_like_parameters(tensors, model)
-    check_outer_states(tensors, model)
-    check_residuals(tensors, model)
-    for state in filter(None, facts["random"]):
-        Generators.of(state)
+    check_state(shared.optimizer, model, optimizer)
+    check_like_parameters("average", shared.averages, model)
+    check_like_parameters("outer weight", shared.precise, model, in_float32=True)
+    check_outer_states(shared.outer, model)
+
+
+def check_own(own: OwnState, pair: int, model: nn.Module) -> None:
+    """Check a member's generators, and its residuals of one pair.
+
+    Raises:
+        ValueError: Something does not match.
+    """
+    for residuals in own.residuals[pair : pair + 1]:
+        check_residuals(residuals, model)
+    if own.random:
+        Generators.of(own.random)
 
 
 def check_kind(saved: OptimizerState, optimizer: Optimizer) -> None:
@@ -153,39 +209,33 @@ def numbers_in(value: Any) -> Iterator[float]:
 # ---- other tensors
 
 
-def named_under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors in a checkpoint under a prefix, by parameter's name."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
+def check_like_parameters(
+    what: str, tensors: Tensors, model: nn.Module, *, in_float32: bool = False
+) -> None:
+    """Averaged and outer weights have the shapes of the parameters.
 
-
-def check_like_parameters(tensors: Tensors, model: nn.Module) -> None:
-    """Averaged and outer weights have the shapes of the parameters."""
+    Args:
+        what: One of them, in errors.
+        in_float32: Those of parameters in 16 bits may have 32.
+    """
     parameters = dict(model.named_parameters())
-    for prefix, what in ((AVERAGED, "average"), (PRECISE, "outer weight")):
-        for name, tensor in named_under(prefix, tensors).items():
-            if name not in parameters:
-                raise ValueError(f"it has an {what} of {name!r}, which the model has not")
-            own = parameters[name]
-            longer = prefix != AVERAGED and own.dtype in SHORT and tensor.dtype == torch.float32
-            dtype = torch.float32 if longer else own.dtype
-            check_layout(f"the {what} of {name!r}", tensor, own.shape, dtype)
+    for name, tensor in tensors.items():
+        if name not in parameters:
+            raise ValueError(f"it has an {what} of {name!r}, which the model has not")
+        own = parameters[name]
+        longer = in_float32 and own.dtype in SHORT and tensor.dtype == torch.float32
+        dtype = torch.float32 if longer else own.dtype
+        check_layout(f"the {what} of {name!r}", tensor, own.shape, dtype)
 
 
-def check_residuals(tensors: Tensors, model: nn.Module) -> None:
-    """Residuals, by rank or of the servers, must have as many values as their tensor."""
+def check_residuals(residuals: Tensors, model: nn.Module) -> None:
+    """Residuals must have as many values as their tensor."""
     sizes = {name: as_real(tensor).numel() for name, tensor in whole_state(model)}
-    for full, residual in tensors.items():
-        if not full.startswith(RESIDUAL):
-            continue
-        whose, _, name = full.removeprefix(RESIDUAL).partition("/")
-        if not re.fullmatch(r"servers|[0-9]{1,9}", whose) or name not in sizes:
-            raise ValueError(f"it holds {full!r}, which belongs to no rank or tensor")
+    for name, residual in residuals.items():
+        if name not in sizes:
+            raise ValueError(f"it holds a residual of {name!r}, which the model has not")
         if residual.dtype != torch.float32 or residual.shape != (sizes[name],):
             raise ValueError(
-                f"{full!r} is {tuple(residual.shape)} {residual.dtype}, not "
+                f"the residual of {name!r} is {tuple(residual.shape)} {residual.dtype}, not "
                 f"({sizes[name]},) torch.float32"
             )

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from slipstream.runtime.files.checkpoint_format import OptimizerState
+from slipstream.torch.checkpoints.training_state import SharedState, optimizer_state
 from slipstream.torch.tensors.averages import Averages
 from slipstream.torch.tensors.inventory import placed
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Held:
-    """The fetched state, by tensor name.
-
-    Attributes:
-        weights: Where servers hold them.
-        outer: The outer optimizer's state, by entry's name, where there is one.
-        precise: Outer weights in float32, of parameters that have fewer bits.
-        state: The optimizer's, by entry's name.
-        round: The round after which all of this was so, where servers agree on rounds.
-    """
-
-    weights: Tensors = field(default_factory=dict)
-    averages: Tensors = field(default_factory=dict)
-    outer: dict[str, Tensors] = field(default_factory=dict)
-    precise: Tensors = field(default_factory=dict)
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    round: int = 0
 
 
 class KeptState(Protocol):
     """The optimizer's state and averaged weights of one pair, wherever they are."""
 
-    def fetch(self) -> Held:
-        """All of the state."""
+    def fetch(self) -> SharedState:
+        """Return all of the state; of weights, those that are elsewhere than in the model."""
         ...
 
-    def restore(self, saved: OptimizerState, held: Held) -> None:
-        """Take over what a checkpoint has, once its weights are in the model; every rank calls it.
+    def restore(self, saved: SharedState) -> None:
+        """Take over a checkpoint's state, once its weights are in the model; every rank calls it.
 
-        Args:
-            held: Its averages and precise outer weights, of which others begin with the weights;
-                its outer optimizer's state, without which others begin anew.
+        Averages and outer weights that it has not begin with the weights; an outer optimizer whose
+        state it has not begins anew.
         """
         ...
 
 
-class OwnState:
+class StateAtWorker:
     """State of an optimizer that runs in this process; implements ``KeptState``."""
 
     def __init__(
@@ -60,18 +36,19 @@ class OwnState:
     ) -> None:
         self._model, self._optimizer, self._averages = model, optimizer, averages
 
-    def fetch(self) -> Held:
+    def fetch(self) -> SharedState:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         state = {names[id(p)]: dict(entries) for p, entries in self._optimizer.state.items()}
-        return Held(averages=self._averages.weights, state=state)
+        optimizer = optimizer_state(self._optimizer, state)
+        return SharedState(optimizer, averages=self._averages.weights)
 
-    def restore(self, saved: OptimizerState, held: Held) -> None:
+    def restore(self, saved: SharedState) -> None:
         by_name = dict(self._model.named_parameters())
         self._optimizer.state.clear()
-        for name, entries in saved.state.items():
+        for name, entries in saved.optimizer.state.items():
             parameter = by_name[name]
             self._optimizer.state[parameter] = {
                 key: placed(value, parameter) for key, value in entries.items()
             }
         self._averages.begin()
-        self._averages.load(held.averages)
+        self._averages.load(saved.averages)

@@ -4,18 +4,18 @@ optimizers in checkpoints."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.outer_optimizers import OuterOptimizer, State
-from slipstream.runtime.files.checkpoint_format import OptimizerState
-from slipstream.torch.checkpoints.kept_state import Held, OwnState, Tensors
+from slipstream.torch.checkpoints.kept_state import StateAtWorker
 from slipstream.torch.checkpoints.server_state import ServerState
+from slipstream.torch.checkpoints.training_state import SharedState, Tensors
 from slipstream.torch.tensors.inventory import Inventory
 from slipstream.torch.tensors.staging import as_real
 
@@ -153,7 +153,7 @@ class OuterState:
 
     def __init__(
         self,
-        own: OwnState,
+        own: StateAtWorker,
         outer: OuterWeights,
         buffers: Callable[[], Tensors],
         servers: ServerState | None,
@@ -161,25 +161,30 @@ class OuterState:
         self.own = own
         self._outer, self._buffers, self.servers = outer, buffers, servers
 
-    def fetch(self) -> Held:
-        held = self.own.fetch()
+    def fetch(self) -> SharedState:
+        found = self.own.fetch()
         if self.servers is None:
-            held.weights = self._outer.copies() | self._buffers()
-            held.outer, held.precise = self._outer.states_by_name(), self._outer.precise()
-            return held
+            found.model = self._outer.copies() | self._buffers()
+            found.outer, found.precise = self._outer.states_by_name(), self._outer.precise()
+            return found
         at_servers = self.servers.fetch()
-        held.weights, held.round = at_servers.weights, at_servers.round
-        held.outer = at_servers.state
-        return held
+        found.model, found.step = at_servers.model, at_servers.step
+        found.outer = at_servers.optimizer.state
+        return found
 
-    def restore(self, saved: OptimizerState, held: Held) -> None:
-        self.own.restore(saved, held)
+    def restore(self, saved: SharedState) -> None:
+        self.own.restore(saved)
         if self.servers is None:
-            self._outer.begin(held.outer, held.precise)
+            self._outer.begin(saved.outer, saved.precise)
             return
         self._outer.begin({})
-        state = {n: each for n, each in held.outer.items() if self._outer.like(n, each) is not None}
-        self.servers.restore(OptimizerState("outer", state, []), Held())
+        kept = {
+            name: entries
+            for name, entries in saved.outer.items()
+            if self._outer.like(name, entries) is not None
+        }
+        outer = msgspec.structs.replace(saved.optimizer, state=kept)
+        self.servers.restore(SharedState(outer))
 
 
 def as_array(tensor: Tensor) -> Any:
@@ -199,26 +204,3 @@ def placed_like(value: Tensor, own: Any) -> Any:
     if isinstance(own, float):
         return float(value)
     return as_array(as_real(value).to(torch.as_tensor(own), copy=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What a worker has of its own between outer rounds, besides weights and optimizer state.
-
-    Attributes:
-        inner: The ``LocalSteps`` by which it trains.
-        alike: Whether all workers have the outer weights.
-        under_way: Fragments, in the order in which they were sent.
-        results: By tensor's name, of these fragments.
-        counted: The tensors of which this worker's outer gradient counted.
-        kept: By tensor's name: see ``Arrived``.
-        residuals: By tensor's name, where servers apply; else the checkpoint itself has them.
-    """
-
-    inner: str
-    alike: bool
-    under_way: list[int]
-    results: dict[str, Tensor]
-    counted: list[str]
-    kept: dict[str, Tensor]
-    residuals: dict[str, Tensor]

@@ -21,11 +21,11 @@ from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.member import HUB
+from slipstream.torch.checkpoints.training_state import HOLDERS, Tensors
 from slipstream.transports.wire import Fetch, Message, State, checksum
 from slipstream.types import Chunk
 
 RESIDUAL, PUBLISHED = "residual", "published"  # entries of a state: a worker's own, or as a holder
-HEAD = "residual/"
 
 
 class Residuals:
@@ -53,8 +53,8 @@ class Residuals:
 
     # ---- saving
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        """Every rank calls it; rank 0 gets all residuals, named by owner and tensor."""
+    def gather(self) -> dict[int | str, Tensors]:
+        """Every rank calls it; rank 0 gets all residuals, by worker or ``HOLDERS``."""
         if not self._member.is_hub:
             for chunk in self._owed:
                 self._send(HUB, chunk, RESIDUAL, self._exchange.memories(chunk))
@@ -70,15 +70,14 @@ class Residuals:
             limit_s=self._limit_s,
             missing=lambda: sorted({name for name, *_ in self._awaited()}),
         )
-        found: dict[str, torch.Tensor] = {}
+        found: dict[int | str, Tensors] = {}
         for chunk in self._owed:
-            self._collect(found, f"{HEAD}0/", chunk, self._exchange.memories(chunk))
+            self._collect(found, 0, chunk, self._exchange.memories(chunk))
         for chunk in self._held:
-            self._collect(found, f"{HEAD}servers/", chunk, self._exchange.held_memories(chunk))
+            self._collect(found, HOLDERS, chunk, self._exchange.held_memories(chunk))
         for (name, index, entry), message in self._answers.items():
             worker = self._plan.cluster.worker(name)
-            own = worker >= 0 and entry == RESIDUAL
-            whose = f"{HEAD}{worker}/" if own else f"{HEAD}servers/"
+            whose = worker if worker >= 0 and entry == RESIDUAL else HOLDERS
             parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
             self._collect(found, whose, self._plan.chunks[index], parts)
         self._answers.clear()
@@ -97,51 +96,52 @@ class Residuals:
         return wanted - self._answers.keys()
 
     def _collect(
-        self, found: dict[str, torch.Tensor], whose: str, chunk: Chunk, parts: object
+        self, found: dict[int | str, Tensors], whose: int | str, chunk: Chunk, parts: object
     ) -> None:
+        tensors = found.setdefault(whose, {})
         for segment, part in zip(chunk.segments, parts, strict=True):  # type: ignore[call-overload]
             spec = self._plan.specs[segment.tensor]
-            whole = found.setdefault(whose + spec.name, torch.zeros(spec.numel))
+            whole = tensors.setdefault(spec.name, torch.zeros(spec.numel))
             whole[segment.start : segment.stop] = torch.as_tensor(part)
 
     # ---- loading
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: Mapping[int | str, Tensors]) -> None:
         """Every rank has all residuals, and takes its share; rank 0 sends the servers theirs."""
-        named = {n.removeprefix(HEAD): t for n, t in tensors.items() if n.startswith(HEAD)}
-        if named and not self.kept and self._member.is_hub:
+        if any(saved.values()) and not self.kept and self._member.is_hub:
             warnings.warn(
                 "the checkpoint holds residuals of a strategy that sends less than all of a "
                 "gradient; this one keeps none, so they are left out",
                 stacklevel=2,
             )
-        # By rank, without ranks that were lost.
-        saved_ranks = sorted({n.partition("/")[0] for n in named} - {"servers"}, key=int)
-        before, now = len(saved_ranks), self._plan.cluster.workers
-        mine = saved_ranks[self._plan.cluster.worker(self._member.name) :: now]
+        # Without workers that were lost.
+        workers = sorted(each for each in saved if isinstance(each, int) and saved[each])
+        before, now = len(workers), self._plan.cluster.workers
+        mine = workers[self._plan.cluster.worker(self._member.name) :: now]
         for chunk in self._owed:
             for segment, memory in zip(chunk.segments, self._exchange.memories(chunk), strict=True):
                 name = self._plan.specs[segment.tensor].name
                 memory[:] = 0
                 for old in mine:
-                    if (owed := named.get(f"{old}/{name}")) is not None:
+                    if (owed := saved[old].get(name)) is not None:
                         part = owed.reshape(-1)[segment.start : segment.stop]
                         memory += (part * (now / before)).numpy()
         for chunk in self._held:
-            parts = self._of_holder(chunk, named)
+            parts = self._of_holder(chunk, saved.get(HOLDERS, {}))
             for memory, part in zip(self._exchange.held_memories(chunk), parts, strict=True):
                 memory[:] = part
         if self._member.is_hub:
             for chunk in self._published:
                 if self._plan.cluster.worker(self._holder(chunk)) < 0:
-                    self._send(self._holder(chunk), chunk, RESIDUAL, self._of_holder(chunk, named))
+                    parts = self._of_holder(chunk, saved.get(HOLDERS, {}))
+                    self._send(self._holder(chunk), chunk, RESIDUAL, parts)
 
-    def _of_holder(self, chunk: Chunk, named: Mapping[str, torch.Tensor]) -> list[Any]:
+    def _of_holder(self, chunk: Chunk, saved: Tensors) -> list[Any]:
         """By segment: what the chunk's holder had not sent of its results."""
         parts = []
         for segment in chunk.segments:
             spec = self._plan.specs[segment.tensor]
-            owed = named.get(f"servers/{spec.name}", torch.zeros(spec.numel)).reshape(-1)
+            owed = saved.get(spec.name, torch.zeros(spec.numel)).reshape(-1)
             parts.append(owed[segment.start : segment.stop].numpy())
         return parts
 

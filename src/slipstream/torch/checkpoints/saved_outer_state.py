@@ -44,14 +44,14 @@ def outer_states(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entries]:
     return found
 
 
-def check_outer_states(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+def check_outer_states(states: Mapping[str, Entries], model: nn.Module) -> None:
     """An outer optimizer's state has the shapes of the parameters, or is a number of updates.
 
     Raises:
         ValueError: It has not, or the model has no such parameter.
     """
     parameters = dict(model.named_parameters())
-    for name, entries in outer_states(tensors).items():
+    for name, entries in states.items():
         if name not in parameters:
             raise ValueError(
                 f"it has an outer optimizer's state of {name!r}, which the model has not"

@@ -10,12 +10,11 @@ import torch
 
 from slipstream.errors import FrameRefused, RuntimeFault
 from slipstream.plan import Plan
-from slipstream.runtime.files.checkpoint_format import OptimizerState
 from slipstream.runtime.files.state_entries import AVERAGE, WEIGHTS, is_scalar
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
-from slipstream.torch.checkpoints.kept_state import Held
+from slipstream.torch.checkpoints.training_state import SharedState, optimizer_state
 from slipstream.torch.optimizers.shard_optimizer import bytes_of, tensor_of
 from slipstream.torch.tensors.fingerprint import digest_of
 from slipstream.torch.tensors.inventory import Inventory, dtype_text
@@ -28,6 +27,7 @@ class ServerState:
     """Works chunk by chunk, which callers need not know; implements ``KeptState``.
 
     Args:
+        optimizer: The optimizer that the loop uses; of it, checkpoints have type and settings.
         service: Sends requests to servers.
 
     Attributes:
@@ -38,11 +38,12 @@ class ServerState:
         self,
         plan: Plan,
         inventory: Inventory,
+        optimizer: torch.optim.Optimizer,
         member: Endpoint,
         service: ShardService,
         limit_s: float,
     ) -> None:
-        self._plan, self._service = plan, service
+        self._plan, self._optimizer, self._service = plan, optimizer, service
         self._tensors, self._parameters = inventory.tensors, inventory.parameters
         self._member = member
         self._limit_s = limit_s
@@ -104,7 +105,7 @@ class ServerState:
             self._send_state(as_tensors(state))
             self._service.accounts()
 
-    def fetch(self) -> Held:
+    def fetch(self) -> SharedState:
         """The servers' whole state of every tensor, put together."""
         self._answers.clear()
         if self._plan.consistency.agreed:
@@ -121,7 +122,10 @@ class ServerState:
                 {self._server(c) for c in self._plan.chunks if c.index not in self._answers}
             ),
         )
-        held = Held(round=max((m.body.round for m in self._answers.values()), default=0))
+        rounds = max((message.body.round for message in self._answers.values()), default=0)
+        weights: dict[str, torch.Tensor] = {}
+        averages: dict[str, torch.Tensor] = {}
+        state: dict[str, dict[str, Any]] = {}
         pieces: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
         for index, message in self._answers.items():
             for (s, name, dtype), frame in zip(message.body.entries, message.frames, strict=True):
@@ -133,12 +137,17 @@ class ServerState:
                 continue  # the first update has reached some servers only
             value = self._join(tensor, name, parts)
             spec = self._plan.specs[tensor]
-            apart = {WEIGHTS: held.weights, AVERAGE: held.averages}
+            apart = {WEIGHTS: weights, AVERAGE: averages}
             if name in apart:
                 apart[name][spec.name] = value
             else:
-                held.state.setdefault(spec.name, {})[name] = value
-        return held
+                state.setdefault(spec.name, {})[name] = value
+        return SharedState(
+            optimizer_state(self._optimizer, state),
+            model=weights,
+            averages=averages,
+            step=self._plan.steps_a_round * rounds,
+        )
 
     def _is_whole(self, tensor: int, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> bool:
         """Whether all servers of a tensor have sent this entry; each has it after an update."""
@@ -152,12 +161,12 @@ class ServerState:
         joined = joined.reshape(self._plan.specs[tensor].shape)
         return torch.view_as_complex(joined) if self._tensors[tensor].is_complex() else joined
 
-    def restore(self, saved: OptimizerState, held: Held) -> None:
+    def restore(self, saved: SharedState) -> None:
         """Rank 0 hands everything back to whichever servers hold it now."""
         if not self._member.is_hub:
             return
-        state = as_tensors(saved.state)
-        for name, average in held.averages.items():
+        state = as_tensors(saved.optimizer.state)
+        for name, average in saved.averages.items():
             state.setdefault(name, {})[AVERAGE] = average
         self._send_weights()
         self._send_state(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,20 @@ import torch
 
 from slipstream.errors import CheckpointError, DamagedCheckpoint
 from slipstream.runtime.exchange.state_chain import StateChain
-from slipstream.runtime.files.checkpoint_format import (
-    OptimizerState,
-    is_model,
-    misfit,
-    optimizer_in,
-    section_name,
-    sections_in,
-)
+from slipstream.runtime.files.checkpoint_format import is_model, misfit, section_name
 from slipstream.runtime.members.joining import Membership
 from slipstream.runtime.shared_memory.checkpoints import refuse_nonfinite
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, load_model, pieces_of
-from slipstream.torch.checkpoints.fitting import AVERAGED, PRECISE, check_pairs, named_under
-from slipstream.torch.checkpoints.kept_state import Held, KeptState
-from slipstream.torch.checkpoints.saved_outer_state import OUTER, outer_states
+from slipstream.torch.checkpoints.fitting import state_for, state_in
+from slipstream.torch.checkpoints.kept_state import KeptState
+from slipstream.torch.checkpoints.saved_outer_state import OUTER
+from slipstream.torch.checkpoints.training_state import (
+    AVERAGED,
+    MODEL,
+    PRECISE,
+    SharedState,
+    TrainingState,
+)
 from slipstream.torch.distribute.replica import Replica
 from slipstream.torch.distribute.saving import share_outcome
 from slipstream.torch.tensors.copying import copy_state
@@ -33,34 +32,7 @@ from slipstream.torch.tensors.pairs import Pair, distinct_models, first_with
 from slipstream.torch.tensors.random_state import Generators
 from slipstream.torch.tensors.staging import Staging
 
-OF_MODEL = ("model/", AVERAGED, OUTER, PRECISE)  # what a checkpoint holds by a tensor's name
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One pair's section of a checkpoint."""
-
-    step: int
-    saved: OptimizerState
-    held: Held  # without weights and the optimizer's state
-    tensors: dict[str, torch.Tensor]
-
-
-def sections_of(checkpoint: Checkpoint) -> list[Section]:
-    """The sections of a checkpoint, by pair."""
-    return [
-        Section(
-            int(facts["step"]),
-            optimizer_in(facts, own),
-            Held(
-                averages=named_under(AVERAGED, own),
-                outer=outer_states(own),
-                precise=named_under(PRECISE, own),
-            ),
-            own,
-        )
-        for facts, own in sections_in(checkpoint.facts, checkpoint.tensors)
-    ]
+OF_MODEL = (MODEL, AVERAGED, OUTER, PRECISE)  # what a checkpoint holds by a tensor's name
 
 
 def load_alone(
@@ -77,13 +49,12 @@ def load_alone(
     Raises:
         CheckpointError: The file cannot be read, or is for another model or optimizer.
     """
-    checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
+    checkpoint, saved = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
     load_models(pairs, checkpoint)
-    sections = sections_of(checkpoint)
-    for pair, state, section in zip(pairs, states, sections, strict=True):
-        restore_pair(pair, state, section)
-    restore_generators(checkpoint, rank=0)
-    return [section.step for section in sections]
+    for pair, state, shared in zip(pairs, states, saved.shared, strict=True):
+        restore_pair(pair, state, shared)
+    restore_generators(saved, rank=0)
+    return [shared.step for shared in saved.shared]
 
 
 def load_job(
@@ -94,7 +65,7 @@ def load_job(
     membership: Membership,
     *,
     takes_nonfinite: bool,
-) -> tuple[list[int], dict[str, Any]]:
+) -> TrainingState:
     """Rank 0 reads and checks; all ranks end with the same state.
 
     Nothing changes on any rank before rank 0 has checked all of it.
@@ -104,7 +75,7 @@ def load_job(
         takes_nonfinite: Also if some of it is NaN or infinite.
 
     Returns:
-        The step of each pair, and the checkpoint's facts.
+        All of it but the models, which are loaded.
 
     Raises:
         CheckpointError: The file cannot be read or is invalid, or a worker died meanwhile.
@@ -113,7 +84,7 @@ def load_job(
     checkpoint, problem = Checkpoint(), ""
     if rank == 0:
         try:
-            checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
+            checkpoint, _ = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
         except CheckpointError as error:
             problem = str(error)
     with chain.opened():
@@ -126,26 +97,27 @@ def load_job(
         checkpoint, rest = spread(checkpoint, occasion, chain, membership)
         if not all(gathering.gather(f"{occasion}/whole", all(copied) and rest, bool)):
             raise CheckpointError(f"a worker died while {path} was copied: load it again")
-        sections = sections_of(checkpoint)
-        for replica, section in zip(replicas, sections, strict=True):
+        saved = state_in(checkpoint)
+        for number, replica in enumerate(replicas):
             for channel in replica.link_exchanges:
                 channel.forget_residuals()
             if replica.residuals is not None:
-                replica.residuals.restore(section.tensors)
+                residuals = {who: own.residuals[number] for who, own in saved.own.items()}
+                replica.residuals.restore(residuals)
             replica.synchronizer.slots.know_buffers()
-    for pair, replica, section in zip(pairs, replicas, sections, strict=True):
-        restore_pair(pair, replica.state, section)
+    for pair, replica, shared in zip(pairs, replicas, saved.shared, strict=True):
+        restore_pair(pair, replica.state, shared)
     # Rank 0's weights are sent from their own memory: no rank trains before all have them.
     gathering.gather(f"{occasion}/done", True, bool)
-    restore_generators(checkpoint, rank)
-    return [section.step for section in sections], checkpoint.facts
+    restore_generators(saved, rank)
+    return saved
 
 
-def restore_pair(pair: Pair, state: KeptState, section: Section) -> None:
+def restore_pair(pair: Pair, state: KeptState, saved: SharedState) -> None:
     """Restore everything except the model itself."""
-    for group, settings in zip(pair.optimizer.param_groups, section.saved.groups, strict=True):
+    for group, settings in zip(pair.optimizer.param_groups, saved.optimizer.groups, strict=True):
         group.update(settings)
-    state.restore(section.saved, section.held)
+    state.restore(saved)
 
 
 def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:
@@ -154,15 +126,16 @@ def load_models(pairs: Sequence[Pair], checkpoint: Checkpoint) -> None:
             load_model(pair.model, checkpoint, section_name(number, len(pairs)))
 
 
-def restore_generators(checkpoint: Checkpoint, rank: int) -> None:
+def restore_generators(saved: TrainingState, rank: int) -> None:
     """Restore random generators, on ranks that the writing job had too."""
-    saved = checkpoint.facts["random"]
-    if rank < len(saved) and saved[rank]:
-        Generators.of(saved[rank]).restore()
+    if rank in saved.own and saved.own[rank].random:
+        Generators.of(saved.own[rank].random).restore()
 
 
-def read_fitting(path: Path, pairs: Sequence[Pair], *, takes_nonfinite: bool) -> Checkpoint:
-    """A checkpoint that has passed all checks, so that loading it cannot fail.
+def read_fitting(
+    path: Path, pairs: Sequence[Pair], *, takes_nonfinite: bool
+) -> tuple[Checkpoint, TrainingState]:
+    """A checkpoint that has passed all checks, so that loading it cannot fail, and what it holds.
 
     Args:
         takes_nonfinite: Also if some of it is NaN or infinite.
@@ -176,13 +149,13 @@ def read_fitting(path: Path, pairs: Sequence[Pair], *, takes_nonfinite: bool) ->
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{error}; load an earlier checkpoint") from error
     try:
-        check_pairs(checkpoint.tensors, checkpoint.facts, pairs)
+        state = state_for(checkpoint, pairs)
     except ValueError as error:
         raise misfit(path, error) from error
     if not takes_nonfinite:
         untrained = untrained_in(pairs)
         refuse_nonfinite(path, pieces_of(checkpoint.tensors), untrained=untrained)
-    return checkpoint
+    return checkpoint, state
 
 
 def untrained_in(pairs: Sequence[Pair]) -> set[str]:

@@ -45,7 +45,7 @@ from slipstream.torch.channels.collective_channel import (
 from slipstream.torch.channels.host_gradients import HostExchange, HostGradients, LayerResults
 from slipstream.torch.channels.speeds import measure_speeds
 from slipstream.torch.channels.worker_channels import Channels
-from slipstream.torch.checkpoints.kept_state import KeptState, OwnState
+from slipstream.torch.checkpoints.kept_state import KeptState, StateAtWorker
 from slipstream.torch.checkpoints.loaded_weights import LoadedWeights, PostedDigests
 from slipstream.torch.checkpoints.outer_weights import OuterState, OuterWeights
 from slipstream.torch.checkpoints.residuals import Residuals
@@ -477,10 +477,12 @@ class Wiring:
         averages: Averages,
         service: ShardService | None,
     ) -> KeptState:
-        own, servers = OwnState(self._model, optimizer, averages), None
+        own, servers = StateAtWorker(self._model, optimizer, averages), None
         if self._plan.update.holder_applies and service is not None:
             limit_s = self._limit_s
-            servers = ServerState(self._plan, self._inventory, self._member, service, limit_s)
+            servers = ServerState(
+                self._plan, self._inventory, optimizer, self._member, service, limit_s
+            )
             servers.begin()
         if self._outer is not None:
             return OuterState(own, self._outer, self._slots.known_buffers, servers)

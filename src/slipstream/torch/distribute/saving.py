@@ -1,8 +1,4 @@
-"""``job.save``: gather the state of ranks and servers, and write it.
-
-A file has a section for every pair of a model and an optimizer. The only section of a job with one
-pair has plain names, see ``checkpoint_format``.
-"""
+"""``job.save``: gather the state of ranks and servers, and write it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from torch import nn
 from slipstream.errors import CheckpointError
 from slipstream.runtime.members.joining import Membership
 from slipstream.torch.checkpoints.kept_state import KeptState
-from slipstream.torch.checkpoints.sections import Section, sections_with, write
+from slipstream.torch.checkpoints.training_state import OwnState, TrainingState, with_models
 from slipstream.torch.distribute.replica import Replica
 from slipstream.torch.tensors.inventory import whole_state
 from slipstream.torch.tensors.pairs import Pair
@@ -25,12 +21,24 @@ from slipstream.torch.tensors.random_state import random_state
 Optimizer = torch.optim.Optimizer
 
 
-def save_alone(
-    path: Path, pairs: Sequence[Pair], states: Sequence[KeptState], facts: Mapping[str, Any]
+def write_state(
+    path: Path,
+    pairs: Sequence[Pair],
+    states: Sequence[KeptState],
+    steps: Sequence[int],
+    facts: Mapping[str, Any],
+    own: Mapping[int | str, OwnState],
 ) -> None:
-    """Write the state of this process, which is everything."""
-    sections = [Section.of(pairs, number, state.fetch()) for number, state in enumerate(states)]
-    write(path, sections, {**facts, "random": [random_state()]})
+    """Fetch the state that workers have in common, and write it with what each has of its own.
+
+    Args:
+        states: By pair.
+        steps: By pair, to which the steps that a state itself tells are added.
+    """
+    shared = with_models(pairs, [state.fetch() for state in states])
+    for each, step in zip(shared, steps, strict=True):
+        each.step += step
+    TrainingState(facts, shared, own).write(path)
 
 
 def save_job(
@@ -40,45 +48,34 @@ def save_job(
     replicas: Sequence[Replica],
     membership: Membership,
     *,
+    steps: Sequence[int],
     facts: Mapping[str, Any],
 ) -> None:
     """Rank 0 writes everything; all ranks return together, with the same error if there is one."""
     env = membership.env
-    own = [env.rank, random_state()]
-    said = dict(membership.gathering.gather(f"{occasion}/random", own, list[Any]))
-    generators = [said.get(rank, {}) for rank in range(env.world_size)]
+    mine = [env.rank, random_state()]
+    said = dict(membership.gathering.gather(f"{occasion}/random", mine, list[Any]))
+    residuals = [replica.residuals.gather() if replica.residuals else {} for replica in replicas]
+    members = {*said, *(member for each in residuals for member in each)}
+    own = {
+        member: OwnState(said.get(member, {}), [each.get(member, {}) for each in residuals])
+        for member in members
+    }
     problem = ""
-    owed = [replica.residuals.gather() if replica.residuals else {} for replica in replicas]
     if env.rank == 0:
         try:
-            held = [replica.state.fetch() for replica in replicas]
-            sections = sections_with(pairs, held)
-            for section, tensors in zip(sections, owed, strict=True):
-                section.tensors |= tensors
-            write(path, sections, {**facts, "random": generators})
+            states = [replica.state for replica in replicas]
+            write_state(path, pairs, states, steps, facts, own)
         except CheckpointError as error:
             problem = str(error)
     share_outcome(membership, occasion, problem)
-
-
-def save_servers(
-    path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], facts: Mapping[str, Any]
-) -> None:
-    """Write the servers' state; for each pair, of one round where servers agree on rounds."""
-    held = [replica.state.fetch() for replica in replicas]
-    steps = list(facts["steps"])
-    for number, replica in enumerate(replicas):
-        if replica.plan.consistency.agreed:
-            steps[number] += held[number].round * replica.plan.steps_a_round
-    facts = {**facts, "step": steps[0], "steps": steps, "random": [random_state()]}
-    write(path, sections_with(pairs, held), facts)
 
 
 def take_weights(model: nn.Module, replica: Replica) -> None:
     """Copy the servers' weights into the model."""
     own = dict(whole_state(model))
     with torch.no_grad():
-        for name, weights in replica.state.fetch().weights.items():
+        for name, weights in replica.state.fetch().model.items():
             own[name].data.copy_(weights)
 
 

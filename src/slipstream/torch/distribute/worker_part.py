@@ -10,26 +10,21 @@ another one are not taken for its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.runtime.files.checkpoint_format import misfit, sections_in, unpack
-from slipstream.torch.checkpoints.checkpoint import Checkpoint, check_layout, pack
-from slipstream.torch.checkpoints.fitting import named_under
+from slipstream.runtime.files.checkpoint_format import misfit
+from slipstream.torch.checkpoints.checkpoint import Checkpoint, check_layout
 from slipstream.torch.checkpoints.kept_state import KeptState
-from slipstream.torch.checkpoints.outer_weights import OuterState, Standing
-from slipstream.torch.checkpoints.sections import Section, write
-from slipstream.torch.distribute.loading import load_models, read_fitting, restore_pair, sections_of
+from slipstream.torch.checkpoints.outer_weights import OuterState
+from slipstream.torch.checkpoints.training_state import LocalState, TrainingState, with_models
+from slipstream.torch.distribute.loading import load_models, read_fitting, restore_pair
 from slipstream.torch.distribute.replica import Replica
 from slipstream.torch.modes.outer_updates import OuterUpdates
 from slipstream.torch.tensors.pairs import Pair
-
-LOCAL = "local/"
 
 
 def part_path(path: Path, rank: int) -> Path:
@@ -41,16 +36,12 @@ def part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank{rank}")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPart:
-    """One rank's part, read and checked."""
-
-    checkpoint: Checkpoint
-    standings: tuple[Standing, ...]  # by pair
-
-
 def write_part(
-    path: Path, pairs: Sequence[Pair], replicas: Sequence[Replica], facts: Mapping[str, Any]
+    path: Path,
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    steps: Sequence[int],
+    facts: Mapping[str, Any],
 ) -> None:
     """Write what this worker has of its own.
 
@@ -61,14 +52,11 @@ def write_part(
     Raises:
         CheckpointError: It cannot be written.
     """
-    sections, standings = [], []
-    for number, replica in enumerate(replicas):
-        section = Section.of(pairs, number, own_state(replica).fetch())
-        standing = applier_of(replica).standing()
-        known = {field.name: getattr(standing, field.name) for field in fields(standing)}
-        standings.append(pack(known, LOCAL.rstrip("/"), section.tensors))
-        sections.append(section)
-    write(path, sections, {**facts, "random": [], "local": standings})
+    shared = with_models(pairs, [own_state(replica).fetch() for replica in replicas])
+    for each, step in zip(shared, steps, strict=True):
+        each.step = step
+    local = [applier_of(replica).local_state() for replica in replicas]
+    TrainingState(facts, shared, local=local).write(path)
 
 
 def read_part(
@@ -78,7 +66,7 @@ def read_part(
     token: str,
     *,
     takes_nonfinite: bool,
-) -> WorkerPart:
+) -> tuple[Checkpoint, TrainingState]:
     """Read this worker's part of a checkpoint; nothing changes yet.
 
     Args:
@@ -87,54 +75,48 @@ def read_part(
     Raises:
         CheckpointError: There is none, it belongs to another checkpoint, or does not fit this job.
     """
-    checkpoint = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
-    if checkpoint.facts.get("parts") != token:
+    checkpoint, state = read_fitting(path, pairs, takes_nonfinite=takes_nonfinite)
+    if state.facts.get("parts") != token:
         raise CheckpointError(f"{path} belongs to another checkpoint")
     try:
-        packed = checkpoint.facts.get("local")
-        if not isinstance(packed, list) or len(packed) != len(replicas):
+        if len(state.local) != len(replicas):
             raise ValueError("it does not say what was under way")
-        sections = sections_in(checkpoint.facts, checkpoint.tensors)
-        standings = tuple(
-            standing_in(each, tensors, replica)
-            for each, (_, tensors), replica in zip(packed, sections, replicas, strict=True)
-        )
+        for local, replica in zip(state.local, replicas, strict=True):
+            check_local(local, replica)
     except ValueError as error:
         raise misfit(path, error) from error
-    return WorkerPart(checkpoint, standings)
+    return checkpoint, state
 
 
-def standing_in(packed: Any, tensors: Mapping[str, torch.Tensor], replica: Replica) -> Standing:
-    """A worker's standing, checked against this job's plan; raises ValueError."""
-    own = {LOCAL + name: tensor for name, tensor in named_under(LOCAL, tensors).items()}
-    try:
-        standing = msgspec.convert(unpack(packed, own), Standing)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"what was under way is damaged: {error}") from error
+def check_local(local: LocalState, replica: Replica) -> None:
+    """Check a worker's progress against this job's plan; raises ValueError."""
     plan, trained = replica.plan, replica.synchronizer.inventory.tensors
-    if standing.inner != repr(plan.local_steps):
-        raise ValueError(f"it was written with {standing.inner:.200}, not {plan.local_steps}")
-    under_way, known = standing.under_way, range(len(plan.fragments))
+    if local.inner != repr(plan.local_steps):
+        raise ValueError(f"it was written with {local.inner:.200}, not {plan.local_steps}")
+    under_way, known = local.under_way, range(len(plan.fragments))
     if sorted(under_way) != [fragment for fragment in known if fragment in under_way]:
         raise ValueError(f"fragments {under_way[:8]} of {len(known)}")
     like = {spec.name: tensor for spec, tensor in zip(plan.specs, trained, strict=True)}
-    for given in (standing.results, standing.kept, standing.residuals):
+    for given in (local.results, local.kept, local.residuals):
         for name, tensor in given.items():
             if name not in like or not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"it holds a result of {name!r:.80}, which the model has not")
             check_layout(f"the result of {name!r}", tensor, like[name].shape, like[name].dtype)
-    return standing
 
 
-def take_part(pairs: Sequence[Pair], replicas: Sequence[Replica], part: WorkerPart | None) -> None:
+def take_part(
+    pairs: Sequence[Pair],
+    replicas: Sequence[Replica],
+    part: tuple[Checkpoint, TrainingState] | None,
+) -> None:
     """Go on as this rank's worker would have; without parts, all have the outer weights."""
     if part is not None:
-        load_models(pairs, part.checkpoint)
-        sections = sections_of(part.checkpoint)
-        for pair, replica, section in zip(pairs, replicas, sections, strict=True):
-            restore_pair(pair, own_state(replica), section)
+        checkpoint, state = part
+        load_models(pairs, checkpoint)
+        for pair, replica, shared in zip(pairs, replicas, state.shared, strict=True):
+            restore_pair(pair, own_state(replica), shared)
     for number, replica in enumerate(replicas):
-        applier_of(replica).resume(None if part is None else part.standings[number])
+        applier_of(replica).resume(None if part is None else part[1].local[number])
 
 
 def own_state(replica: Replica) -> KeptState:

@@ -15,9 +15,13 @@ from slipstream.runtime.files.checkpoint_format import optimizer_in
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.torch.capture.remote_optimizer import State
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, piece_of
-from slipstream.torch.checkpoints.kept_state import Held
-from slipstream.torch.checkpoints.sections import Section, write
 from slipstream.torch.checkpoints.server_state import as_tensors
+from slipstream.torch.checkpoints.training_state import (
+    SharedState,
+    TrainingState,
+    optimizer_state,
+    with_models,
+)
 from slipstream.torch.modes.learner import Learner
 from slipstream.torch.optimizers.shard_optimizer import tensor_of
 from slipstream.torch.tensors.pairs import Pair
@@ -72,11 +76,11 @@ class LearnerState:
         self._taken += 1
         with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
             path = Path(folder) / "state.safetensors"
-            held = Held(state={name: dict(entries) for name, entries in state.items()})
-            section = Section.of([self._pair], 0, held)
-            step = self._learner.rings.version
-            facts = {"strategy": "gadei", "workers": 1, "random": [], "step": step, "steps": [step]}
-            write(path, [section], facts)
+            entries = {name: dict(each) for name, each in state.items()}
+            optimizer = optimizer_state(self._pair.optimizer, entries)
+            shared = SharedState(optimizer, step=self._learner.rings.version)
+            facts = {"strategy": "gadei", "workers": 1}
+            TrainingState(facts, with_models([self._pair], [shared])).write(path)
             # The launcher has all learners load one file, the first one's.
             chosen = str(self._line.share(f"optimizer state/{self._taken}", str(path)))
             self._line.load(chosen, takes_nonfinite=True)

@@ -14,7 +14,8 @@ from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.checkpoints.loaded_weights import LoadedWeights
-from slipstream.torch.checkpoints.outer_weights import OuterWeights, Standing
+from slipstream.torch.checkpoints.outer_weights import OuterWeights
+from slipstream.torch.checkpoints.training_state import LocalState
 from slipstream.torch.tensors.finite_gradients import before_use
 from slipstream.torch.tensors.staging import as_real, shaped_as
 from slipstream.types import Segment
@@ -244,7 +245,7 @@ class OuterUpdates:
         changed = self._outer.loaded()
         return self._synchronizer.plan.specs[changed[0]].name if changed else ""
 
-    def standing(self) -> Standing:
+    def local_state(self) -> LocalState:
         """What is under way, and what codecs have kept back where nobody else saves it.
 
         It waits for the results of what is under way.
@@ -252,7 +253,7 @@ class OuterUpdates:
         self.receive()
         names = [spec.name for spec in self._synchronizer.plan.specs]
         kept = {i: a.kept for i, a in self._arrived.items() if isinstance(a.kept, Tensor)}
-        return Standing(
+        return LocalState(
             repr(self._local),
             not (self.has_steps or self.changed or self.moved),
             list(self._under_way),
@@ -269,36 +270,36 @@ class OuterUpdates:
                 kept = self._kept_back(tensor)
                 yield tensor, kept if isinstance(kept, Tensor) else None
 
-    def resume(self, standing: Standing | None) -> None:
+    def resume(self, saved: LocalState | None) -> None:
         """Weights were loaded, and the step is set: go on as that worker would have.
 
         Args:
-            standing: What the worker of this rank had; None: all have the outer weights.
+            saved: What the worker of this rank had; None: all have the outer weights.
         """
         self._kept_before.clear()
         self._arrived.clear()
         self._under_way.clear()
         self._alike_after = self._synchronizer.step
-        if standing is None:
+        if saved is None:
             return
         self._begun = True  # the outer weights are not the model's
         for tensor, _ in self._unsaved_residuals():
-            saved = standing.residuals.get(self._synchronizer.plan.specs[tensor].name)
-            if saved is not None and self._links is not None:
-                set_residual(self._synchronizer.plan, self._links, tensor, saved)
-        if not standing.alike:
+            residual = saved.residuals.get(self._synchronizer.plan.specs[tensor].name)
+            if residual is not None and self._links is not None:
+                set_residual(self._synchronizer.plan, self._links, tensor, residual)
+        if not saved.alike:
             self._alike_after = -1
         plan = self._synchronizer.plan
-        self._under_way += standing.under_way
-        for fragment in standing.under_way:
+        self._under_way += saved.under_way
+        for fragment in saved.under_way:
             for tensor in plan.fragments[fragment]:
                 name = plan.specs[tensor].name
                 own = self._synchronizer.inventory.tensors[tensor]
                 result, kept = (
                     None if value is None else value.to(own.device)
-                    for value in (standing.results.get(name), standing.kept.get(name))
+                    for value in (saved.results.get(name), saved.kept.get(name))
                 )
-                counted = name in standing.counted
+                counted = name in saved.counted
                 self._arrived[tensor] = Arrived(result, counted, 0.0 if kept is None else kept)
 
     def _kept_back(self, tensor: int) -> Tensor | float:

@@ -250,7 +250,7 @@ class StateAtServers:
 
     def fetch(self) -> State:
         self._updates.wait()
-        return self._servers.fetch().state
+        return self._servers.fetch().optimizer.state
 
     def take(self, state: State) -> None:
         """Wait for the steps that were made with the old state, and replace it everywhere.
