@@ -23,12 +23,14 @@ from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.process.environment import Environment
 from slipstream.runtime.process.event_log import Field, log_event
 from slipstream.sessions.default_group import DefaultGroup
-from slipstream.sessions.protocol import Pair, Session
+from slipstream.sessions.protocol import Session
 from slipstream.sessions.request import Request
 from slipstream.strategy import Strategy
 from slipstream.torch.distribute.exchange import EndsStep, Exchange, HeldTensors, checked
 from slipstream.torch.distribute.sampler import LeasedBatches
+from slipstream.torch.distribute.training import Training
 from slipstream.torch.tensors.mean_weights import MeanWeights
+from slipstream.torch.tensors.pairs import Pair
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class Job(JobMetrics):
     @property
     def step(self) -> int:
         """Steps completed; rounds committed, where a worker may miss some."""
-        return self._training.committed
+        return self._training.mode.committed
 
     @property
     def plan(self) -> Plan:
@@ -173,11 +175,13 @@ class Job(JobMetrics):
         alone = self.world_size == 1
         held = HeldTensors(checked(tensors), alone=alone, outputs_last=outputs_last)
         _, optimizer = self._add([(held, EndsStep(held))], strategy)[0]
-        number = len(self._training.pairs) - 1
-        return Exchange(held, lambda tensor: self._training.ready(number, tensor), optimizer.step)
+        number = len(self._training.mode.pairs) - 1
+        return Exchange(
+            held, lambda tensor: self._training.mode.ready(number, tensor), optimizer.step
+        )
 
     def _refuse_exchanged(self, call: str) -> None:
-        if any(isinstance(pair.model, HeldTensors) for pair in self._training.pairs):
+        if any(isinstance(pair.model, HeldTensors) for pair in self._training.mode.pairs):
             raise ConfigError(
                 f"job.{call} does not know the weights of job.exchange (or slipstream.jax), which "
                 "are in your loop: save and load them there, as in one process"
@@ -186,21 +190,21 @@ class Job(JobMetrics):
     def _add(self, given: Sequence[Any], strategy: Strategy | str | None) -> Sequence[Pair]:
         """Distribute these pairs together with those of earlier calls."""
         before = self._request
-        if self._training.begun or (before is not None and self._sampled):
+        if self._training.mode.begun or (before is not None and self._sampled):
             raise ConfigError(
                 "job.distribute comes before the first step, job.load and job.sampler: give all "
                 "pairs of model and optimizer at once, or one after the other before these"
             )
         env = self._env
         request = Request.extend(before, given, strategy, env.strategy, env.parts)
-        self._training = self._session.open(request.pairs, request.strategy)
+        self._training = Training(self._session.open(request.pairs, request.strategy))
         if before is None:
             self._figures.begin(request.name)
         self._request = request
         plan, servers = self.plan, self.plan.cluster.servers
         counts = {"tensors": len(plan.specs), "chunks": len(plan.chunks), "servers": servers}
         self._log("plan_chosen", strategy=request.name, **counts)
-        return self._training.pairs[-len(given) :]
+        return self._training.mode.pairs[-len(given) :]
 
     # ---- the loop
 
@@ -247,7 +251,7 @@ class Job(JobMetrics):
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes within only accumulate locally; the next one outside exchanges the
         sum."""
-        return self._training.accumulate()
+        return self._training.mode.accumulate()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """``accumulate``, by the name that DistributedDataParallel has for it."""
@@ -269,7 +273,7 @@ class Job(JobMetrics):
 
     def wait(self) -> None:
         """Wait until all weights are up to date; needed before reading one outside of a forward."""
-        self._training.wait()
+        self._training.mode.wait()
 
     def flush(self) -> None:
         """Wait until every worker has all updates of all workers; every rank must call it.
@@ -277,7 +281,7 @@ class Job(JobMetrics):
         In partial exchange (``ako``) all workers then have the same weights, bit for bit; with
         ``diloco`` the mean of their weights. Elsewhere it is ``wait``.
         """
-        self._training.flush()
+        self._training.mode.flush()
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank; every rank must call it.
@@ -344,8 +348,8 @@ class Job(JobMetrics):
     def consensus(self) -> MeanWeights:
         """The mean of all workers' weights and their distance from it; every rank must call it."""
         self._refuse_exchanged("consensus")
-        self._training.refuse_in_block("job.consensus()")
-        return self._training.mean_weights()
+        self._training.mode.refuse_in_block("job.consensus()")
+        return self._training.mode.mean_weights()
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Within, the models have the averaged weights (of a strategy with ``averaged=``).
@@ -394,9 +398,9 @@ class Job(JobMetrics):
             CheckpointError: the file cannot be written.
         """
         self._refuse_exchanged("save")
-        self._training.refuse_in_block("job.save()")
+        self._training.mode.refuse_in_block("job.save()")
         facts = {"step": self.step, "strategy": self._figures.strategy, "workers": self.world_size}
-        self._training.save(Path(path), facts)
+        self._training.mode.save(Path(path), facts)
         if self.rank == 0:
             self._log("checkpoint_written", path=os.fspath(path), step=self.step)
 
@@ -419,10 +423,10 @@ class Job(JobMetrics):
                 values that are not finite.
         """
         self._refuse_exchanged("load")
-        self._training.refuse_in_block("job.load()")
+        self._training.mode.refuse_in_block("job.load()")
         if nonfinite not in ("refuse", "pass"):
             raise ConfigError(f"job.load(nonfinite={nonfinite!r}): choose 'refuse' or 'pass'")
-        self._training.load(Path(path), takes_nonfinite=nonfinite == "pass")
+        self._training.mode.load(Path(path), takes_nonfinite=nonfinite == "pass")
         self._log("checkpoint_loaded", path=os.fspath(path), step=self.step)
 
     # ---- the end

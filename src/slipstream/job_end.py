@@ -17,8 +17,9 @@ from slipstream.runtime.process.environment import Environment
 from slipstream.runtime.process.error_reporting import describe_error
 from slipstream.runtime.process.event_log import log_event
 from slipstream.sessions.default_group import DefaultGroup
-from slipstream.sessions.protocol import Session, Training
+from slipstream.sessions.protocol import Session
 from slipstream.torch.capture.late_steps import watch_late_steps
+from slipstream.torch.distribute.training import Training
 from slipstream.uncaught_exit import UncaughtExit
 
 logger = logging.getLogger("slipstream.job")
@@ -111,18 +112,18 @@ def finish(
     Args:
         dealt: whether the loop's batches came from ``job.sampler``.
     """
-    training.wait()
-    if not training.pairs and env.world_size > 1 and env.rank == 0:
+    training.mode.wait()
+    if not training.mode.pairs and env.world_size > 1 and env.rank == 0:
         warnings.warn(
             "job.distribute was never called: every worker trained on its own", stacklevel=5
         )
-    training.finish()
+    training.mode.finish()
     if env.world_size > 1:
-        for pair in training.pairs:
+        for pair in training.mode.pairs:
             watch_late_steps(pair.optimizer, lambda: not _open, warns=env.rank == 0)
     summary = session.leave(figures.of_worker(training))
     if summary is not None:
-        if training.pairs:
+        if training.mode.pairs:
             warn_of(summary, training.plan, dealt=dealt)
         figures.publish(summary)
     return summary

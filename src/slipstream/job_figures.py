@@ -26,7 +26,7 @@ from slipstream.runtime.figures.telemetry import (
 )
 from slipstream.runtime.files.record_file import write_json
 from slipstream.runtime.process.environment import Environment
-from slipstream.sessions.protocol import Training
+from slipstream.torch.distribute.training import Training
 
 Figure = float | torch.Tensor | None
 
@@ -89,24 +89,24 @@ class JobFigures:
         }
         self._latest.update(now)
         if self._watchers:
-            cost = training.figures()
+            cost = training.mode.figures()
             now |= {
                 "samples": self._samples,
                 "sent_bytes": cost.traffic.sent,
                 "received_bytes": cost.traffic.received,
                 "wait_s": cost.wait_s,
             }
-            self._watchers.note(training.committed, now)
+            self._watchers.note(training.mode.committed, now)
 
     def of_worker(self, training: Training) -> WorkerFigures:
         """This worker's metrics so far."""
-        training.wait()  # the fingerprint needs weights that are up to date
-        cost, prints = training.figures(), training.fingerprints()
+        training.mode.wait()  # the fingerprint needs weights that are up to date
+        cost, prints = training.mode.figures(), training.fingerprints()
         return WorkerFigures(
             strategy=self.strategy,
             workers=self._env.world_size,
             servers=cost.servers,
-            steps=training.committed,
+            steps=training.mode.committed,
             wall_s=time.monotonic() - self._begun,
             samples=self._samples,
             loss=self._latest.get("loss"),
@@ -118,7 +118,7 @@ class JobFigures:
             rank=self._env.rank,
             parameters_sha256=prints and prints.parameters,
             settings=training.settings(),
-            replicas=training.replica_reports(),
+            replicas=training.mode.replica_reports(),
         )
 
     def publish(self, summary: dict[str, Any]) -> None:

@@ -12,15 +12,15 @@ from slipstream.runtime.figures.summary import combine
 from slipstream.runtime.figures.telemetry import Watcher
 from slipstream.runtime.process.environment import Environment
 from slipstream.runtime.servers.accounts import staleness_text
-from slipstream.sessions.protocol import Training
-from slipstream.sessions.undistributed import Undistributed
+from slipstream.torch.distribute.training import Training
+from slipstream.torch.modes.undistributed import Undistributed
 
 
 class JobMetrics:
     """The part of a job that records and shows metrics."""
 
     def __init__(self, env: Environment) -> None:
-        self._training: Training = Undistributed()
+        self._training = Training(Undistributed())
         self._figures = JobFigures(env)
 
     def record(
@@ -67,8 +67,8 @@ class JobMetrics:
 
     def stats(self) -> dict[str, Any]:
         """This worker's metrics so far; ``summary`` holds those of all workers, at the end."""
-        return combine([self._figures.of_worker(self._training)]) | self._training.accounts()
+        return combine([self._figures.of_worker(self._training)]) | self._training.mode.accounts()
 
     def staleness_table(self) -> str:
         """How many updates old gradients were when they were applied, layer by layer."""
-        return staleness_text(self._training.accounts().get("staleness", {}))
+        return staleness_text(self._training.mode.accounts().get("staleness", {}))

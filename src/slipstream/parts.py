@@ -24,6 +24,7 @@ Fact = Literal[
     # and added to the next gradient.
     # Agreed basis: frames can be read only with what all members learned in earlier rounds.
     # Each value rounded: every value is sent every time, and only its rounding error is kept.
+    # No mean: a round's result is something else, such as the sign that most workers sent.
     "up: dense",
     "up: compact form",
     "up: lossy",
@@ -31,6 +32,7 @@ Fact = Literal[
     "up: shorter values",
     "up: agreed basis",
     "up: each value rounded",
+    "up: no mean",
     "down: lossy",
     "down: error feedback",
     "down: agreed basis",

@@ -158,7 +158,9 @@ RULES = (
         facts("over a collective"),
         "a collective sums dense values",
         "use up=Dense() and down=Dense(), or over=Links()",
-        any_of=facts("up: error feedback", "up: compact form", "down: error feedback"),
+        any_of=facts(
+            "up: error feedback", "up: compact form", "down: error feedback", "up: no mean"
+        ),
     ),
     Incompatibility(
         facts("over a collective"),
@@ -271,6 +273,11 @@ RULES = (
         facts("gradients are sent", "adds the result"),
         "a gradient that is added to the weights would have no learning rate",
         "use outer=UserOptimizer(), or inner=UserSteps()",
+    ),
+    Incompatibility(
+        facts("update deltas are sent", "up: no mean"),
+        "an update delta is added to the weights as it is, and this codec's results are no means",
+        "use inner=Gradients(), or a codec whose results are means",
     ),
     # ---- Local steps and an outer optimizer (DiLoCo).
     Incompatibility(

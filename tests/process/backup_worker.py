@@ -117,14 +117,14 @@ class Rank:
 
     def note_accounts(self) -> None:
         """When all have ended, and nothing changes any more."""
-        training = self.job._training
-        service, accounts = training.replica.service, training.accounts
+        mode = self.job._training.mode
+        service, accounts = mode.parts[0].service, mode.accounts
 
         def noted() -> dict[str, Any]:
             self.told["accounts"] = [msgspec.to_builtins(a) for a in service.accounts()]
             return dict(accounts())
 
-        training.accounts = noted
+        mode.accounts = noted
 
     def batch(self, round_: int) -> torch.Tensor:
         seed = 1000 * round_ + self.job.rank
@@ -301,7 +301,7 @@ def tried_within(rank: Rank) -> None:
         with rank.job.averaged_weights():
             lent = digest(rank.model)
             Path("lent").touch()
-            wait_until(lambda: rank.job._training.replica.round > 0)
+            wait_until(lambda: rank.job._training.mode.parts[0].channels.rounds.told_round > 0)
             with torch.no_grad():
                 rank.model.eval()(rank.batch(0))
             rank.model.train()

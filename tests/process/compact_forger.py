@@ -14,7 +14,7 @@ from torch import nn
 import slipstream
 from slipstream.job import Job
 from slipstream.plan import Plan
-from slipstream.sessions.networked import NetworkedTraining
+from slipstream.torch.modes.networked import NetworkedMode
 from slipstream.transports.wire import Early, Push, Rows, checksum
 from slipstream.types import Buffer
 
@@ -90,8 +90,8 @@ def train(forging: bool) -> tuple[Job, int]:
         model, optimizer = job.distribute(model, optimizer, SYSTEMS["everything"]())
         if forging and job.rank == 0:
             # Else its own gradients that do not fit would end the job.
-            assert isinstance(job._training, NetworkedTraining)
-            del job._training.membership.member.coordination.processes["rank 1"]
+            assert isinstance(job._training.mode, NetworkedMode)
+            del job._training.mode.membership.member.coordination.processes["rank 1"]
         data = torch.Generator().manual_seed(job.rank)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -99,8 +99,8 @@ def train(forging: bool) -> tuple[Job, int]:
             F.mse_loss(model(words), torch.ones(ROWS, OUTPUTS)).backward()
             optimizer.step()
             if forging and step == FORGED_STEP - 1 and job.rank == 1:
-                assert isinstance(job._training, NetworkedTraining)
-                forged = forge(job._training.membership.member, job.plan)
+                assert isinstance(job._training.mode, NetworkedMode)
+                forged = forge(job._training.mode.membership.member, job.plan)
     return job, forged
 
 

@@ -20,10 +20,10 @@ from torch import nn
 import slipstream
 from slipstream._native import crc32c
 from slipstream.codecs import Filter
-from slipstream.sessions.networked import NetworkedTraining
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
 from slipstream.topologies import Tree
+from slipstream.torch.modes.networked import NetworkedMode
 from slipstream.transports.wire import Push
 from slipstream.types import EncodeContext, Values
 
@@ -80,8 +80,9 @@ def forge(job: slipstream.Job) -> None:
 
     From another process in this one's name: its own would end the job.
     """
-    assert isinstance(job._training, NetworkedTraining)
-    transport = job._training.membership.transport
+    assert isinstance(job._training.mode, NetworkedMode)
+    membership = job._training.mode.membership
+    transport = membership.transport
     own, transport.process = transport.process, 7
     plan = job.plan
     unit = next(unit for unit in plan.units if isinstance(plan.route(unit).up, Filter))
@@ -95,7 +96,7 @@ def forge(job: slipstream.Job) -> None:
     ):
         body = Push(unit.index, job.step, job.step, [1] * len(chunk.segments), crc32c(frame))
         server = plan.cluster.name(plan.holders[unit.index][0])
-        job._training.membership.member.send(server, body, [frame] * len(chunk.segments))
+        membership.member.send(server, body, [frame] * len(chunk.segments))
     transport.process = own
 
 
@@ -160,7 +161,7 @@ def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
         told["refused"] = job.stats().get("refused_by_servers")
         told["slices"] = job.stats().get("slices")
     told["digest"] = digest(net)
-    told["sent"] = job._training.replica.bytes()[0].total()
+    told["sent"] = job._training.mode.parts[0].channels.bytes()[0].total()
 
 
 if __name__ == "__main__":

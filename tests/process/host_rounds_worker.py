@@ -18,7 +18,7 @@ from forked_servers import start_servers_by_fork
 from mix_worker import RATE, batch, build, weights
 
 import slipstream
-from slipstream.sessions.networked import NetworkedTraining
+from slipstream.torch.modes.networked import NetworkedMode
 
 MOMENTUM, MARK_S = 0.5, 60.0
 
@@ -40,16 +40,16 @@ def hold_back(folder: Path, rank: int, late: list[int], taken: int) -> None:
 
 def note_makers(job: slipstream.Job, told: dict[str, Any]) -> None:
     """On rank 0: who made each round, as all servers say when nothing changes any more."""
-    training = job._training
-    assert isinstance(training, NetworkedTraining)
-    service, accounts = training.replica.service, training.accounts
+    mode = job._training.mode
+    assert isinstance(mode, NetworkedMode)
+    service, accounts = mode.parts[0].service, mode.accounts
     assert service is not None
 
     def noted() -> dict[str, Any]:
         told["makers"] = [msgspec.to_builtins(each)["makers"] for each in service.accounts()]
         return accounts()
 
-    training.accounts = noted  # type: ignore[method-assign]
+    mode.accounts = noted  # type: ignore[method-assign]
 
 
 def main(strategy: str, folder: str, options: str) -> None:

@@ -161,9 +161,9 @@ def answer_of(job: Any) -> tuple[int, int] | tuple[None, None]:
     With several units, those of the largest tensor, which is not cut here. None where another
     worker speaks for the host.
     """
-    if not job._training.replica.link_exchanges:
+    channel = job._training.mode.parts[0].channels.links
+    if channel is None:
         return None, None
-    (channel,) = job._training.replica.link_exchanges
     state = max(channel._states.values(), key=lambda state: sum(p.numel for p in state.unit.places))
     return state.committed - 1, int(state.covered[0] > 1)
 

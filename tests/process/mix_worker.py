@@ -16,7 +16,7 @@ from mix_strategies import MIXES
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.sessions.networked import NetworkedTraining
+from slipstream.torch.modes.networked import NetworkedMode
 
 STEPS, BATCH, INPUTS, HIDDEN, OUTPUTS, RATE = 12, 4, 24, 48, 16, 0.05
 
@@ -39,9 +39,10 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 def owed(job: slipstream.Job) -> dict[str, Any]:
     """What this worker's codecs still hold back, by parameter."""
-    assert isinstance(job._training, NetworkedTraining)
+    assert isinstance(job._training.mode, NetworkedMode)
     found: dict[str, Tensor] = {}
-    for channel in job._training.replica.link_exchanges:
+    links = job._training.mode.parts[0].channels.links
+    for channel in [] if links is None else [links]:
         for chunk in job.plan.chunks:
             memories = channel.memories(chunk)
             for segment, memory in zip(chunk.segments, memories, strict=True):

@@ -15,15 +15,16 @@ from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
-from slipstream.sessions.networked import NetworkedTraining
+from slipstream.torch.modes.networked import NetworkedMode
 
 HALF, BATCH, INPUTS, HIDDEN, OUTPUTS = 12, 16, 24, 96, 16
 
 
 def owed(job: slipstream.Job) -> dict[str, float]:
     """What this worker still owes, weighed and summed by tensor: its plain sum is always near 0."""
-    assert isinstance(job._training, NetworkedTraining)
-    exchanges = job._training.replica.link_exchanges  # none where another speaks for the host
+    assert isinstance(job._training.mode, NetworkedMode)
+    links = job._training.mode.parts[0].channels.links
+    exchanges = [] if links is None else [links]  # none where another speaks for the host
     sums: dict[str, float] = {}
     for exchange, chunk in itertools.product(exchanges, job.plan.chunks):
         for segment, memory in zip(chunk.segments, exchange.memories(chunk), strict=True):

@@ -13,7 +13,7 @@ from forked_servers import start_servers_by_fork
 from torch import nn
 
 import slipstream
-from slipstream.sessions.networked import NetworkedTraining
+from slipstream.torch.modes.networked import NetworkedMode
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -32,8 +32,8 @@ def main(folder: str) -> None:
             torch.optim.SGD(model.parameters(), lr=0.01) for model in models
         ]
         _, optimizers[0] = job.distribute(models[0], optimizers[0], "poseidon(choose='bytes')")
-        assert isinstance(job._training, NetworkedTraining)
-        (before,) = job._training.replicas
+        assert isinstance(job._training.mode, NetworkedMode)
+        (before,) = job._training.mode.parts
         assert before.channels.memory is not None, "workers of this host share no memory"
         memory, channel = weakref.ref(before.channels.memory), weakref.ref(before.channels.host)
         del before

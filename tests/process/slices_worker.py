@@ -15,6 +15,8 @@ from telling import tell_of_each
 from torch import nn
 
 import slipstream
+from slipstream.runtime.gossip.gossip import GossipChannel
+from slipstream.torch.modes.networked import NetworkedMode
 
 WEIGHTS = {"large": 700_000, "small": 37, "odd": 1_001}  # the first in several messages
 
@@ -60,8 +62,14 @@ def await_updates(job: slipstream.Job) -> None:
 
 
 def received(job: slipstream.Job) -> int:
-    assert job._training.replica.partial is not None
-    return job._training.replica.partial.received.total()
+    return channel_of(job).received.total()
+
+
+def channel_of(job: slipstream.Job) -> GossipChannel:
+    assert isinstance(job._training.mode, NetworkedMode)
+    channel = job._training.mode.parts[0].channels.partial
+    assert channel is not None
+    return channel
 
 
 def train(asked: dict[str, Any], told: dict[str, Any]) -> None:
@@ -90,12 +98,10 @@ def count(asked: dict[str, Any], told: dict[str, Any]) -> None:
                 with job.swapped_weights() if asked["in_block"] else nullcontext():
                     evaluate_others(job, model)
             if step in asked.get("flushes", []):
-                assert job._training.replica.partial is not None
-                job._training.replica.partial.drain()  # all there is in a flush, but for the copy
+                channel_of(job).drain()  # all there is in a flush, but for the copy
                 told.setdefault("drained", []).append(counted(model))
                 job.broadcast(None)
-        assert job._training.replica.partial is not None
-        job._training.replica.partial.drain()
+        channel_of(job).drain()
         told["counted"] = counted(model)
         told["slices"] = job.stats()["slices"]
 

@@ -22,14 +22,18 @@ from test_simulated_backup_workers import (
 )
 
 from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.exchange.send_context import SendContext
 from slipstream.runtime.members.member import HUB
+from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.systems import async_sgd, bounded_staleness, push_pull
 from slipstream.testing import Conduct, Simulation
 from slipstream.testing.cluster import Stage
 from slipstream.testing.members import Event
+from slipstream.torch.capture.remote_optimizer import RemoteOptimizer
 from slipstream.torch.capture.synchronizer import Synchronizer
-from slipstream.torch.distribute.replica import recipe_for
-from slipstream.torch.modes.server_updates import RemoteOptimizer, ServerUpdates
+from slipstream.torch.checkpoints.server_state import ServerState
+from slipstream.torch.distribute.setup import recipe_for
+from slipstream.torch.modes.at_server import RoundSettings, ServerUpdates
 from slipstream.torch.tensors.inventory import Inventory
 from slipstream.torch.tensors.slots import LiveTensors
 from slipstream.torch.tensors.staging import Staging
@@ -237,10 +241,19 @@ def test_a_gradient_that_has_not_left_is_not_overwritten_by_the_next() -> None:
     plan = bounded_staleness(1).plan(inventory.specs, Cluster(1, 1))
     stage = Stage(plan, 0, recipe_for(sgd, inventory))
     slots = LiveTensors(plan, inventory, Staging())
-    exchange = RoundChannel(0, plan, stage.members[HUB], slots, limit_s=10)
-    optimizer = RemoteOptimizer(sgd, inventory.trained)
+    member, optimizer = stage.members[HUB], RemoteOptimizer(sgd, inventory.trained)
+    settings = RoundSettings(optimizer)
+    context = SendContext(settings.now)
+    exchange = RoundChannel(0, plan, member, slots, context=context, limit_s=10)
+    service = ShardService(1, member, limit_s=10)
+    servers = ServerState(plan, inventory, optimizer, member, service, 10, lambda value: [value])
     updates = Synchronizer(
-        model, plan, inventory, slots, (exchange,), lambda s: ServerUpdates(s, optimizer, exchange)
+        model,
+        plan,
+        inventory,
+        slots,
+        (exchange,),
+        lambda made: ServerUpdates(made, optimizer, servers, settings),
     )
     for step in range(2):
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ from slipstream.consistency import (
 )
 from slipstream.errors import IncompatibleParts
 from slipstream.methods import Rounds
-from slipstream.parts import FACTS, Facts
+from slipstream.parts import FACTS, Facts, facts
 from slipstream.planning.choosing import ByBytes
 from slipstream.routes import Cheapest, Collective, Everywhere, Prefer, Route
 from slipstream.schedules import AfterBackward, WaitFree
@@ -147,6 +147,13 @@ def test_what_those_holes_asked_for_can_be_had_otherwise() -> None:
     assert problems(first) == []
 
 
+class Majority(Dense, frozen=True):
+    """A part of a user's own, whose results are no means."""
+
+    def facts(self) -> Facts:
+        return super().facts() | facts("up: no mean")
+
+
 # By a word of the reason: parts that break this rule. Each is one change away from what goes.
 BROKEN: dict[str, Strategy] = {
     "of which none may be missed": made(SHARDS, Consistency(FirstOf(first=1))),
@@ -170,6 +177,7 @@ BROKEN: dict[str, Strategy] = {
     "needs every worker in every round": made(REDUCED, Consistency(StaleSynchronous())),
     "ends when every worker has joined": made(REDUCED, Consistency(All(), Lag(1))),
     "in which messages bring them": made(REDUCED, update=STEPS),
+    "codec's results are no means": made(Route(Sharded(), up=Majority()), update=STEPS),
     "would have no learning rate": made(SHARDS, update=Update(outer=Add("worker"))),
     "is added, not used for another step": made(
         SHARDS, update=Update(UserSteps(), UserOptimizer("worker"))

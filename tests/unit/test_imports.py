@@ -104,8 +104,8 @@ MAY_IMPORT = {
     "torch/distribute": DECISIONS | {"transports"} | RUNTIME | TORCH,
     "testing": DECISIONS | {"transports", "runtime/members", "runtime/exchange", "runtime/servers"},
     "sessions": DECISIONS | {"systems", "transports"} | RUNTIME | TORCH,
-    "job_figures": {"errors", "plan", "methods", "sessions"} | RUNTIME,
-    "job_metrics": {"errors", "sessions", "job_figures"} | RUNTIME,
+    "job_figures": {"errors", "plan", "methods", "sessions"} | RUNTIME | TORCH,
+    "job_metrics": {"errors", "sessions", "job_figures"} | RUNTIME | TORCH,
     "uncaught_exit": set(),
     "job_end": {"job_figures", "sessions", "uncaught_exit"} | RUNTIME | TORCH,
     "job": DECISIONS

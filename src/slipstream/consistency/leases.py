@@ -6,8 +6,9 @@ was dropped goes back, and is dealt before all others.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from slipstream.types import Rank
@@ -90,3 +91,18 @@ class Leases:
 
     def _return(self, batches: Iterable[Batch]) -> None:
         self._returned = deque(sorted([*self._returned, *batches]))
+
+
+def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
+    """Batches where every gradient counts: each worker takes every n-th, and all equally many.
+
+    If the number is not divisible, the first batches of an epoch are dealt again at its end.
+    ``first`` is the number of batches that a worker missed before it came back.
+    """
+    turns = itertools.count(first)
+
+    def lease(batches: int, _returned: int) -> Batch:
+        epoch, turn = divmod(next(turns), -(-batches // workers))
+        return Batch(epoch, (turn * workers + rank) % batches)
+
+    return lease

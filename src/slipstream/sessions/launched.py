@@ -24,10 +24,12 @@ from slipstream.runtime.shared_memory.launcher_line import LauncherLine
 from slipstream.sessions.alone import AloneSession
 from slipstream.sessions.default_group import GroupStore
 from slipstream.sessions.networked import NetworkedSession, on_one_machine_only
-from slipstream.sessions.protocol import Pair, Session, Training
+from slipstream.sessions.protocol import Session
 from slipstream.sessions.shared_memory import SharedMemorySession
 from slipstream.strategy import Strategy
 from slipstream.systems import parse
+from slipstream.torch.modes.mode import TrainingMode
+from slipstream.torch.tensors.pairs import Pair
 
 
 class LaunchedSession:
@@ -54,7 +56,7 @@ class LaunchedSession:
     def gather(self, call: str, value: Any) -> list[Any]:
         return self._joined(f"has called job.{call} before job.distribute").gather(call, value)
 
-    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> TrainingMode:
         session = self._session
         if session is None and (
             self._is_for_learners or isinstance(strategy.method, SharedMemoryUpdates)

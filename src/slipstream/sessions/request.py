@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.strategy import Strategy
 from slipstream.systems import is_json, parse
 from slipstream.torch.distribute.preparing import check_pairs
-from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
+from slipstream.torch.optimizers.loop_optimizer import own_optimizer
 from slipstream.torch.optimizers.own_step import check_whole
 from slipstream.torch.tensors.pairs import Pair
 
@@ -101,8 +101,3 @@ def pair_of(given: Any) -> Pair:
     own = own_optimizer(optimizer)
     check_whole(own)
     return Pair(model, own)
-
-
-def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own optimizer, also if ``job.distribute`` has returned another one for it."""
-    return optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer

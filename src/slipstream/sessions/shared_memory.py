@@ -6,43 +6,39 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
-from slipstream.consistency.leases import Batch
-from slipstream.errors import ConfigError, RuntimeFault, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
-from slipstream.planning.table import as_text
-from slipstream.runtime.figures.summary import Traffic, WorkerFigures, combine
+from slipstream.runtime.figures.summary import WorkerFigures, combine
 from slipstream.runtime.launch.presence import Presence
 from slipstream.runtime.members.joining import Limits
 from slipstream.runtime.members.store import connect_store
 from slipstream.runtime.process.environment import Environment
 from slipstream.runtime.process.error_reporting import learner_reports
 from slipstream.runtime.process.event_log import log_event
-from slipstream.runtime.servers.accounts import ServerFigures, merge_figures
 from slipstream.runtime.shared_memory.launcher_line import LauncherLine
-from slipstream.runtime.shared_memory.messages import Account, Hello
+from slipstream.runtime.shared_memory.messages import Hello
 from slipstream.sessions.default_group import GroupStore
-from slipstream.sessions.protocol import Pair, Training, TrainingFigures, never_stepped
-from slipstream.sessions.undistributed import Undistributed
 from slipstream.strategy import Strategy
 from slipstream.systems import call_of
 from slipstream.torch.capture.other_steps import OtherSteps, why_not_by_others
 from slipstream.torch.capture.outside_parameters import OutsideParameters
 from slipstream.torch.capture.remote_optimizer import check_own_state
-from slipstream.torch.capture.step_watch import StepWatch
+from slipstream.torch.capture.step_watch import StepWatch, never_stepped
 from slipstream.torch.distribute.preparing import check_pairs, prepare_pairs
-from slipstream.torch.modes.carried_updates import CarriedUpdates
 from slipstream.torch.modes.learner import Learner
 from slipstream.torch.modes.learner_state import LearnerState
+from slipstream.torch.modes.mode import TrainingMode
+from slipstream.torch.modes.shared_memory import SharedMemoryMode, as_accounts
 from slipstream.torch.modes.shared_weights import check_shareable, settings_of, shared_tensors
+from slipstream.torch.modes.undistributed import Undistributed
 from slipstream.torch.optimizers.own_step import check_own_step
 from slipstream.torch.tensors.finite_gradients import FiniteGradients
 from slipstream.torch.tensors.inventory import config_fingerprint
+from slipstream.torch.tensors.pairs import Pair
 from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Cluster
 
@@ -58,7 +54,7 @@ class SharedMemorySession:
         log_event(logger, "joined", rank=env.rank, size=env.world_size, host="localhost")
         self._env, self._limits, self._line, self._presence = env, limits, line, presence
         self._shared = 0  # calls of ``share``
-        self._training: Training = Undistributed()
+        self._mode: TrainingMode = Undistributed()
         self._opened = ExitStack()
         self._ages: Counter[int] = Counter()
 
@@ -81,7 +77,7 @@ class SharedMemorySession:
             "calls it"
         )
 
-    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> Training:
+    def open(self, pairs: Sequence[Pair], strategy: Strategy) -> TrainingMode:
         method = strategy.method
         if not isinstance(method, SharedMemoryUpdates):
             raise ConfigError(
@@ -99,17 +95,20 @@ class SharedMemorySession:
         learner = self._join(pairs[0], method, plan)
         loop = learner.start()
         pair = Pair(model, loop)
-        loop.keeper = LearnerState(pair, learner, self._line)
-        self._opened.callback(setattr, loop, "keeper", None)
+        keeper = LearnerState(pair, learner, self._line)
+        loop.keep_at(keeper)
+        self._opened.callback(loop.keep_at, None)
         if state := loop.own_state():
-            loop.keeper.take(state)
+            keeper.take(state)
         self._ages = learner.ages
-        self._training = SharedMemoryTraining(pair, strategy.name, plan, learner, self._line)
+        self._mode = SharedMemoryMode(
+            pair, strategy.name, call_of(strategy), plan, learner, self._line
+        )
         watch = StepWatch(
             inventory.trained.values() if self._env.rank == 0 else (),
             [pair.optimizer],
             stepped=lambda: learner.steps > 0,
-            told=never_stepped(strategy, over=False),
+            told=never_stepped(call_of(strategy), over=False),
         )
         self._opened.callback(watch.close)
         outside = OutsideParameters(
@@ -119,7 +118,7 @@ class SharedMemorySession:
         why = why_not_by_others(plan, call_of(strategy), pairs=1)
         known = [pair.optimizer, optimizer]
         self._opened.callback(OtherSteps(inventory.trained.items(), known, why).close)
-        return self._training
+        return self._mode
 
     def _join(self, pair: Pair, method: SharedMemoryUpdates, plan: Plan) -> Learner:
         welcome, descriptor = self._line.join(hello_of(pair, method, plan))
@@ -141,13 +140,13 @@ class SharedMemorySession:
         return learner
 
     def leave(self, figures: WorkerFigures) -> dict[str, Any] | None:
-        if not self._training.pairs:
+        if not self._mode.pairs:
             return combine([figures])
         farewell = self._line.depart(figures.encode(), dict(self._ages))
         if not farewell.figures:
             return None
         summary = combine([WorkerFigures.decode(content) for content in farewell.figures])
-        summary["steps"] = self._training.committed
+        summary["steps"] = self._mode.committed
         summary["restarts"] = farewell.restarts
         if farewell.account is not None:
             summary |= as_accounts(farewell.account, Counter())
@@ -166,84 +165,6 @@ class SharedMemorySession:
         self._opened.close()
 
 
-class SharedMemoryTraining(Training):
-    """Steps are updates of the shared weights by any learner."""
-
-    def __init__(
-        self, pair: Pair, name: str, plan: Plan, learner: Learner, line: LauncherLine
-    ) -> None:
-        self.pairs, self.plans, self._name = (pair,), (plan,), name
-        self._learner, self._line = learner, line
-
-    @property
-    def committed(self) -> int:
-        return self._learner.rings.version
-
-    @property
-    def own_steps(self) -> int:
-        return self._learner.steps
-
-    @property
-    def rejoined(self) -> bool:
-        """The weights may have many updates without this learner, also from before the job."""
-        return self.own_steps == 0
-
-    def end_step(self, step: int) -> None:
-        """A pass of the loop need not make a step: other learners make steps too."""
-
-    def wait(self) -> None:
-        """Wait until this learner's gradients are applied."""
-        self._learner.wait()
-
-    def keeping_apart(self, block: str) -> AbstractContextManager[None]:
-        """The model does not change to newer weights; without copies there is nothing to do."""
-        updates = self._learner.updates
-        return updates.keeping_apart() if isinstance(updates, CarriedUpdates) else nullcontext()
-
-    def lease(self, batches: int, returned: int) -> Batch:
-        return Batch(*self._line.lease(batches, returned))
-
-    def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """The server writes its state; only rank 0's call counts."""
-        if self._learner.rank == 0:
-            self.wait()
-            self._line.save(str(path.absolute()))
-
-    def load(self, path: Path, *, takes_nonfinite: bool) -> None:
-        """Load before the first step; the call of one learner counts."""
-        if self.own_steps:
-            raise ConfigError(f"with {self._name} job.load comes before the first step")
-        self._line.load(str(path.absolute()), takes_nonfinite=takes_nonfinite)
-        self._learner.begin_anew()
-
-    def plan_table(self) -> str:
-        """Of embeddings only used rows are written, where backward can write them."""
-        in_rows = self._learner.in_rows
-        rows = [
-            replace(row, scheme="rows/memory", why="used rows only")
-            if row.name in in_rows
-            else replace(row, scheme="dense/memory")
-            for row in self.plan.rows({})
-        ]
-        return as_text(rows)
-
-    def figures(self) -> TrainingFigures:
-        """Gradients went through memory; nothing was sent."""
-        moved = self._learner.moved
-        traffic = Traffic(sent=moved, local=moved, by_scheme={"dense/memory": moved})
-        return TrainingFigures(traffic=traffic, wait_s=self._learner.wait_s)
-
-    def finish(self) -> None:
-        if self.own_steps == 0 and self._learner.had_gradients:
-            raise RuntimeFault(never_stepped(self.plan.strategy, over=True))
-        self.wait()
-        self._line.end_training(self._learner.progress)
-        self._learner.take_last()
-
-    def accounts(self) -> dict[str, Any]:
-        return as_accounts(self._line.account(), self._learner.ages)
-
-
 def hello_of(pair: Pair, method: SharedMemoryUpdates, plan: Plan) -> Hello:
     """This learner's model and optimizer, which the launcher compares and lays out."""
     return Hello(
@@ -257,13 +178,3 @@ def hello_of(pair: Pair, method: SharedMemoryUpdates, plan: Plan) -> Hello:
         method.checkpoints and os.path.abspath(method.checkpoints),
         method.every_s,
     )
-
-
-def as_accounts(account: Account, own: Counter[int]) -> dict[str, Any]:
-    """An account in the format of the other systems' servers."""
-    ages = Counter(account.staleness) + own
-    figures = ServerFigures({"all tensors": dict(ages)} if ages else {}, [])
-    found = merge_figures([figures]) | {"checkpoints": account.checkpoints}
-    if account.refused:
-        found["refused_by_servers"] = {"messages": account.refused}
-    return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import WaitLimit
 from slipstream.planning.costs import Speeds
-from slipstream.runtime.exchange.assembly import round_channel
 from slipstream.runtime.exchange.choices import LayerChoices
 from slipstream.runtime.exchange.driver import Driver
+from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.testing.layers import ByteLayers, LayerRows, Rows, dense, send
 from slipstream.testing.members import FOREVER_S, ByteSlots, Owed, Tensors, owed_by
@@ -75,9 +76,8 @@ class Worker:
         self._read: dict[int, bytes | None] = {}  # by tensor, the value in the forward pass
         self._layers = [unit for unit in plan.over_links() if unit.layer is not None]
         math = ByteLayers(plan, self.slots)
-        self.exchange = round_channel(
-            self.rank, plan, self.member, self.slots, math=math, limit_s=FOREVER_S
-        )
+        kind = partial(UpdateStream, apply=self._note) if plan.runs_ahead else RoundChannel
+        self.exchange = kind(self.rank, plan, self.member, self.slots, math=math, limit_s=FOREVER_S)
         self.driver = Driver([self.exchange])
         self._compact: dict[Unit, LayerRows | None] = {}  # of this step
         self.choices: LayerChoices | None = None
@@ -91,8 +91,6 @@ class Worker:
                 self._row_counts,
                 limit_s=FOREVER_S,
             )
-        if isinstance(self.exchange, UpdateStream):
-            self.exchange.apply = self._note
         self.member.on(Lost, self._on_lost)
 
     def _note(self, clock: int, tensors: Collection[int]) -> None:

@@ -19,7 +19,7 @@ from slipstream.systems import adam_factors, poseidon
 from slipstream.testing.cluster import Stage
 from slipstream.torch.capture.assigned_gradients import AssignedGradients
 from slipstream.torch.capture.compact_gradients import CompactGradients
-from slipstream.torch.distribute.replica import compact_layers
+from slipstream.torch.modes.pair_setup import compact_layers
 from slipstream.torch.tensors.compact_layers import CompactLayer, Ports, capture
 from slipstream.torch.tensors.finite_gradients import FiniteGradients
 from slipstream.torch.tensors.inventory import Inventory

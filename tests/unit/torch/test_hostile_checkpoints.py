@@ -52,7 +52,7 @@ class Training:
 
     def everything(self) -> Any:
         """Whatever loading may change, by value."""
-        averages = self.job._training.averages()
+        averages = self.job._training.mode.averages()
         kind, words, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
         return {
             "model": bits(dict(self.model.state_dict())),
@@ -326,7 +326,7 @@ def test_checkpoints_of_earlier_versions_are_loaded(
                 assert torch.equal(value, tensors[f"optimizer/state/{name}/{key}"]), (name, key)
             assert len(optimizer.state[parameter]) >= 3
         if file == "averaged":
-            average = job._training.averages()[0]["0.weight"]
+            average = job._training.mode.averages()[0]["0.weight"]
             assert torch.equal(average, tensors["averaged/0.weight"])
 
 

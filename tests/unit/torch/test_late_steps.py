@@ -38,7 +38,7 @@ def test_a_step_that_another_process_would_make_is_refused(warns: bool) -> None:
     """Before anything else is found wrong with it, and each time."""
     own = torch.optim.SGD(nn.Linear(2, 2).parameters())
     remote, over, ended = RemoteOptimizer(own, {}), False, []
-    remote.end_step = lambda: ended.append(over)
+    remote.attach(lambda: ended.append(over))
     watch_late_steps(own, lambda: over, warns=warns)
     remote.step()
     over = True

@@ -77,7 +77,7 @@ def test_other_steps_around_or_within_a_known_one_pass(model: nn.Module, watch: 
     watching.close()
     local = Inner(sgd(model))
     loop = LoopOptimizer(local)
-    loop.end_step = local.step
+    loop.attach(local.step)
     watching = watch(loop, local)
     loop.step()
     with pytest.raises(RuntimeFault):

@@ -42,7 +42,8 @@ class Setting:
         named = self.model.named_parameters()
         trained = {name: p for name, p in named if p.requires_grad}
         self.remote = RemoteOptimizer(self.local, trained)
-        self.keeper = self.remote.keeper = Elsewhere(self.model, kind)
+        self.keeper = Elsewhere(self.model, kind)
+        self.remote.keep_at(self.keeper)
 
     def step(self) -> None:
         self.keeper.optimizer.zero_grad()
@@ -147,7 +148,7 @@ def test_remote_optimizer_copies_are_plain_ones_with_the_state(copied: Any) -> N
     plain = copied(setting.remote)
     assert type(plain) is torch.optim.Adam
     assert str(plain.state_dict()) == str(setting.keeper.optimizer.state_dict())
-    setting.remote.keeper = None
+    setting.remote.keep_at(None)
     assert type(copied(setting.remote)) is torch.optim.Adam
     assert type(copied(setting.local)) is torch.optim.Adam
 
@@ -226,7 +227,7 @@ def test_loop_optimizer_closure_runs_once_and_on_the_weights_of_the_step(
         passes.append(1)
         return 2.5
 
-    loop.end_step = loop.step_local
+    loop.attach(loop.step_local)
     for _ in range(2):
         if refused:
             with pytest.raises(RuntimeFault, match=r"OwnClosure.step\(\) runs the loop's closure"):
@@ -259,7 +260,7 @@ class Scaling:
         self.parameter = nn.Parameter(torch.ones(2))
         self.loop = LoopOptimizer(torch.optim.SGD([self.parameter], lr=1.0))
         self.found: list[list[float] | None] = []
-        self.loop.end_step = self._note
+        self.loop.attach(self._note)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
 
     def _note(self) -> None:

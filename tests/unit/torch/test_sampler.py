@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from slipstream.consistency.leases import Batch, Leases
+from slipstream.consistency.leases import Batch, Leases, in_turn
 from slipstream.errors import ConfigError
-from slipstream.torch.distribute.sampler import LeasedBatches, in_turn
+from slipstream.torch.distribute.sampler import LeasedBatches
 
 
 class Dealer:

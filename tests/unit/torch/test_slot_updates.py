@@ -75,7 +75,7 @@ class Bench:
         first = FirstWeights(lambda: self.others_train, self._share)
         self.updates = SlotUpdates(model, self.plan, slots, self.weights, first)
         self.optimizer = LoopOptimizer(optimizer)
-        self.optimizer.end_step = self.updates.end_step
+        self.optimizer.attach(self.updates.end_step)
 
     def _share(self, value: object) -> object:
         """As the launcher does: the first value is everybody's."""

@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 
-from slipstream.runtime.exchange.assembly import round_channel
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.runtime.members.member import HUB
 from slipstream.systems import parameter_flow
 from slipstream.testing.cluster import Stage
 from slipstream.torch.capture.synchronizer import Synchronizer
-from slipstream.torch.modes.streamed_updates import StreamedUpdates, Timeline
+from slipstream.torch.modes.streamed import ClockedOptimizer, StreamedUpdates, Timeline
 from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
 from slipstream.torch.tensors.averages import Averages
 from slipstream.torch.tensors.inventory import Inventory
@@ -118,17 +117,19 @@ class Worker:
         plan = parameter_flow(**settings).plan(inventory.specs, Cluster(1, 1))
         self.stage = Stage(plan, 0, None)
         slots = LiveTensors(plan, inventory, Staging())
-        stream = round_channel(0, plan, self.stage.members[HUB], slots, limit_s=10)
-        assert isinstance(stream, UpdateStream)
         self.optimizer = LoopOptimizer(self.local)
         self.averages = Counted(self.model, None, ())
+        clocked = ClockedOptimizer(plan, inventory, slots, self.optimizer, self.averages)
+        stream = UpdateStream(
+            0, plan, self.stage.members[HUB], slots, apply=clocked.apply, limit_s=10
+        )
         self.synchronizer = Synchronizer(
             self.model,
             plan,
             inventory,
             slots,
             (stream,),
-            lambda made: StreamedUpdates(made, self.optimizer, stream, self.averages),
+            lambda made: StreamedUpdates(made, self.optimizer, clocked, stream),
         )
 
     @property
@@ -166,7 +167,7 @@ def test_the_gradients_of_the_loop_are_its_own_whatever_is_applied(how: dict) ->
         known = notes(gradients)
         worker.step()
         assert notes(worker.gradients()) == known
-        worker.synchronizer.wait()
+        worker.synchronizer.applier.wait()
         assert notes(worker.gradients()) == known
         assert worker.applied == step + 1
     for own, expected in zip(worker.model.parameters(), worker.plain.parameters(), strict=True):
@@ -180,11 +181,11 @@ def test_updates_that_come_between_backward_and_step_leave_gradients_alone() -> 
     worker.backward(1)
     known = notes(worker.gradients())
     worker.stage.drain()
-    worker.synchronizer.wait()
+    worker.synchronizer.applier.wait()
     assert worker.applied == 1
     assert notes(worker.gradients()) == known
     worker.step()  # refuses gradients that have changed since they left
-    worker.synchronizer.wait()
+    worker.synchronizer.applier.wait()
     assert worker.applied == 2
 
 
@@ -202,7 +203,7 @@ def test_an_update_that_the_optimizer_keeps_is_not_overwritten() -> None:
     for step in range(3):
         worker.backward(step)
         worker.step()
-    worker.synchronizer.wait()
+    worker.synchronizer.applier.wait()
     assert [float(kept[0][0, 0]) for kept in worker.local.seen] == [2.0, 4.0, 6.0]
 
 
@@ -213,5 +214,5 @@ def test_an_error_of_the_optimizer_leaves_gradients_alone() -> None:
     known = notes(worker.gradients())
     worker.optimizer.step()
     with pytest.raises(ZeroDivisionError):
-        worker.synchronizer.wait()
+        worker.synchronizer.applier.wait()
     assert notes(worker.gradients()) == known

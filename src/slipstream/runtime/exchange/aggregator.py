@@ -100,12 +100,25 @@ class Published:
 
 
 class Aggregator:
-    """All units that one server holds."""
+    """All units that one server holds.
 
-    def __init__(self, node: Node, plan: Plan, updater: Updater) -> None:
+    Args:
+        node: The server's number in the plan.
+        plan: The decisions for every tensor.
+        updater: What becomes of a mean.
+        congested: Whether outgoing links are congested.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        plan: Plan,
+        updater: Updater,
+        congested: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.plan = plan
         self.updater = updater
-        self.congested: Callable[[], bool] = lambda: False  # whether outgoing links are congested
+        self.congested = congested
         # The workers of the last rounds; a round has two entries if its units had different
         # workers.
         self.makers: dict[tuple[int, tuple[Rank, ...]], None] = {}

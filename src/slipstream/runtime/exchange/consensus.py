@@ -50,7 +50,7 @@ class Consensus:
     """
 
     def __init__(self, rank: int, workers: int, member: Member, numel: int, limit_s: float) -> None:
-        self.meanwhile: Callable[[], None] = lambda: None
+        self._meanwhile: Callable[[], None] = lambda: None
         self._rank, self._workers, self._member = rank, workers, member
         self._numel, self._limit_s = numel, limit_s
         self._asked = 0  # how often this worker was asked
@@ -62,8 +62,16 @@ class Consensus:
         member.on(Ask, self._on_ask)
         member.on(WeightsReply, self._on_weights_reply)
 
-    def reach(self, own: Floats) -> tuple[Floats, float]:
-        """The mean, and the workers' distance from it."""
+    def reach(
+        self, own: Floats, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[Floats, float]:
+        """Return the mean, and the workers' distance from it.
+
+        Args:
+            own: This worker's weights.
+            meanwhile: Called again and again while this worker waits.
+        """
+        self._meanwhile = meanwhile
         return self._lead(own) if self._rank == 0 else self._follow(own)
 
     def _lead(self, own: Floats) -> tuple[Floats, float]:
@@ -102,7 +110,7 @@ class Consensus:
     def _until(self, holds: Callable[[], bool], name: str) -> None:
         self._member.poll_until(
             holds,
-            self.meanwhile,
+            self._meanwhile,
             what="everybody's weights",
             limit_s=self._limit_s,
             missing=lambda: [name],

@@ -39,12 +39,12 @@ class Driver:
         layers: Captured layers, if the plan lets any be sent in compact form.
     """
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], layers: LayerSource | None = None) -> None:
         self.channels = tuple(channels)
         self.step = 0
         self.exchanged = False
         self.frozen_in = ""
-        self.layers: LayerSource | None = None
+        self.layers = layers
         self._after_flush: list[Callable[[], None]] = []
 
     def call_after_flush(self, call: Callable[[], None]) -> None:

@@ -47,21 +47,17 @@ class Applier(Protocol):
         hooks: To be removed when the model and the optimizer become ordinary ones again.
     """
 
-    @property
-    def hooks(self) -> Sequence[Hook]: ...
+    hooks: Sequence[Hook] = ()
 
     def takes_pass(self) -> bool:
         """Whether a further backward pass in one step is exchanged, when one was before."""
         ...
 
     def pass_ended(self) -> None:
-        """A backward pass outside ``job.accumulate`` is over."""
-        ...
+        """A backward pass outside ``job.accumulate`` is over; by default nothing leaves before the
+        step, and passes add up."""
+        return
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         """Wait until these of this worker's weights (default all) are up to date."""
-        ...
-
-    def begin_step(self) -> None:
-        """A step has ended, or other weights were loaded."""
-        ...
+        return

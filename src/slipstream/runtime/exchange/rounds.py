@@ -8,7 +8,7 @@ that no two threads touch a tensor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from slipstream.codecs.matrices import LayerMath, Matrix, to_frames
@@ -20,17 +20,30 @@ from slipstream.runtime.exchange.payloads.contributions import ClosedRound, Grou
 from slipstream.runtime.exchange.results import ResultWriter
 from slipstream.runtime.exchange.round_sender import RoundSender
 from slipstream.runtime.exchange.send_buffers import Loan, SendBuffers
+from slipstream.runtime.exchange.send_context import SendContext
 from slipstream.runtime.exchange.unit_state import Answer, UnitState, fresh
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.transports.protocol import Ticket
 from slipstream.transports.wire import Early, Message, Publish, Push, checksum
-from slipstream.types import Buffer, Chunk, EncodeContext, Rank, Settings
+from slipstream.types import Buffer, Chunk, EncodeContext, Rank
 
 LEAVING_PAUSE_S = 0.0005
+ALONE = SendContext()
 
 
 class RoundChannel:
-    """All units of a plan that are sent over links; implements ``Channel`` and ``LayerChannel``."""
+    """All units of a plan that are sent over links; implements ``Channel`` and ``LayerChannel``.
+
+    Args:
+        rank: This worker's number in the plan.
+        plan: The decisions for every tensor.
+        member: Sends and receives.
+        slots: The tensors that are sent and received.
+        math: Computes gradients of layers in compact form, if the plan has any.
+        colocated: Servers on this host; traffic with them is not counted.
+        context: Facts that are sent with contributions.
+        limit_s: The limit on each wait for results.
+    """
 
     takes_early = takes_encoded = True
 
@@ -43,16 +56,14 @@ class RoundChannel:
         *,
         math: LayerMath | None = None,
         colocated: Collection[str] = (),
+        context: SendContext = ALONE,
         limit_s: float,
     ) -> None:
         self.rank = rank
         self.plan = plan
         self.step = 0
         self.wait_s = 0.0
-        self.settings: Callable[[], Settings | None] = lambda: None
-        self.rate: Callable[[], float] = lambda: 1.0  # relative to the highest so far
-        self.congested: Callable[[], bool] = lambda: False  # whether outgoing links are congested
-        self.weight: Callable[[int], int] = lambda tensor: 1  # the workers that contributed to it
+        self._context = context
         self._sender = RoundSender(rank, plan, member, colocated)
         self.sent, self.received = self._sender.sent, self._sender.received
         self._member, self._slots = member, slots
@@ -75,8 +86,7 @@ class RoundChannel:
         self._told_round = 0  # results of all rounds before have arrived
         self._buffers = SendBuffers()
         self._forwarding = self._sender.forwarding
-        self._aggregator = Aggregator(rank, plan, PublishMean())
-        self._aggregator.congested = lambda: self.congested()
+        self._aggregator = Aggregator(rank, plan, PublishMean(), congested=context.congested)
         self._collector = self._aggregator.collector
         member.on(Publish, self._on_publish)
         member.on(Push, self._on_push)
@@ -136,7 +146,7 @@ class RoundChannel:
 
     def _push_segments(self, state: UnitState) -> None:
         self._await_turn(state)
-        ctx = EncodeContext(self.step + 1, self.rate(), self.congested())
+        ctx = EncodeContext(self.step + 1, self._context.rate(), self._context.congested())
         groups: list[Group] = []
         codec = state.payload.codec(state.begun)
         for place, residual in zip(state.unit.places, state.residuals, strict=True):
@@ -156,7 +166,9 @@ class RoundChannel:
 
     def _weights(self, state: UnitState, groups: Sequence[Group]) -> list[int]:
         """By place: how many contributions of a worker to a round it is the sum of."""
-        weights = [self.weight(place.tensor) for place in state.unit.places]
+        weights = [1] * len(state.unit.places)
+        if self._context.weight is not None:
+            weights = [self._context.weight(place.tensor) for place in state.unit.places]
         if self.plan.weighs_late:
             sent = zip(weights, state.covered, groups, strict=True)
             weights = [w if group is None else w * covered for w, covered, group in sent]
@@ -199,7 +211,7 @@ class RoundChannel:
         self._await_turn(state)
         frames = [frame for matrix, _ in matrices or () for frame in to_frames(matrix)]
         round_ = state.begun
-        tickets = self._push(state, [frames], self.rate(), early=early)
+        tickets = self._push(state, [frames], self._context.rate(), early=early)
         for _, loan in matrices or ():
             loan.sent(tickets)
             state.loans.setdefault(round_, []).append(loan)
@@ -228,7 +240,7 @@ class RoundChannel:
             self.step,
             [len(group or ()) for group in groups],
             checksum(frames),
-            self.settings(),
+            None if self._context.settings is None else self._context.settings(),
             state.committed,
             rate,
             early,

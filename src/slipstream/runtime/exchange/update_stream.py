@@ -22,9 +22,9 @@ Apply = Callable[[int, Collection[int]], None]  # the clock, and the tensors tha
 class UpdateStream(RoundChannel):
     """Calls ``apply`` with each update, which is then in the sinks of its tensors."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, apply: Apply, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.apply: Apply = lambda clock, tensors: None
+        self._apply = apply
         self.applied = 0
         self._whole: Counter[int] = Counter()  # by clock: complete units
 
@@ -63,7 +63,7 @@ class UpdateStream(RoundChannel):
                 taken = [(s, s.answers.pop(clock)) for _, s in sorted(self._states.items())]
                 del self._whole[clock]
                 self.applied += 1  # now: from here on, duplicates of it are dropped
-            self.apply(clock, self._write_update(taken))
+            self._apply(clock, self._write_update(taken))
 
     def _write_update(self, taken: list[tuple[UnitState, Answer]]) -> Collection[int]:
         """Write an update; returns its tensors. Segments without a contribution are zero."""

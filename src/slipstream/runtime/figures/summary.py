@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +21,16 @@ class Traffic(msgspec.Struct, frozen=True):
     local: int = 0
     control: int = 0
     by_scheme: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFigures:
+    """The cost of one worker's training so far; ``refused`` counts frames."""
+
+    servers: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    wait_s: float = 0.0
+    refused: int = 0
 
 
 class WorkerFigures(msgspec.Struct, frozen=True):

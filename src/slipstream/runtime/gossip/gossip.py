@@ -106,7 +106,7 @@ class GossipChannel:
         self.weights, self.pace = weights, pace
         self.links = NumberedLinks(member, incarnation)
         self.entered = not incarnation  # whether the peers have admitted this worker
-        self.admit: Callable[[Applicant], None] = lambda applicant: None
+        self._admit: Callable[[Applicant], None] = lambda applicant: None
         self.rule, self._member = rule, member
         self._limit_s = limit_s
         self._begun_s = time.monotonic()
@@ -276,6 +276,10 @@ class GossipChannel:
                 self._include(each.rank, self._sender.owed_to(0), each.drains)
                 self.links.send(0, HandoverDone, each.rank, self.links.incarnation_of(each.rank))
 
+    def admit_with(self, admit: Callable[[Applicant], None]) -> None:
+        """Admit restarted workers with this from now on; only rank 0 does."""
+        self._admit = admit
+
     def admit_joiners(self) -> None:
         """On rank 0, at the end of a step: restarted workers begin with this step."""
         self._apply_membership_events()
@@ -303,7 +307,7 @@ class GossipChannel:
             self._forwarding[rank] = self._sender.peers - {rank} - gone
             snapshot = self.weights.whole()
         self._accept_incarnation(rank, applicant.incarnation, self._drains)
-        self.admit(applicant)
+        self._admit(applicant)
         self._include(rank, snapshot, self._drains)
 
     def catch_up(self, welcome: Welcome) -> None:

@@ -23,16 +23,29 @@ Standing = Callable[[], list[int]]
 
 
 class JoinCoordinator:
-    """On rank 0: admits restarted workers. ``standing``: other numbers that these need."""
+    """Admits restarted workers, on rank 0.
 
-    def __init__(self, exchange: GossipChannel, member: Member, workers: int) -> None:
-        self._workers = workers
+    Args:
+        exchange: Rank 0's own channel.
+        member: Rank 0.
+        workers: How many the job was started with.
+        standing: Returns other numbers that a restarted worker needs.
+        give: Sends other state to a restarted worker, by its name.
+    """
+
+    def __init__(
+        self,
+        exchange: GossipChannel,
+        member: Member,
+        workers: int,
+        standing: Standing = lambda: [0],
+        give: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._workers, self._standing, self._give = workers, standing, give
         self._moved: dict[int, tuple[str, int]] = {}  # address and process of restarted workers
-        self.standing: Standing = lambda: [0]
-        self.give: Callable[[str], None] = lambda name: None  # sends it other state
         self._exchange, self._member = exchange, member
         member.on(Return, self._on_return)
-        exchange.admit = self._admit
+        exchange.admit_with(self._admit)
 
     def _on_return(self, message: Message[Return]) -> None:
         body, rank = message.body, rank_of(message.sender)
@@ -60,12 +73,12 @@ class JoinCoordinator:
             self._member.send(f"rank {peer}", told, priority=CONTROL)
         made, bytes_s = self._exchange.made, self._exchange.pace.bytes_s
         moved = [(peer, *self._moved[peer]) for peer in others if peer in self._moved]
-        welcome = Welcome(made, drains, [0, *others], moved, self.standing(), bytes_s)
+        welcome = Welcome(made, drains, [0, *others], moved, self._standing(), bytes_s)
         self._moved[rank] = (applicant.address, applicant.process)
         # In order with the messages about lost and returned workers.
         self._member.send(f"rank {rank}", welcome, priority=CONTROL)
-        self.give(f"rank {rank}")
-        step = self.standing()[0] + made
+        self._give(f"rank {rank}")
+        step = self._standing()[0] + made
         log_event(logger, "member_admitted", member=f"rank {rank}", step=step)
 
 

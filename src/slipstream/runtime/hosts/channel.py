@@ -29,9 +29,7 @@ class HostChannel:
     Args:
         worker: The worker's number on the host; 0 speaks for it.
         layers: Those that may travel in compact form.
-
-    Attributes:
-        settings: The optimizer's settings that travel with a round; None if none do.
+        settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
     takes_early = False  # the rows of a host leave together
@@ -44,16 +42,22 @@ class HostChannel:
         member: Endpoint,
         limit_s: float,
         layers: HostLayers | None,
+        settings: Callable[[], Settings] | None,
     ) -> None:
         self.rank, self._memory = worker, memory
         self._member, self._limit_s = member, limit_s
         self._layers = layers
-        self.settings: Callable[[], Settings | None] = lambda: None
+        self._settings = settings
         self._travelling: Collection[int] | None = None  # layers in compact form; None: all
         self._buffers = SendBuffers()
         self._skipped: Collection[int] = ()
         self._round = 0
         self._fired: set[int] = set()
+
+    def _settings_number(self) -> int:
+        """Return a number that is equal for equal settings."""
+        settings = None if self._settings is None else self._settings()
+        return 0 if settings is None else zlib.crc32(msgspec.msgpack.encode(settings))
 
     def _refuse_second(self, tensor: int) -> None:
         if tensor in self._fired:
@@ -93,8 +97,3 @@ class HostChannel:
             travels = self._travelling is None or unit in self._travelling
             if travels and unit not in captured:
                 self.ready_layer(unit, None)
-
-
-def settings_number(settings: Settings | None) -> int:
-    """Equal for equal settings."""
-    return 0 if settings is None else zlib.crc32(msgspec.msgpack.encode(settings))

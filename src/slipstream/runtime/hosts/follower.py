@@ -10,10 +10,11 @@ from slipstream.codecs.matrices import Matrix
 from slipstream.runtime.exchange.channel import Slots
 from slipstream.runtime.exchange.rounds import completed_twice
 from slipstream.runtime.exchange.send_buffers import Loan
-from slipstream.runtime.hosts.channel import AddGradient, HostChannel, settings_number
+from slipstream.runtime.hosts.channel import AddGradient, HostChannel
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.types import Settings
 
 
 class HostFollower(HostChannel):
@@ -23,6 +24,7 @@ class HostFollower(HostChannel):
         worker: Its number on the host, 1 or more.
         layers: Those that may travel in compact form.
         add: Adds the gradient of such a layer to this worker's; None: what comes back is written.
+        settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class HostFollower(HostChannel):
         limit_s: float,
         layers: HostLayers | None = None,
         add: AddGradient | None = None,
+        settings: Callable[[], Settings] | None = None,
     ) -> None:
-        super().__init__(worker, memory, member, limit_s, layers)
+        super().__init__(worker, memory, member, limit_s, layers, settings)
         self._slots, self._add = slots, add
         self._captured: set[int] = set()  # layers that were published in this round
         self._added: set[int] = set()  # tensors whose last contribution was in compact form
@@ -62,7 +65,7 @@ class HostFollower(HostChannel):
         board = self._memory.board
         if self._noted_for != self._round:
             self._noted_for = self._round
-            board.note(self.rank, self._round, settings_number(self.settings()))
+            board.note(self.rank, self._round, self._settings_number())
         board.publish(self.rank, tensor, self._round, present, self.step)
 
     def ready_layer(

@@ -15,11 +15,11 @@ from slipstream.runtime.exchange.collector import different_settings, different_
 from slipstream.runtime.exchange.driver import Driver
 from slipstream.runtime.exchange.rounds import completed_twice
 from slipstream.runtime.exchange.send_buffers import Loan
-from slipstream.runtime.hosts.channel import AddGradient, HostChannel, settings_number
+from slipstream.runtime.hosts.channel import AddGradient, HostChannel
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.types import Values
+from slipstream.types import Settings, Values
 
 STEPS = 1 << 15  # that words of the board tell apart
 
@@ -46,10 +46,10 @@ class HostSlots:
         divisors: By tensor: what divides its sum instead of ``share``.
         add: Adds the gradient of a layer that travelled in compact form to this worker's; None:
             what comes back is written.
-
-    Attributes:
         is_whole: Whether all of a tensor's result is there. Channels whose results are weights say
             so of each of its chunks.
+
+    Attributes:
         before_result: Called with a round before the first of its results is handed on.
     """
 
@@ -60,9 +60,10 @@ class HostSlots:
         share: float,
         divisors: Mapping[int, float] = MappingProxyType({}),
         add: AddGradient | None = None,
+        is_whole: Callable[[int], bool] = lambda tensor: True,
     ) -> None:
         self.memory, self.share, self._divisors = memory, share, divisors
-        self.is_whole: Callable[[int], bool] = lambda tensor: True
+        self._is_whole = is_whole
         self.before_result: Callable[[int], None] = lambda round_: None
         self._own, self._add = own, add
         self._added: set[int] = set()  # tensors of layers that travel in compact form in this round
@@ -115,7 +116,7 @@ class HostSlots:
 
     def finish(self, tensor: int) -> None:
         """The result is there, if there is any: hand it on. Nothing if that is done already."""
-        if tensor not in self._unfinished or not self.is_whole(tensor):
+        if tensor not in self._unfinished or not self._is_whole(tensor):
             return
         round_ = self._unfinished.pop(tensor)
         self.before_result(round_)
@@ -140,6 +141,7 @@ class HostLeader(HostChannel):
         between: The channels to other hosts.
         layers: Those that may travel in compact form, and the channel on which they do.
         rounds: Where hosts may miss rounds: what tells which one is open.
+        settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
     def __init__(
@@ -150,8 +152,10 @@ class HostLeader(HostChannel):
         limit_s: float,
         layers: tuple[HostLayers, LayerChannel] | None = None,
         rounds: MissedRounds | None = None,
+        settings: Callable[[], Settings] | None = None,
     ) -> None:
-        super().__init__(0, slots.memory, member, limit_s, None if layers is None else layers[0])
+        of_host = None if layers is None else layers[0]
+        super().__init__(0, slots.memory, member, limit_s, of_host, settings)
         self._links = None if layers is None else layers[1]
         self._captured: dict[int, Sequence[tuple[Matrix, Loan]] | None] = {}  # in this round
         self._slots, self._rounds = slots, rounds
@@ -287,7 +291,7 @@ class HostLeader(HostChannel):
             raise different_steps(told)
 
     def _agree_on_settings(self) -> None:
-        own, board = settings_number(self.settings()), self._memory.board
+        own, board = self._settings_number(), self._memory.board
         if any(board.noted(worker, self._round) != own for worker in self._others):
             raise different_settings()
 

@@ -149,15 +149,13 @@ class Server:
     def _shard(self, plan: Plan, optimizer: OptimizerRecipe | None, member: Endpoint) -> Shard:
         node = plan.cluster.server_nodes[self.index]
         updater = updater_of(plan, node, optimizer)
-        if updater is None:
-            aggregator = Aggregator(node, plan, PublishMean())
-            Residuals(aggregator, member)
-        else:
-            aggregator = Aggregator(node, plan, updater)
-            OptimizerState(node, updater, aggregator, member)
         workers = [plan.cluster.name(worker) for worker in plan.cluster.worker_nodes]
         watch = LinkWatch(member.transport, workers, plan.congested_below, lambda: member.now)
-        aggregator.congested = watch.congested
+        aggregator = Aggregator(node, plan, updater or PublishMean(), watch.congested)
+        if updater is None:
+            Residuals(aggregator, member)
+        else:
+            OptimizerState(node, updater, aggregator, member)
         coordinator = RoundCoordinator(plan, member) if self.index == 0 else None
         return Shard(node, aggregator, member, coordinator)
 

@@ -41,18 +41,19 @@ class RemoteOptimizer(LoopOptimizer):
     Args:
         trained: The parameters that another process updates. The state of others, which are frozen,
             stays here.
-
-    Attributes:
-        keeper: Who has the state.
     """
 
     def __init__(self, local: torch.optim.Optimizer, trained: Trained) -> None:
         super().__init__(local)
         vars(self).update({name: getattr(local, name) for name in STEP_HOOKS})
         self._trained = trained
-        self.keeper: StateKeeper | None = None
+        self._keeper: StateKeeper | None = None
         self._stepped = False
         self._watch_state()
+
+    def keep_at(self, keeper: StateKeeper | None) -> None:
+        """Leave the state to a keeper from now on; None: the job is over."""
+        self._keeper = keeper
 
     def _watch_state(self) -> None:
         """From now on notice if the loop resets the state."""
@@ -66,7 +67,7 @@ class RemoteOptimizer(LoopOptimizer):
             RuntimeFault: The loop has changed the state, which is the keeper's.
         """
         check_own_step(self.local)
-        if self.keeper is not None and self._is_changed_by_hand():
+        if self._keeper is not None and self._is_changed_by_hand():
             raise RuntimeFault(
                 "the optimizer's state was changed by hand, but another process has it: hand it "
                 "over by optimizer.load_state_dict, of the optimizer that job.distribute has "
@@ -112,7 +113,7 @@ class RemoteOptimizer(LoopOptimizer):
         Raises:
             ConfigError: It is too late for that, or this optimizer cannot go on without state.
         """
-        if self.keeper is None:
+        if self._keeper is None:
             return
         state = self.own_state()
         if not state and begins_with_state(self.local):
@@ -121,7 +122,7 @@ class RemoteOptimizer(LoopOptimizer):
                 "new optimizer, by optimizer.load_state_dict on every rank"
             )
         if state or self._stepped:
-            self.keeper.take(state)
+            self._keeper.take(state)
             self._stepped = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,12 +137,12 @@ class RemoteOptimizer(LoopOptimizer):
     @contextmanager
     def _state_here(self) -> Iterator[None]:
         """Within, the user's optimizer has the state."""
-        if self.keeper is None:
+        if self._keeper is None:
             raise RuntimeFault(
                 "the job is over, and with it the process that had the optimizer's state: call "
                 "optimizer.state_dict() within the `with` block"
             )
-        held, trained = self.keeper.fetch(), set(self._trained.values())
+        held, trained = self._keeper.fetch(), set(self._trained.values())
         here = {p: entries for p, entries in self.state.items() if p not in trained}
         for name, parameter in self._trained.items():
             if entries := held.get(name):
@@ -153,7 +154,7 @@ class RemoteOptimizer(LoopOptimizer):
             self.local.state = self._watched
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.keeper is None:
+        if self._keeper is None:
             return super().__reduce_ex__(protocol)
         with self._state_here():
             return super().__reduce_ex__(protocol)
@@ -168,8 +169,8 @@ class RemoteOptimizer(LoopOptimizer):
         super().load_state_dict(state_dict)
         try:
             check_own_state(self.local, self._trained)
-            if self.keeper is not None:
-                self.keeper.take(self.own_state())
+            if self._keeper is not None:
+                self._keeper.take(self.own_state())
         except ConfigError:
             self.local.state, self.local.param_groups = before
             raise

@@ -99,3 +99,23 @@ class StepWatch:
         self._watched = self._seen = None
         while self._handles:
             self._handles.pop().remove()
+
+
+def never_stepped(system: str, *, pairs: int = 1, over: bool) -> str:
+    """Return the text for a loop that updates weights by hand, where this exchanges nothing.
+
+    Args:
+        system: The call that makes the strategy.
+        over: Whether the loop has ended.
+    """
+    called = "was called" if over else "is called, and weights change,"
+    trains = "has trained" if over else "trains"
+    with_one_pair = (
+        ", or use push_pull() or allreduce(), where .grad is the mean gradient when backward() "
+        "returns, and the loop may use it as it likes"
+    )
+    return (
+        f"backward() {called} without optimizer.step(), and with {system} nothing is "
+        f"exchanged before that: every worker {trains} on its own; let the optimizer that "
+        f"job.distribute has returned make the steps{with_one_pair if pairs == 1 else ''}"
+    )

@@ -26,8 +26,13 @@ class Synchronizer:
     """One exchange of all tensors per backward pass. An applier decides when to wait for results.
 
     Args:
+        model: Its backward passes are captured.
+        plan: The decisions for its tensors.
+        inventory: Its tensors.
+        slots: What they contribute, and where results go.
         channels: All channels of the plan.
         applier: Makes the applier of this synchronizer.
+        compact: Captures layers that may be sent in compact form, if there are any.
 
     Attributes:
         leaves_at_step: Whether gradients are sent at ``step()``, and not during backward.
@@ -43,15 +48,16 @@ class Synchronizer:
         slots: LiveTensors,
         channels: Sequence[Channel],
         applier: Callable[[Synchronizer], Applier],
+        compact: CompactGradients | None = None,
     ) -> None:
         self.model, self.plan, self.inventory, self.slots = model, plan, inventory, slots
-        self.driver = Driver(channels)
+        self.driver = Driver(channels, compact)
         self.gradients = LocalGradients(inventory, slots.finite, plan.update.clip_norm)
         self.leaves_at_step = self.accumulating = False
         self.ended = 0
         self._copying: list[int] = []
-        self._end_capture: Callable[[], None] = lambda: None
-        self._compact: CompactGradients | None = None
+        self._at_step: list[Callable[[], None]] = []
+        self._compact = compact
         # Autograd runs a thread for each device; a model may use several devices.
         self._lock = threading.Lock()
         self._devices = [tensor.device.type for tensor in inventory.tensors]
@@ -62,9 +68,14 @@ class Synchronizer:
             on_end=lambda: self.applier.pass_ended(),
         )
         self.applier = applier(self)
+        self._captures = [] if compact is None else [self._capture(compact)]
 
-    def capture_compact(self, compact: CompactGradients) -> None:
-        """Let layers hand over compact gradients instead of dense ones, where these are needed."""
+    def _capture(self, compact: CompactGradients) -> Callable[[], None]:
+        """Let layers hand over compact gradients instead of dense ones, where these are needed.
+
+        Returns:
+            A function that ends it.
+        """
 
         def entered(layer: CompactLayer, x: Tensor) -> int | None:
             if self.tap.paused or self.driver.exchanged:
@@ -87,9 +98,8 @@ class Synchronizer:
                 if layer.finish():
                     layer.detach() if self.tap.paused else compact.finished(layer)
 
-        self._compact = self.driver.layers = compact
         ports = Ports(compact.may_take, entered, takes, captured, finished)
-        self._end_capture = capture(compact.layers, ports)
+        return capture(compact.layers, ports)
 
     # ---- gradients become final (autograd's threads)
 
@@ -139,10 +149,6 @@ class Synchronizer:
                 self.gradients.refuse_converted(tensor)
             self.flush()
 
-    def wait(self) -> None:
-        """Wait until this worker's weights are up to date."""
-        self.applier.wait()
-
     @property
     def never_left(self) -> bool:
         """Whether there were gradients, and none of them was ever sent."""
@@ -157,7 +163,12 @@ class Synchronizer:
         """This step begins now."""
         self.slots.finite.step = step
         self.driver.resume(step)
-        self.applier.begin_step()
+        for call in self._at_step:
+            call()
+
+    def call_at_step(self, call: Callable[[], None]) -> None:
+        """Call back whenever a step begins: one has ended, or other weights were loaded."""
+        self._at_step.append(call)
 
     def refuse_step_in_block(self) -> None:
         """Refuse a step while the model has other weights, before the step exchanges anything.
@@ -207,12 +218,12 @@ class Synchronizer:
             self._refuse_addition()
             on_gradient(tensor)
 
-        self.tap.on_paused = on_paused
+        self.tap.note_paused(on_paused)
 
     def leave_during_backward(self) -> None:
         """From now on gradients are sent as soon as they are ready."""
         self.leaves_at_step = self.tap.paused = False
-        self.tap.on_paused = lambda _: None
+        self.tap.note_paused(lambda _: None)
 
     def _refuse_addition(self) -> None:
         if self.driver.exchanged:
@@ -225,6 +236,7 @@ class Synchronizer:
     def close(self) -> None:
         """Remove all hooks: the model and the optimizer are ordinary ones again."""
         self.tap.remove()
-        self._end_capture()
+        for end in self._captures:
+            end()
         for hook in self.applier.hooks:
             hook.remove()

@@ -30,7 +30,7 @@ class BackwardTap:
     ) -> None:
         self.paused = False
         self.used = False  # whether any parameter has had a gradient
-        self.on_paused: Callable[[int], None] = lambda _: None  # like on_ready, while paused
+        self._on_paused: Callable[[int], None] = lambda _: None
         self._open = False
         self._touched = False
         self._on_ready = on_ready
@@ -43,11 +43,15 @@ class BackwardTap:
             hook = self._hook(index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def note_paused(self, on_paused: Callable[[int], None]) -> None:
+        """Call this instead of ``on_ready`` while the tap is paused."""
+        self._on_paused = on_paused
+
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
             self.used = True
             if self.paused:
-                self.on_paused(index)
+                self._on_paused(index)
                 return
             self.touch()
             self._on_ready(index)

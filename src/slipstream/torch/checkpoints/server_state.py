@@ -29,8 +29,6 @@ class ServerState:
     Args:
         optimizer: The optimizer that the loop uses; of it, checkpoints have type and settings.
         service: Sends requests to servers.
-
-    Attributes:
         meet: Waits until all ranks have called it, and returns the values of all.
     """
 
@@ -42,13 +40,14 @@ class ServerState:
         member: Endpoint,
         service: ShardService,
         limit_s: float,
+        meet: Callable[[Any], Sequence[Any]],
     ) -> None:
         self._plan, self._optimizer, self._service = plan, optimizer, service
         self._tensors, self._parameters = inventory.tensors, inventory.parameters
         self._member = member
         self._limit_s = limit_s
         self._answers: dict[int, Message[State]] = {}
-        self.meet: Callable[[Any], Sequence[Any]] = lambda value: [value]
+        self.meet = meet
         member.on(State, self._on_state)
 
     def _server(self, chunk: Chunk) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sized
 
 import torch
@@ -85,18 +84,3 @@ class LeasedBatches(Sampler[list[int]]):
             for old in [e for e in self._orders if e < epoch - 1]:
                 del self._orders[old]
         return self._orders[epoch]
-
-
-def in_turn(rank: int, workers: int, first: int = 0) -> Callable[[int, int], Batch]:
-    """Batches where every gradient counts: each worker takes every n-th, and all equally many.
-
-    If the number is not divisible, the first batches of an epoch are dealt again at its end.
-    ``first`` is the number of batches that a worker missed before it came back.
-    """
-    turns = itertools.count(first)
-
-    def lease(batches: int, _returned: int) -> Batch:
-        epoch, turn = divmod(next(turns), -(-batches // workers))
-        return Batch(epoch, (turn * workers + rank) % batches)
-
-    return lease

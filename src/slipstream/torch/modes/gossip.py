@@ -11,10 +11,9 @@ from slipstream.methods import PartialExchange
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.state_chain import StateChain
 from slipstream.runtime.gossip.gossip import GossipChannel
-from slipstream.runtime.gossip.handover import JoinCoordinator, Joiner, JoinPeer
+from slipstream.runtime.gossip.handover import Joiner
 from slipstream.runtime.gossip.pace import Pace
 from slipstream.runtime.members.joining import Membership
-from slipstream.runtime.members.member import Member
 from slipstream.torch.channels.speeds import measure_link
 from slipstream.torch.tensors.copying import staged
 from slipstream.torch.tensors.flat_weights import FlatWeights
@@ -77,19 +76,8 @@ def untrained(model: nn.Module, plan: Plan) -> list[torch.Tensor]:
     return [tensor for name, tensor in whole_state(model) if name not in trained]
 
 
-def accept_joiners(
-    model: nn.Module, plan: Plan, exchange: GossipChannel, chain: StateChain, member: Member
-) -> JoinCoordinator | None:
-    """Let dead workers come back; returns the ``JoinCoordinator`` on rank 0."""
-    if not member.is_hub:
-        JoinPeer(exchange, member)
-        return None
-    coordinator = JoinCoordinator(exchange, member, plan.cluster.workers)
-
-    def give(name: str) -> None:
-        # Copies: the next forward may change statistics before they have left.
-        views, _ = staged([tensor.clone() for tensor in untrained(model, plan)])
-        chain.send_to(name, chain.sync, views)
-
-    coordinator.give = give
-    return coordinator
+def give_untrained(model: nn.Module, plan: Plan, chain: StateChain, name: str) -> None:
+    """Send a returning worker the tensors that no update changes."""
+    # Copies: the next forward may change statistics before they have left.
+    views, _ = staged([tensor.clone() for tensor in untrained(model, plan)])
+    chain.send_to(name, chain.sync, views)

@@ -136,7 +136,7 @@ class Learner:
             if loop.has_post_hooks:
                 self.wait()
 
-        loop.end_step = end
+        loop.attach(end)
         return loop
 
     def _copy_engine(self) -> CopyEngine:

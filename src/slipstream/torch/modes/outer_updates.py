@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from slipstream.codecs.residual import Floats
 from slipstream.plan import Plan
+from slipstream.runtime.exchange.engine import Applier
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.checkpoints.loaded_weights import LoadedWeights
 from slipstream.torch.checkpoints.outer_weights import OuterWeights
+from slipstream.torch.checkpoints.server_state import ServerState
 from slipstream.torch.checkpoints.training_state import LocalState
 from slipstream.torch.tensors.finite_gradients import before_use
 from slipstream.torch.tensors.staging import as_real, shaped_as
@@ -37,8 +39,8 @@ class Arrived:
     kept: Tensor | float = 0.0
 
 
-class OuterUpdates:
-    """The user's optimizer steps on this worker's weights; implements ``Applier``.
+class OuterUpdates(Applier):
+    """The user's optimizer steps on this worker's weights.
 
     After the steps that ``LocalSteps`` names, a fragment's outer gradients are sent, or its results
     are merged.
@@ -48,10 +50,10 @@ class OuterUpdates:
         outer: The weights that all workers have in common.
         loaded: Takes weights that were loaded before the first step.
         links: The channel whose codecs may keep a part of an outer gradient back, if there is one.
+        servers: The outer weights that servers have, where these apply.
 
     Attributes:
-        hand_loaded_weights: Where servers apply: gives them the weights of some tensors, with which
-            all ranks begin.
+        outer: The weights that all workers have in common.
     """
 
     def __init__(
@@ -61,18 +63,18 @@ class OuterUpdates:
         outer: OuterWeights,
         loaded: LoadedWeights,
         links: RoundChannel | None,
+        servers: ServerState | None,
     ) -> None:
         assert synchronizer.plan.local_steps is not None
         self._local: LocalSteps = synchronizer.plan.local_steps
-        self._synchronizer, self._outer, self._links = synchronizer, outer, links
+        self._synchronizer, self.outer, self._links = synchronizer, outer, links
         self._loaded = loaded
-        self._servers_apply = synchronizer.plan.update.holder_applies
+        self._servers = servers
         self._kept_before: dict[int, Tensor | float] = {}  # when a fragment was sent
         self._under_way: list[int] = []  # fragments, in the order in which they were sent
         self._arrived: dict[int, Arrived] = {}  # of fragments under way
         self._alike_after = 0  # the step after which all workers had the outer weights
         self._begun = False
-        self.hand_loaded_weights: Callable[[Container[int]], None] = lambda _: None
         self.hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_pre_hook(before_use(self._examine)),
@@ -85,12 +87,6 @@ class OuterUpdates:
         """Nothing leaves in a backward pass, so passes add up."""
         return True
 
-    def pass_ended(self) -> None:
-        """Gradients are this worker's own affair."""
-
-    def begin_step(self) -> None:
-        """What is under way stays so."""
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._synchronizer.refuse_step_in_block()
         if not self._begun:
@@ -101,8 +97,8 @@ class OuterUpdates:
     def _take_loaded_weights(self) -> None:
         """Go on from the weights that the loop has loaded since job.distribute, if it has."""
         loaded = self._loaded.take()
-        if loaded and self._servers_apply:
-            self.hand_loaded_weights(loaded)
+        if loaded and self._servers is not None:
+            self._servers.take_loaded_weights(loaded)
 
     def _examine(self) -> None:
         """This worker's gradients are complete, and its optimizer is about to use them."""
@@ -135,14 +131,17 @@ class OuterUpdates:
         ``moved`` weights, there is nothing to exchange.
         """
         self.wait()
-        tensors, outer = self._synchronizer.inventory.tensors, self._outer
+        tensors, outer = self._synchronizer.inventory.tensors, self.outer
         everything = range(len(self._synchronizer.plan.fragments))
         self._send(everything)
         for fragment in everything:
             for tensor, arrived in self._results_of(fragment):
                 theta, mean = outer.weights[tensor], arrived.result
                 if mean is not None:
-                    theta.copy_(mean) if self._servers_apply else theta.sub_(mean)
+                    if self._servers is None:
+                        theta.sub_(mean)
+                    else:
+                        theta.copy_(mean)
                 tensors[tensor].data.copy_(theta)
         self._alike_after = self._synchronizer.step
 
@@ -151,10 +150,10 @@ class OuterUpdates:
         """Send the outer gradients of some fragments; the others take no part in this round."""
         synchronizer, plan = self._synchronizer, self._synchronizer.plan
         taking_part = {tensor for f in fragments for tensor in plan.fragments[f]}
-        for tensor in self._outer.weights:
+        for tensor in self.outer.weights:
             if tensor in taking_part:
                 own = synchronizer.inventory.tensors[tensor]
-                synchronizer.slots.contributions[tensor] = self._outer.seen(tensor) - own
+                synchronizer.slots.contributions[tensor] = self.outer.seen(tensor) - own
                 if self._local.mix:
                     self._kept_before[tensor] = self._kept_back(tensor)
         others = set(range(len(plan.specs))) - taking_part
@@ -190,7 +189,7 @@ class OuterUpdates:
         self._under_way.remove(fragment)
         for tensor in self._synchronizer.plan.fragments[fragment]:
             arrived = self._arrived.pop(tensor)
-            if tensor in self._outer.weights:
+            if tensor in self.outer.weights:
                 yield tensor, arrived
             elif arrived.result is not None:
                 self._synchronizer.slots.replace_buffer(tensor, arrived.result)
@@ -200,9 +199,12 @@ class OuterUpdates:
         """Update a fragment's outer weights, and go on from these."""
         mix = self._local.mix
         for tensor, arrived in self._results_of(fragment):
-            theta, result = self._outer.weights[tensor], arrived.result
+            theta, result = self.outer.weights[tensor], arrived.result
             if result is not None:
-                theta.copy_(result) if self._servers_apply else self._outer.update(tensor, result)
+                if self._servers is None:
+                    self.outer.update(tensor, result)
+                else:
+                    theta.copy_(result)
             own = self._synchronizer.inventory.tensors[tensor].data
             if mix and arrived.counted:
                 # What this round has kept back counts later, so it must not stay in the weights,
@@ -222,10 +224,10 @@ class OuterUpdates:
         Returns:
             False where servers have the outer weights: they need a round.
         """
-        if not self._servers_apply:
-            self._outer.follow(self._outer.loaded())
+        if self._servers is None:
+            self.outer.follow(self.outer.loaded())
             self._synchronizer.slots.know_buffers()
-        return not self._servers_apply
+        return self._servers is None
 
     @property
     def has_steps(self) -> bool:
@@ -236,13 +238,13 @@ class OuterUpdates:
     def moved(self) -> bool:
         """Whether forward passes alone have changed something since then: a batch norm's buffers,
         or a table with ``max_norm``. Where servers apply, a round without steps would do harm."""
-        by_forward = self._outer.renormed() or bool(self._synchronizer.slots.changed_buffers())
-        return by_forward and not self._servers_apply
+        by_forward = self.outer.renormed() or bool(self._synchronizer.slots.changed_buffers())
+        return by_forward and self._servers is None
 
     @property
     def changed(self) -> str:
         """The first parameter that the loop has changed since then; empty if there is none."""
-        changed = self._outer.loaded()
+        changed = self.outer.loaded()
         return self._synchronizer.plan.specs[changed[0]].name if changed else ""
 
     def local_state(self) -> LocalState:
@@ -265,8 +267,8 @@ class OuterUpdates:
 
     def _unsaved_residuals(self) -> Iterator[tuple[int, Tensor | None]]:
         """By parameter: its residual; None if there is none."""
-        if self._servers_apply and self._links is not None:
-            for tensor in self._outer.weights:
+        if self._servers is not None and self._links is not None:
+            for tensor in self.outer.weights:
                 kept = self._kept_back(tensor)
                 yield tensor, kept if isinstance(kept, Tensor) else None
 
@@ -306,7 +308,7 @@ class OuterUpdates:
         """The part of this worker's outer gradient that its codec has not sent yet."""
         if self._links is None:
             return 0.0
-        return residual_of(self._synchronizer.plan, self._links, tensor, self._outer.weights)
+        return residual_of(self._synchronizer.plan, self._links, tensor, self.outer.weights)
 
 
 def residual_of(

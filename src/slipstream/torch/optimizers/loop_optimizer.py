@@ -33,9 +33,6 @@ class LoopOptimizer(torch.optim.Optimizer):
     Args:
         local: The user's own optimizer.
         still: Within this context, no other thread changes the weights.
-
-    Attributes:
-        end_step: What ``step`` does.
     """
 
     local: torch.optim.Optimizer
@@ -52,7 +49,11 @@ class LoopOptimizer(torch.optim.Optimizer):
         vars(self).update({name: getattr(local, name) for name in STATE_HOOKS})
         self._still = still
         self._computed: ComputedLoss | None = None
-        self.end_step: Callable[[], None] = lambda: None
+        self._on_step: Callable[[], None] = lambda: None
+
+    def attach(self, on_step: Callable[[], None]) -> None:
+        """Call this at every ``step`` from now on."""
+        self._on_step = on_step
 
     # ---- what is the user's own
 
@@ -179,7 +180,7 @@ class LoopOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._computed = None if closure is None else ComputedLoss(self.local, loss)
-        self.end_step()
+        self._on_step()
         # A scheduler made before job.distribute watches the local one.
         setattr(self.local, "_opt_called", True)  # noqa: B010
         return loss
@@ -247,3 +248,8 @@ def appearance(parameter: torch.Tensor) -> tuple[int, int, bytes]:
     sample = flat[:: max(1, flat.numel() // SAMPLE)].cpu().contiguous()
     values = sample.view(torch.uint8).numpy().tobytes()
     return parameter._version, parameter.data_ptr(), values
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the user's own optimizer, also if the loop has another one for it."""
+    return optimizer.local if isinstance(optimizer, LoopOptimizer) else optimizer

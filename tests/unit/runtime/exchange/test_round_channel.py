@@ -8,12 +8,13 @@ from samples import make_plan, vector
 from slipstream.errors import PeerLost, RuntimeFault, WaitLimit
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
+from slipstream.runtime.exchange.send_context import SendContext
 from slipstream.runtime.members.member import Member
 from slipstream.testing import VirtualClock
 from slipstream.testing.members import ByteSlots
 from slipstream.transports.memory import MemoryNetwork
 from slipstream.transports.wire import Publish, Push, checksum
-from slipstream.types import Buffer, rank_of
+from slipstream.types import Buffer, Settings, rank_of
 
 # Chunks of 1024 elements, in backward order: c with the end of b, the rest of b and a, the rest.
 SPECS = [vector("a", 1500, order=0), vector("b", 600, order=1), vector("c", 700, order=2)]
@@ -34,14 +35,26 @@ class Recorder(ByteSlots):
 class Desk:
     """Rank 0 of two workers, and the hand that plays the others."""
 
-    def __init__(self, *, servers: int = 1, colocated: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        servers: int = 1,
+        colocated: tuple[str, ...] = (),
+        settings: Settings | None = None,
+    ) -> None:
         self.plan = make_plan(SPECS, workers=2, servers=servers, chunk_bytes=4096)
         self.network = MemoryNetwork()
         transport = self.network.endpoint("rank 0")
         self.member = Member("rank 0", transport, silence_s=1e9, clock=VirtualClock())
         self.slots = Recorder(self.plan)
         self.exchange = RoundChannel(
-            0, self.plan, self.member, self.slots, colocated=colocated, limit_s=0.0
+            0,
+            self.plan,
+            self.member,
+            self.slots,
+            colocated=colocated,
+            context=SendContext(settings=None if settings is None else lambda: settings),
+            limit_s=0.0,
         )
         for name in ("rank 1", "server 0"):
             transport.connect(name, "")
@@ -117,8 +130,8 @@ def test_what_was_never_ready_leaves_at_the_flush_and_absent_is_marked(desk: Des
     assert desk.member.round == 1
 
 
-def test_settings_travel_with_every_push(desk: Desk) -> None:
-    desk.exchange.settings = lambda: [{"lr": 0.25}]
+def test_settings_travel_with_every_push() -> None:
+    desk = Desk(settings=[{"lr": 0.25}])
     desk.begin(a=1)
     desk.exchange.flush()
     assert [body.settings for body in desk.pushed()] == [[{"lr": 0.25}]] * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from slipstream.runtime.hosts.follower import HostFollower
 from slipstream.runtime.hosts.leader import HostLeader, HostSlots
 from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.transports.shared_memory import SharedMemory
-from slipstream.types import Spec, Values
+from slipstream.types import Settings, Spec, Values
 
 SPECS = (
     Spec("a", (40, 3), "float32", 0),
@@ -82,21 +82,33 @@ class Network:
     def refresh(self) -> None: ...
 
 
+def settings_with(rate: float) -> Callable[[], Settings]:
+    return lambda: [{"lr": rate}]
+
+
 class Host:
     """Three workers and their channels, in one process."""
 
-    def __init__(self, also: Sequence[int] = (), limit_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        also: Sequence[int] = (),
+        limit_s: float = 20.0,
+        rates: Sequence[float] = (),
+        is_whole: Callable[[int], bool] = lambda tensor: True,
+    ) -> None:
+        settings = [settings_with(rate) for rate in rates or [0.0] * len(RANKS)]
         shared = SharedMemory.create(HostSegment.of(SPECS, len(RANKS)).nbytes)
         self.memory = HostMemory(SPECS, RANKS, shared)
         self.tensors = [Tensors() for _ in RANKS]
         roster = SimpleNamespace(behind=lambda round_: ["rank 0"], round=0)
         self.member = SimpleNamespace(round=0, check=lambda: None, last_refusal="", roster=roster)
         member: Any = self.member
-        slots = HostSlots(self.memory, self.tensors[0], SHARE)
+        slots = HostSlots(self.memory, self.tensors[0], SHARE, is_whole=is_whole)
         self.network = Network(slots, also)
-        self.leader = HostLeader(slots, [self.network], member, limit_s)
+        self.leader = HostLeader(slots, [self.network], member, limit_s, settings=settings[0])
         self.followers = [
-            HostFollower(w, self.memory, self.tensors[w], member, limit_s) for w in (1, 2)
+            HostFollower(w, self.memory, self.tensors[w], member, limit_s, settings=settings[w])
+            for w in (1, 2)
         ]
 
     def close(self) -> None:
@@ -254,9 +266,7 @@ def test_a_fault_of_the_job_ends_a_wait() -> None:
 
 
 def test_workers_of_a_host_must_have_the_same_settings() -> None:
-    host = Host()
-    for worker, channel in enumerate((host.leader, *host.followers)):
-        channel.settings = lambda rate=0.1 * (worker == 2): [{"lr": rate}]  # type: ignore[misc]
+    host = Host(rates=[0.0, 0.0, 0.1])
     for follower in host.followers:
         follower.flush()
     with pytest.raises(RuntimeFault, match="different optimizer settings"):
@@ -321,10 +331,9 @@ def test_all_workers_of_a_host_are_told_the_same_open_round() -> None:
 
 
 def test_a_result_is_handed_on_when_all_of_it_is_there() -> None:
-    host = Host()
     whole: set[int] = set()
+    host = Host(is_whole=whole.__contains__)
     slots = host.leader._slots
-    slots.is_whole = whole.__contains__
     for own in host.tensors:
         own.given = [numbers(1, t) for t in range(3)]
     for channel in (*host.followers, host.leader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from slipstream.runtime.shared_memory.checkpoints import refuse_nonfinite
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, load_model, pieces_of
 from slipstream.torch.checkpoints.fitting import state_for, state_in
 from slipstream.torch.checkpoints.kept_state import KeptState
+from slipstream.torch.checkpoints.residuals import Residuals
 from slipstream.torch.checkpoints.saved_outer_state import OUTER
 from slipstream.torch.checkpoints.training_state import (
     AVERAGED,
@@ -24,8 +25,6 @@ from slipstream.torch.checkpoints.training_state import (
     SharedState,
     TrainingState,
 )
-from slipstream.torch.distribute.replica import Replica
-from slipstream.torch.distribute.saving import share_outcome
 from slipstream.torch.tensors.copying import copy_state
 from slipstream.torch.tensors.inventory import dtype_text, whole_state
 from slipstream.torch.tensors.pairs import Pair, distinct_models, first_with
@@ -33,6 +32,25 @@ from slipstream.torch.tensors.random_state import Generators
 from slipstream.torch.tensors.staging import Staging
 
 OF_MODEL = (MODEL, AVERAGED, OUTER, PRECISE)  # what a checkpoint holds by a tensor's name
+
+
+class LoadedPair(Protocol):
+    """One pair's parts, as saving and loading use them.
+
+    Attributes:
+        state: The optimizer's state and averaged weights.
+        residuals: Gathers and restores codecs' residuals; None if there are none.
+    """
+
+    @property
+    def state(self) -> KeptState: ...
+
+    @property
+    def residuals(self) -> Residuals | None: ...
+
+    def forget(self) -> None:
+        """Forget what belongs to weights that a checkpoint has replaced."""
+        ...
 
 
 def load_alone(
@@ -61,7 +79,8 @@ def load_job(
     path: Path,
     occasion: str,
     pairs: Sequence[Pair],
-    replicas: Sequence[Replica],
+    parts: Sequence[LoadedPair],
+    chain: StateChain,
     membership: Membership,
     *,
     takes_nonfinite: bool,
@@ -72,6 +91,7 @@ def load_job(
 
     Args:
         occasion: The name of this gathering, a new one for each call.
+        chain: Copies rank 0's tensors to all ranks.
         takes_nonfinite: Also if some of it is NaN or infinite.
 
     Returns:
@@ -80,7 +100,7 @@ def load_job(
     Raises:
         CheckpointError: The file cannot be read or is invalid, or a worker died meanwhile.
     """
-    rank, gathering, chain = membership.env.rank, membership.gathering, replicas[0].chain
+    rank, gathering = membership.env.rank, membership.gathering
     checkpoint, problem = Checkpoint(), ""
     if rank == 0:
         try:
@@ -98,15 +118,13 @@ def load_job(
         if not all(gathering.gather(f"{occasion}/whole", all(copied) and rest, bool)):
             raise CheckpointError(f"a worker died while {path} was copied: load it again")
         saved = state_in(checkpoint)
-        for number, replica in enumerate(replicas):
-            for channel in replica.link_exchanges:
-                channel.forget_residuals()
-            if replica.residuals is not None:
+        for number, each in enumerate(parts):
+            each.forget()
+            if each.residuals is not None:
                 residuals = {who: own.residuals[number] for who, own in saved.own.items()}
-                replica.residuals.restore(residuals)
-            replica.synchronizer.slots.know_buffers()
-    for pair, replica, shared in zip(pairs, replicas, saved.shared, strict=True):
-        restore_pair(pair, replica.state, shared)
+                each.residuals.restore(residuals)
+    for pair, each, shared in zip(pairs, parts, saved.shared, strict=True):
+        restore_pair(pair, each.state, shared)
     # Rank 0's weights are sent from their own memory: no rank trains before all have them.
     gathering.gather(f"{occasion}/done", True, bool)
     restore_generators(saved, rank)
@@ -187,3 +205,19 @@ def spread(
     whole = chain.run([staging.writable(key, t) for key, t in enumerate(rest.values())])
     checkpoint.tensors.update(rest)
     return checkpoint, whole
+
+
+def share_outcome(membership: Membership, occasion: str, problem: str) -> None:
+    """Share rank 0's success or failure with all ranks.
+
+    Args:
+        problem: Rank 0's error; empty if it succeeded.
+
+    Raises:
+        CheckpointError: Rank 0 has failed.
+    """
+    if membership.env.rank == 0:
+        membership.gathering.post(f"{occasion}/outcome", problem)
+    said = membership.gathering.read(f"{occasion}/outcome", 0, str)
+    if said:
+        raise CheckpointError(said)

@@ -10,20 +10,19 @@ another one are not taken for its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from slipstream.errors import CheckpointError
+from slipstream.plan import Plan
 from slipstream.runtime.files.checkpoint_format import misfit
 from slipstream.torch.checkpoints.checkpoint import Checkpoint, check_layout
 from slipstream.torch.checkpoints.kept_state import KeptState
-from slipstream.torch.checkpoints.outer_weights import OuterState
+from slipstream.torch.checkpoints.loading import load_models, read_fitting, restore_pair
 from slipstream.torch.checkpoints.training_state import LocalState, TrainingState, with_models
-from slipstream.torch.distribute.loading import load_models, read_fitting, restore_pair
-from slipstream.torch.distribute.replica import Replica
-from slipstream.torch.modes.outer_updates import OuterUpdates
 from slipstream.torch.tensors.pairs import Pair
 
 
@@ -36,10 +35,38 @@ def part_path(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}.rank{rank}")
 
 
+class LocalProgress(Protocol):
+    """A worker's progress between outer rounds."""
+
+    def local_state(self) -> LocalState:
+        """Return it; waits for the results of what is under way."""
+        ...
+
+    def resume(self, saved: LocalState | None) -> None:
+        """Go on from it; None: all workers have the outer weights."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfPair:
+    """One pair, as a worker's own part of a checkpoint has it.
+
+    Attributes:
+        tensors: The live ones, in the order of the plan's.
+        progress: Of this worker between outer rounds.
+        state: Of the optimizer that runs in this process.
+    """
+
+    plan: Plan
+    tensors: Sequence[torch.Tensor]
+    progress: LocalProgress
+    state: KeptState
+
+
 def write_part(
     path: Path,
     pairs: Sequence[Pair],
-    replicas: Sequence[Replica],
+    parts: Sequence[PartOfPair],
     steps: Sequence[int],
     facts: Mapping[str, Any],
 ) -> None:
@@ -52,17 +79,17 @@ def write_part(
     Raises:
         CheckpointError: It cannot be written.
     """
-    shared = with_models(pairs, [own_state(replica).fetch() for replica in replicas])
+    shared = with_models(pairs, [part.state.fetch() for part in parts])
     for each, step in zip(shared, steps, strict=True):
         each.step = step
-    local = [applier_of(replica).local_state() for replica in replicas]
+    local = [part.progress.local_state() for part in parts]
     TrainingState(facts, shared, local=local).write(path)
 
 
 def read_part(
     path: Path,
     pairs: Sequence[Pair],
-    replicas: Sequence[Replica],
+    parts: Sequence[PartOfPair],
     token: str,
     *,
     takes_nonfinite: bool,
@@ -79,24 +106,24 @@ def read_part(
     if state.facts.get("parts") != token:
         raise CheckpointError(f"{path} belongs to another checkpoint")
     try:
-        if len(state.local) != len(replicas):
+        if len(state.local) != len(parts):
             raise ValueError("it does not say what was under way")
-        for local, replica in zip(state.local, replicas, strict=True):
-            check_local(local, replica)
+        for local, part in zip(state.local, parts, strict=True):
+            check_local(local, part)
     except ValueError as error:
         raise misfit(path, error) from error
     return checkpoint, state
 
 
-def check_local(local: LocalState, replica: Replica) -> None:
+def check_local(local: LocalState, part: PartOfPair) -> None:
     """Check a worker's progress against this job's plan; raises ValueError."""
-    plan, trained = replica.plan, replica.synchronizer.inventory.tensors
+    plan = part.plan
     if local.inner != repr(plan.local_steps):
         raise ValueError(f"it was written with {local.inner:.200}, not {plan.local_steps}")
     under_way, known = local.under_way, range(len(plan.fragments))
     if sorted(under_way) != [fragment for fragment in known if fragment in under_way]:
         raise ValueError(f"fragments {under_way[:8]} of {len(known)}")
-    like = {spec.name: tensor for spec, tensor in zip(plan.specs, trained, strict=True)}
+    like = {spec.name: tensor for spec, tensor in zip(plan.specs, part.tensors, strict=True)}
     for given in (local.results, local.kept, local.residuals):
         for name, tensor in given.items():
             if name not in like or not isinstance(tensor, torch.Tensor):
@@ -106,26 +133,14 @@ def check_local(local: LocalState, replica: Replica) -> None:
 
 def take_part(
     pairs: Sequence[Pair],
-    replicas: Sequence[Replica],
-    part: tuple[Checkpoint, TrainingState] | None,
+    parts: Sequence[PartOfPair],
+    saved: tuple[Checkpoint, TrainingState] | None,
 ) -> None:
     """Go on as this rank's worker would have; without parts, all have the outer weights."""
-    if part is not None:
-        checkpoint, state = part
+    if saved is not None:
+        checkpoint, state = saved
         load_models(pairs, checkpoint)
-        for pair, replica, shared in zip(pairs, replicas, state.shared, strict=True):
-            restore_pair(pair, own_state(replica), shared)
-    for number, replica in enumerate(replicas):
-        applier_of(replica).resume(None if part is None else part[1].local[number])
-
-
-def own_state(replica: Replica) -> KeptState:
-    """The state of the optimizer that runs in this process."""
-    assert isinstance(replica.state, OuterState)
-    return replica.state.own
-
-
-def applier_of(replica: Replica) -> OuterUpdates:
-    """What a replica with outer rounds applies results with."""
-    assert isinstance(replica.synchronizer.applier, OuterUpdates)
-    return replica.synchronizer.applier
+        for pair, own, shared in zip(pairs, parts, state.shared, strict=True):
+            restore_pair(pair, own.state, shared)
+    for number, own in enumerate(parts):
+        own.progress.resume(None if saved is None else saved[1].local[number])

@@ -1,32 +1,126 @@
-"""Where servers update: gradients are sent, new weights come back, the loop sees an optimizer."""
+"""Where servers update: gradients are sent, and new weights come back.
+
+The loop has an optimizer whose steps end rounds; the user's runs at the servers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from slipstream.consistency.leases import Batch
 from slipstream.errors import ConfigError, RuntimeFault
 from slipstream.runtime.exchange.engine import Applier
+from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.torch.capture.forward_gate import ForwardGate
 from slipstream.torch.capture.loop_watch import PROBED_STEPS, LoopWatch
 from slipstream.torch.capture.remote_optimizer import RemoteOptimizer, State
+from slipstream.torch.capture.replica_check import ReplicaCheck, keeps_replicas_equal
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.checkpoints.server_state import ServerState
+from slipstream.torch.modes.networked import NetworkedMode, SetupInputs
+from slipstream.torch.modes.pair_parts import PairParts
+from slipstream.torch.modes.pair_setup import PairSetup
+from slipstream.torch.modes.weights_at_servers import WeightsAtServers, no_shared_weights
 from slipstream.torch.optimizers.shard_optimizer import settings_of
 from slipstream.torch.tensors.tensor_sums import sum_of
 from slipstream.types import Settings
 
 
-class SettingsSender(Protocol):
-    """What takes an optimizer's settings to the servers, with each gradient."""
+class AtServerMode(NetworkedMode):
+    """Servers update, in rounds of all workers, of the first N, or with each gradient.
 
-    settings: Callable[[], Settings | None]
+    In rounds of all workers, all have the same weights after each step. Else a worker may miss
+    results: servers then count rounds, deal batches, and have the weights that a checkpoint holds.
+    """
+
+    def __init__(self, given: SetupInputs) -> None:
+        super().__init__(given)
+        self._at_servers = None
+        if not self.plans[0].delivers_every_result:
+            self._at_servers = WeightsAtServers(self.parts, self.membership, self._chain)
+
+    def _wire(self, setup: PairSetup) -> PairParts:
+        service = setup.service()
+        loop = setup.loop or RemoteOptimizer(setup.optimizer, setup.inventory.trained)
+        assert isinstance(loop, RemoteOptimizer)
+        servers, settings = setup.server_state(loop, service), RoundSettings(loop)
+        applier = partial(
+            ServerUpdates,
+            loop=loop,
+            servers=servers,
+            settings=settings,
+            is_first=setup.is_first("overlap"),
+        )
+        channels = setup.channels(settings=settings.now)
+        check = None
+        if keeps_replicas_equal(setup.plan):
+            check = partial(compared_with_handed, loop=loop, member=setup.member)
+        made = setup.parts(loop, channels, applier, servers, service, check)
+        servers.begin()
+        if state := loop.own_state():
+            servers.take_state(state)
+        return made
+
+    @property
+    def loads_midway(self) -> bool:
+        return self._at_servers is None
+
+    def lease(self, batches: int, returned: int) -> Batch:
+        # The workers of a host make the same number of steps, so batches are dealt to them in turn.
+        service = self.parts[0].service
+        if self._at_servers is None or self.plans[0].cluster.members or service is None:
+            return super().lease(batches, returned)
+        return service.lease(batches, returned)
+
+    def outer_weights(self) -> None:
+        if self._at_servers is not None:
+            raise no_shared_weights(self._name)
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        if self._at_servers is None:
+            super().save(path, facts)
+        elif self.membership.env.rank == 0:
+            self.flush()
+            self._at_servers.save(path, facts, self._clocks)
+
+    def _finish(self) -> None:
+        if self._at_servers is not None:
+            self._at_servers.finish()
 
 
-class ServerUpdates:
-    """Waits for results layer by layer, before the next forward; implements ``Applier``.
+def compared_with_handed(
+    synchronizer: Synchronizer, *, loop: RemoteOptimizer, member: Endpoint
+) -> ReplicaCheck:
+    """Compare replicas, also by the weights that loops have put into them."""
+    assert isinstance(synchronizer.applier, ServerUpdates)
+    return ReplicaCheck(synchronizer, None, loop, member, synchronizer.applier.handed)
+
+
+class RoundSettings:
+    """The optimizer's settings, the same for all gradients of a round."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.of_round: Settings | None = None  # None: not sent yet
+
+    def now(self) -> Settings:
+        """Return the settings of this round, which are sent now."""
+        if self.of_round is None:
+            self.of_round = settings_of(self._optimizer)
+        return self.of_round
+
+    def next_round(self) -> None:
+        """Read the settings again for the next gradient."""
+        self.of_round = None
+
+
+class ServerUpdates(Applier):
+    """Waits for results layer by layer, before the next forward.
 
     The learning rate and other settings are sent with each gradient. Where the loop changes these
     or gradients between ``backward()`` and ``step()``, both are sent at ``step()``: see
@@ -41,7 +135,8 @@ class ServerUpdates:
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        sender: The channel that sends the settings.
+        servers: The weights and state that servers have.
+        settings: Those that are sent with gradients.
         is_first: Whether this worker is the one that warns.
 
     Attributes:
@@ -49,25 +144,24 @@ class ServerUpdates:
         alike: Whether all workers have the same weights after a step.
         handed: By tensor, a number for all weights that the loop has put into it since the first
             step: equal on workers that have made the same changes.
-        hand_weights: Hands this worker's weights of some tensors to the servers, if it is rank 0.
-        hand_loaded_weights: The same of weights with which all ranks begin.
     """
 
     def __init__(
         self,
         synchronizer: Synchronizer,
         loop: RemoteOptimizer,
-        sender: SettingsSender,
+        servers: ServerState,
+        settings: RoundSettings,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         self._synchronizer, self._optimizer = synchronizer, loop
-        loop.end_step, sender.settings = self.end_step, self.settings
-        self.hand_weights: Callable[[Container[int]], None] = lambda _: None
-        self.hand_loaded_weights: Callable[[Container[int]], None] = lambda _: None
+        self._servers, self._settings = servers, settings
+        loop.attach(self.end_step)
+        synchronizer.call_at_step(self.begin_step)
+        loop.keep_at(StateAtServers(self, servers))
         self.made = 0
         self.handed: dict[int, int] = {}
         self.alike = synchronizer.plan.delivers_every_result
-        self._sent: Settings | None = None
         self._refreshed_for = -1
         self._between_passes = False  # whether no forward pass has begun since the last step
         self._is_current = True  # whether this worker has waited for all weights since its step
@@ -87,12 +181,6 @@ class ServerUpdates:
             )
         ]
         self.begin_step()
-
-    def settings(self) -> Settings:
-        """The optimizer's settings, the same for all of a round."""
-        if self._sent is None:
-            self._sent = settings_of(self._optimizer)
-        return self._sent
 
     def begin_step(self) -> None:
         # Arrived weights are written without autograd's knowledge: a changed version is the user's
@@ -160,7 +248,7 @@ class ServerUpdates:
         if takes and not exchanged and (changed := self._changed_weights()):
             if not self.alike:
                 raise RuntimeFault(self._why_not_taken())
-            self.hand_weights(changed)
+            self._servers.take_weights(changed)
             self._note_handed(changed)
             # What the loop has put in for an evaluation with gradients, it takes out again.
             self._changes_weights = self._between_passes = True
@@ -203,11 +291,11 @@ class ServerUpdates:
         if changed := self._changed_weights():
             if self.made or synchronizer.driver.exchanged:
                 raise RuntimeFault(self._why_not_taken())
-            self.hand_loaded_weights(changed)
+            self._servers.take_loaded_weights(changed)
             self.begin_step()
-        self._watch.examine(self._sent)
+        self._watch.examine(self._settings.of_round)
         synchronizer.end_exchange()
-        self._sent = None
+        self._settings.next_round()
         self._optimizer.forget_state()
         self.made += 1
         self._is_current, self._between_passes = False, True
@@ -267,16 +355,3 @@ class StateAtServers:
         self._servers.meet(None)
         self._servers.take_state(state)
         self._servers.meet(None)
-
-
-def keep_at_servers(
-    optimizer: torch.optim.Optimizer, updates: Applier, servers: ServerState
-) -> None:
-    """Let the optimizer's state be the servers', also what it has when it is distributed."""
-    assert isinstance(optimizer, RemoteOptimizer)
-    assert isinstance(updates, ServerUpdates)
-    updates.hand_weights = servers.take_weights
-    updates.hand_loaded_weights = servers.take_loaded_weights
-    optimizer.keeper = StateAtServers(updates, servers)
-    if state := optimizer.own_state():
-        servers.take_state(state)

@@ -7,62 +7,79 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.runtime.exchange.engine import Hook
+from slipstream.plan import Plan
+from slipstream.runtime.exchange.engine import Applier
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.torch.capture.loop_watch import LoopWatch
 from slipstream.torch.capture.synchronizer import Synchronizer
+from slipstream.torch.checkpoints.kept_state import StateAtWorker
+from slipstream.torch.modes.networked import NetworkedMode
+from slipstream.torch.modes.pair_parts import PairParts
+from slipstream.torch.modes.pair_setup import PairSetup
+from slipstream.torch.modes.weights_at_servers import no_shared_weights
 from slipstream.torch.optimizers.loop_optimizer import LoopOptimizer
 from slipstream.torch.tensors.averages import Averages
-from slipstream.torch.tensors.inventory import group_settings
+from slipstream.torch.tensors.inventory import Inventory, group_settings
 from slipstream.torch.tensors.layer_math import is_shared
+from slipstream.torch.tensors.slots import LiveTensors
 
 Settings = list[dict[str, Any]]  # by parameter group
 
 
-class StreamedUpdates:
-    """Applies updates of earlier clocks from its own memory; implements ``Applier``.
+class StreamedMode(NetworkedMode):
+    """Every worker applies the same updates in the same order, some clocks after its own step."""
 
-    An update is applied with the settings of its own clock, not of the worker's current clock:
-    otherwise a changing learning rate would make weights differ.
+    def _wire(self, setup: PairSetup) -> PairParts:
+        plan, inventory = setup.plan, setup.inventory
+        loop = setup.loop or LoopOptimizer(setup.optimizer)
+        averages = Averages(setup.model, plan.update.average, inventory.parameter_names)
+        clocked = ClockedOptimizer(plan, inventory, setup.slots, loop, averages)
+        channels = setup.channels(partial(UpdateStream, apply=clocked.apply))
+        assert isinstance(channels.links, UpdateStream)
+        applier = partial(
+            StreamedUpdates,
+            loop=loop,
+            clocked=clocked,
+            stream=channels.links,
+            is_first=setup.is_first("overlap"),
+        )
+        state = StateAtWorker(setup.model, loop, averages)
+        return setup.parts(loop, channels, applier, state, setup.accounting())
+
+    def outer_weights(self) -> None:
+        raise no_shared_weights(self._name)
+
+
+class StreamedUpdates(Applier):
+    """Sends a contribution a clock, and lets updates be applied.
 
     Args:
         loop: The optimizer that the training loop uses; its ``step`` ends a step here.
-        stream: Receives the updates; they are in ``synchronizer.slots.results``.
-        averages: Follow each update of the weights.
+        clocked: Applies the updates.
+        stream: Receives them.
         is_first: Whether this worker is the one that warns.
     """
-
-    hooks: Sequence[Hook] = ()
 
     def __init__(
         self,
         synchronizer: Synchronizer,
         loop: LoopOptimizer,
+        clocked: ClockedOptimizer,
         stream: UpdateStream,
-        averages: Averages,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        plan, inventory = synchronizer.plan, synchronizer.inventory
         self._synchronizer, self._optimizer = synchronizer, loop.local
-        self._step = loop.step_local
-        self._timeline = Timeline(loop.local, plan.consistency.rate(0))
-        self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
-        self._stream, self._averages = stream, averages
-        loop.end_step, stream.apply = self.end_step, self._apply
-        self._steps = plan.update.inner.travels == "steps"
-        self._updates = synchronizer.slots.results
-        layers = (unit.layer for unit in plan.units if unit.layer is not None)
-        self._of_layers = [tensor for layer in layers for tensor in layer.tensors]
+        self._clocked, self._stream = clocked, stream
+        loop.attach(self.end_step)
+        self._steps = synchronizer.plan.update.inner.travels == "steps"
         self._clock = 0
         self._watch = LoopWatch(synchronizer, hooked=lambda: loop.has_pre_hooks, is_first=is_first)
-
-    def begin_step(self) -> None:
-        """Nothing to do: clocks continue, whatever the step."""
 
     def takes_pass(self) -> bool:
         """No: one contribution a clock."""
@@ -80,14 +97,14 @@ class StreamedUpdates:
         synchronizer.gradients.refuse_unknown(self._optimizer)
         synchronizer.tap.end()
         self._watch.examine()
-        self._timeline.note(self._clock)
+        self._clocked.note(self._clock)
         if self._steps:
             synchronizer.gradients.clear_refused()  # before they enter the optimizer's state
             synchronizer.gradients.clip()
-            self._make_step()
+            self._clocked.make_step(self._clock)
         synchronizer.end_exchange()
         if self._steps:
-            self._forget_step()
+            self._clocked.forget_step()
         self._clock += 1
         synchronizer.driver.wait()
         synchronizer.end_step()
@@ -96,25 +113,57 @@ class StreamedUpdates:
         """Wait until all steps that this worker has ended are in its weights."""
         self._stream.drain(self._clock)
 
+
+class ClockedOptimizer:
+    """Lets the user's optimizer make updates of earlier clocks, which have memory of their own.
+
+    An update is applied with the settings of its own clock, not of the worker's current clock:
+    otherwise a changing learning rate would make weights differ.
+
+    Args:
+        slots: The updates are in its ``results``.
+        loop: The optimizer that the training loop uses.
+        averages: Follow each update of the weights.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        inventory: Inventory,
+        slots: LiveTensors,
+        loop: LoopOptimizer,
+        averages: Averages,
+    ) -> None:
+        self._step, self._averages = loop.step_local, averages
+        self._timeline = Timeline(loop.local, plan.consistency.rate(0))
+        self._trained = [(i, inventory.tensors[i]) for i in inventory.parameters]
+        self._steps = plan.update.inner.travels == "steps"
+        self._contributions, self._updates = slots.contributions, slots.results
+        layers = (unit.layer for unit in plan.units if unit.layer is not None)
+        self._of_layers = [tensor for layer in layers for tensor in layer.tensors]
+
+    def note(self, clock: int) -> None:
+        """Record the settings of this clock."""
+        self._timeline.note(clock)
+
     @torch.no_grad()
-    def _make_step(self) -> None:
-        """Let the optimizer step, send its change of the weights, and undo it here."""
+    def make_step(self, clock: int) -> None:
+        """Let the optimizer step, contribute its change of the weights, and undo it here."""
         before = [p.detach().clone() if p.grad is not None else None for _, p in self._trained]
-        with self._timeline.at(self._clock):
+        with self._timeline.at(clock):
             self._step()
-        contributions = self._synchronizer.slots.contributions
         for (tensor, parameter), old in zip(self._trained, before, strict=True):
-            contributions[tensor] = None if old is None else parameter - old
+            self._contributions[tensor] = None if old is None else parameter - old
             if old is not None:
                 parameter.copy_(old)
 
-    def _forget_step(self) -> None:
-        """It has been encoded; messages in flight keep their own memory alive."""
+    def forget_step(self) -> None:
+        """Free a step that was encoded; messages in flight keep their own memory alive."""
         for tensor, _ in self._trained:
-            self._synchronizer.slots.contributions[tensor] = None
+            self._contributions[tensor] = None
 
     @torch.no_grad()
-    def _apply(self, clock: int, updated: Collection[int]) -> None:
+    def apply(self, clock: int, updated: Collection[int]) -> None:
         """Apply one update, which is in memory; the gradients of the loop do not change."""
         self._averages.before_update()
         updates = [self._updates[t] if t in updated else None for t, _ in self._trained]

@@ -12,19 +12,23 @@ from slipstream.runtime.members.joining import Membership
 
 
 class CollectiveCalls:
-    """One rank's side; every rank must make each call, equally often.
-
-    Attributes:
-        poll: called while this rank waits for the other ranks.
-        position: part of a call's name, where ranks cannot just count calls: a restarted worker
-            has not made all of them.
-    """
+    """One rank's side; every rank must make each call, equally often."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._made: Counter[str] = Counter()
-        self.poll: Callable[[], None] = lambda: None
-        self.position: Callable[[], str] = str
+        self._poll: Callable[[], None] = lambda: None
+        self._position: Callable[[], str] = str
+
+    def wait_with(self, poll: Callable[[], None], position: Callable[[], str]) -> None:
+        """Wait in another way from now on.
+
+        Args:
+            poll: Called while this rank waits for the other ranks.
+            position: Part of a call's name, where ranks cannot just count calls: a restarted worker
+                has not made all of them.
+        """
+        self._poll, self._position = poll, position
 
     def gather(
         self, what: str, value: Any, doing: str = "", ended_after: int | None = None
@@ -44,7 +48,7 @@ class CollectiveCalls:
 
         Workers may end at different steps, so the position is not part of the name of the end.
         """
-        at = "" if what == "ended" else self.position()
+        at = "" if what == "ended" else self._position()
         self._made[what + at] += 1
         return f"{what}{at}/{self._made[what + at]}"
 
@@ -58,6 +62,6 @@ class CollectiveCalls:
 
         def tick(missing: Sequence[str]) -> None:
             watch(missing)
-            self.poll()
+            self._poll()
 
         return self._membership.gathering.watched(tick)

@@ -1,8 +1,10 @@
-"""Makes replicas of pairs of a model and an optimizer: ``job.distribute`` on every rank."""
+"""Sets up the training of pairs of a model and an optimizer: ``job.distribute`` on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from slipstream.errors import FrameRefused, LaunchError, LeftBehind
 from slipstream.methods import PartialExchange, SharedMemoryUpdates
@@ -16,13 +18,17 @@ from slipstream.strategy import Strategy
 from slipstream.torch.channels.collective_channel import collective_device
 from slipstream.torch.distribute.exchange import HeldTensors
 from slipstream.torch.distribute.preparing import agree, as_trained
-from slipstream.torch.distribute.replica import Replica, SharedParts, Wiring
+from slipstream.torch.modes.choosing import mode_for
+from slipstream.torch.modes.networked import NetworkedMode, SetupInputs
+from slipstream.torch.modes.pair_parts import PairParts
+from slipstream.torch.modes.pair_setup import PairSetup, SharedParts
+from slipstream.torch.optimizers.shard_optimizer import settings_of
 from slipstream.torch.tensors.copying import copy_state
 from slipstream.torch.tensors.inventory import Inventory, groups_of
 from slipstream.torch.tensors.pairs import Pair, distinct_models
 from slipstream.transports.protocol import CONTROL
 from slipstream.transports.wire import Fault, Lost, Message, RouteUpdated
-from slipstream.types import Rank, rank_of
+from slipstream.types import OptimizerRecipe, Rank, rank_of
 
 HOST_LEFT_BEHIND = (
     "or another worker of its host was not heard, and the others went on without this host: start "
@@ -30,21 +36,23 @@ HOST_LEFT_BEHIND = (
 )
 
 
-def replicate(
-    pairs: Sequence[Pair], strategy: Strategy, shared: SharedParts, before: Sequence[Replica] = ()
-) -> tuple[Replica, ...]:
-    """Plan, start servers, copy rank 0's state, and hook into the models.
+def set_up(
+    pairs: Sequence[Pair],
+    strategy: Strategy,
+    call: str,
+    shared: SharedParts,
+    before: Sequence[PairParts] = (),
+) -> NetworkedMode:
+    """Plan, start servers, copy rank 0's state, and make the mode that trains.
 
     Args:
-        pairs: all pairs of the job, those of earlier calls first.
-        before: the replicas of earlier calls. One whose plan is still valid is kept.
-
-    Returns:
-        A replica for each pair.
+        pairs: All pairs of the job, those of earlier calls first.
+        call: The call that makes the strategy, in messages.
+        before: The parts of earlier calls. Those whose plan is still valid are kept.
     """
     membership = shared.membership
     check_start(strategy, membership)
-    shared.calls += 1
+    shared.distributed += 1
     inventories = agree(pairs, strategy, membership, shared.key("model"))
     trained = as_trained(strategy, len(pairs))
     specs = [inventory.specs for inventory in inventories]
@@ -57,10 +65,12 @@ def replicate(
         roster.worker_silence_s = SILENCE_FACTOR_IF_LINK_ALIVE * membership.limits.silence_s
     membership.member.coordination.on_lost = None  # until all can handle a loss
     shared.shards.start(max(cluster.servers for cluster in clusters), membership)
-    replicas = wire(pairs, plans, inventories, shared, before)
-    if plan.consistency.goes_on:  # not before: while the job starts, a loss cannot be handled
-        go_on_without_the_lost(membership, replicas)
-    return replicas
+    found = reused_or_new(pairs, plans, inventories, shared, before)
+    start_pairs(pairs, found, shared)
+    given = SetupInputs(
+        strategy.name, call, shared, found, lambda parts: meet(pairs, parts, shared)
+    )
+    return mode_for(plan)(given)
 
 
 def hosts_of(
@@ -97,63 +107,99 @@ def check_start(strategy: Strategy, membership: Membership) -> None:
         )
 
 
-def wire(
+def reused_or_new(
     pairs: Sequence[Pair],
     plans: Sequence[Plan],
     inventories: Sequence[Inventory],
     shared: SharedParts,
-    before: Sequence[Replica],
-) -> tuple[Replica, ...]:
-    """The pairs' parts, created in the same order on all ranks."""
-    membership, kept, wirings = shared.membership, dict(enumerate(before)), []
+    before: Sequence[PairParts],
+) -> list[PairSetup | PairParts]:
+    """Return each pair's parts of earlier calls, or what new ones are made of."""
+    found: list[PairSetup | PairParts] = []
     for number, (pair, plan, inventory) in enumerate(zip(pairs, plans, inventories, strict=True)):
-        old = kept.get(number)
+        old = before[number] if number < len(before) else None
         if old is not None and old.plan == plan:
+            found.append(old)
             continue
         if old is not None:
-            kept.pop(number).close()
+            old.close()
             old.shards.release(old.member)
+        results = pair.model.results if isinstance(pair.model, HeldTensors) else None
         loop = None if old is None else old.loop
-        wirings.append((number, Wiring(pair, plan, inventory, shared, loop)))
+        found.append(PairSetup(pair, plan, inventory, shared, loop, results))
+    return found
+
+
+def start_pairs(
+    pairs: Sequence[Pair], found: Sequence[PairSetup | PairParts], shared: SharedParts
+) -> None:
+    """Give new pairs' plans to the servers, and rank 0's weights to all ranks."""
+    membership = shared.membership
     with shared.chain.opened():
         # All at once: servers that update import torch first, which is slow.
-        for wait in [wiring.configure() for _, wiring in wirings]:
+        for wait in [configured(each) for each in found if isinstance(each, PairSetup)]:
             wait()
         membership.gathering.gather(shared.key("configured"), True, bool)
-        if not membership.env.incarnation:
-            known = {id(pairs[number].model) for number in kept}
-            for model in distinct_models([pairs[number] for number, _ in wirings]):
-                released = isinstance(model, HeldTensors) and model.released
-                if id(model) not in known and not released:
-                    copy_state(shared.chain, model)
-    made = kept | {number: wiring.finish() for number, wiring in wirings}
-    replicas = tuple(made[number] for number in range(len(pairs)))
-    note_unheld(pairs, replicas)
-    for replica in replicas if len(replicas) > 1 else ():
-        replica.synchronizer.leave_at_step()
-    if plans[0].consistency.goes_on and plans[0].delivers_every_result:
-        reroute_around_the_lost(replicas, membership)
-    elif plans[0].consistency.goes_on and plans[0].cluster.members:
+        if membership.env.incarnation:
+            return
+        known = {id(each.model) for each in found if isinstance(each, PairParts)}
+        for model in distinct_models([pair for pair in pairs if id(pair.model) not in known]):
+            if not (isinstance(model, HeldTensors) and model.released):
+                copy_state(shared.chain, model)
+
+
+def configured(setup: PairSetup) -> Callable[[], None]:
+    """Let servers work out the plan; the result waits for them."""
+    recipe = None
+    if setup.plan.update.user_at_holder:
+        recipe = recipe_for(setup.optimizer, setup.inventory)
+    return setup.shards.configure(setup.plan, setup.membership, setup.member, recipe)
+
+
+def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
+    """Describe the user's optimizer to the servers, which run it."""
+    groups = groups_of(optimizer)
+    return OptimizerRecipe(
+        type(optimizer).__name__,
+        settings_of(optimizer),
+        [groups.get(id(tensor), -1) for tensor in inventory.tensors],
+    )
+
+
+def meet(pairs: Sequence[Pair], parts: Sequence[PairParts], shared: SharedParts) -> None:
+    """Wait until all ranks can receive gradients, and handle the loss of a worker from then on.
+
+    Args:
+        pairs: The user's own.
+    """
+    membership, plan = shared.membership, parts[0].plan
+    note_unheld(pairs, parts)
+    for each in parts if len(parts) > 1 else ():
+        each.synchronizer.leave_at_step()
+    if plan.consistency.goes_on and plan.delivers_every_result:
+        reroute_around_the_lost(parts, membership)
+    elif plan.consistency.goes_on and plan.cluster.members:
         end_with_the_host(membership)
     # Restarted workers and NCCL need the store; otherwise it is no longer needed. Before the last
     # gathering: no rank that goes on may meet others, by torch, in a store that is about to close.
-    if not any(replica.needs_store for replica in replicas):
+    if not any(each.needs_store for each in parts):
         membership.close_store()
     # No rank trains before all ranks can receive a gradient.
     membership.gathering.gather(shared.key("distributed"), True, bool)
     membership.gathering.limit_s = membership.limits.wait_s
-    return replicas
+    if plan.consistency.goes_on:  # not before: while the job starts, a loss cannot be handled
+        go_on_without_the_lost(membership, parts)
 
 
-def note_unheld(pairs: Sequence[Pair], replicas: Sequence[Replica]) -> None:
-    """Tell every replica of the parameters whose changes no other worker would get.
+def note_unheld(pairs: Sequence[Pair], parts: Sequence[PairParts]) -> None:
+    """Name to every pair the parameters whose changes no other worker would get.
 
     With one pair whose mean gradients are in ``.grad`` after backward, or whose weights themselves
     are averaged, there are none: whoever updates a parameter does so alike on all workers.
     """
     held: set[int] = set()
-    for pair, replica in zip(pairs, replicas, strict=True):
-        plan, tensors = replica.plan, replica.synchronizer.inventory.tensors
+    for pair, each in zip(pairs, parts, strict=True):
+        plan, tensors = each.plan, each.synchronizer.inventory.tensors
         exchanged = {id(tensor) for tensor in tensors}
         if plan.runs_ahead or plan.update.inner.travels == "steps":
             exchanged &= set(groups_of(pair.optimizer))  # what its steps change, and nothing else
@@ -164,16 +210,16 @@ def note_unheld(pairs: Sequence[Pair], replicas: Sequence[Replica]) -> None:
         for name, parameter in model.named_parameters()
         if id(parameter) not in held
     ]
-    for replica in replicas:
-        replica.synchronizer.gradients.unheld = unheld
+    for each in parts:
+        each.synchronizer.gradients.unheld = unheld
 
 
-def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) -> None:
+def go_on_without_the_lost(membership: Membership, parts: Sequence[PairParts]) -> None:
     """Where rounds do not need every worker, a worker that is stopped for a while is no error.
     Where they do, the remaining workers continue, and the lost one has missed too much to come
     back."""
-    member, delivers_every_result = membership.member, replicas[0].plan.delivers_every_result
-    cluster = replicas[0].plan.cluster
+    member, delivers_every_result = membership.member, parts[0].plan.delivers_every_result
+    cluster = parts[0].plan.cluster
 
     def on_lost(name: str) -> None:
         node = cluster.node_of(rank_of(name))
@@ -181,8 +227,8 @@ def go_on_without_the_lost(membership: Membership, replicas: Sequence[Replica]) 
             # Rank 0 is of the same host, so it makes no more rounds either.
             member.coordination.announce(Fault(name, None, membership.limits.silence_s))
             return
-        for replica in replicas:
-            replica.shards.retire(node, replica.member)
+        for each in parts:
+            each.shards.retire(node, each.member)
         if cluster.members:
             member.send(name, Lost(rank_of(name)), priority=CONTROL)
             for rank in cluster.ranks_at(node):
@@ -222,17 +268,17 @@ def end_with_the_host(membership: Membership) -> None:
     member.on(Lost, on_lost)
 
 
-def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership) -> None:
+def reroute_around_the_lost(parts: Sequence[PairParts], membership: Membership) -> None:
     """What a worker does when rank 0 reports a lost worker."""
     member = membership.member
-    channels = [channel for replica in replicas for channel in replica.channels.of_messages]
+    channels = [channel for each in parts for channel in each.channels.of_messages]
 
     def on_lost(message: Message[Lost]) -> None:
         lost = message.body.rank
         if message.sender != HUB:
             raise FrameRefused(f"{message.sender} does not say who is lost")
         if lost == membership.env.rank:
-            slices = replicas[0].partial
+            slices = parts[0].channels.partial
             if slices is not None and not slices.entered:
                 return  # it is about the previous incarnation
             member.fail(LeftBehind(member.name, why_left_behind(member.roster.silence_s)))
@@ -241,9 +287,9 @@ def reroute_around_the_lost(replicas: Sequence[Replica], membership: Membership)
             member.coordination.go_on_without(f"rank {lost}")
         for channel in channels:
             channel.lose(lost)
-        for replica in replicas:
-            for name in replica.shards.names:
+        for each in parts:
+            for name in each.shards.names:
                 # On rank 0, this follows its own message that the worker is lost.
-                replica.member.send(name, RouteUpdated(lost), priority=LAST)
+                each.member.send(name, RouteUpdated(lost), priority=LAST)
 
     member.on(Lost, on_lost)

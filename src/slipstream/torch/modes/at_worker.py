@@ -1,19 +1,51 @@
-"""Where workers update: the mean gradient is in ``.grad`` when backward() returns."""
+"""Where workers update: the mean gradient is in ``.grad`` when backward() returns.
+
+All workers apply the same result to the same weights, with the user's own optimizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
+from slipstream.runtime.exchange.engine import Applier
+from slipstream.torch.capture.replica_check import ReplicaCheck
 from slipstream.torch.capture.synchronizer import Synchronizer
+from slipstream.torch.checkpoints.kept_state import StateAtWorker
+from slipstream.torch.modes.networked import NetworkedMode
+from slipstream.torch.modes.pair_parts import PairParts
+from slipstream.torch.modes.pair_setup import PairSetup
 from slipstream.torch.tensors.averages import Averages
 
 
-class WorkerUpdates:
-    """The user's optimizer runs here, on the mean gradient; implements ``Applier``.
+class AtWorkerMode(NetworkedMode):
+    """Workers update: over links, collectives, or hosts whose workers aggregate first."""
+
+    def wait(self) -> None:
+        for each in self.parts:
+            each.synchronizer.driver.wait()
+
+    flush = wait  # all workers apply every result
+
+    def _wire(self, setup: PairSetup) -> PairParts:
+        optimizer, plan = setup.optimizer, setup.plan
+        averages = Averages(setup.model, plan.update.average, setup.inventory.parameter_names)
+        return setup.parts(
+            optimizer,
+            setup.channels(),
+            partial(WorkerUpdates, optimizer=optimizer, averages=averages),
+            StateAtWorker(setup.model, optimizer, averages),
+            setup.accounting(),
+            lambda made: ReplicaCheck(made, optimizer, optimizer, setup.member, {}),
+        )
+
+
+class WorkerUpdates(Applier):
+    """The user's optimizer runs here, on the mean gradient.
 
     Args:
         averages: Follow each update of the weights.
@@ -41,9 +73,6 @@ class WorkerUpdates:
 
     def wait(self, tensors: Sequence[int] | None = None) -> None:
         self._synchronizer.driver.wait(tensors)
-
-    def begin_step(self) -> None:
-        """Nothing to do: no state is kept from step to step."""
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._synchronizer.refuse_step_in_block()

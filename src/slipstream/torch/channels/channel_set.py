@@ -1,7 +1,8 @@
-"""The channels of one worker."""
+"""The channels of one worker for one pair."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from slipstream.runtime.exchange.channel import Channel
@@ -14,7 +15,7 @@ from slipstream.torch.channels.collective_channel import CollectiveChannel
 
 
 @dataclass(frozen=True, slots=True)
-class Channels:
+class ChannelSet:
     """A worker's channels: at most one for each transport.
 
     Where there are two levels, ``host`` drives the others, or stands for them at a worker that has
@@ -44,3 +45,18 @@ class Channels:
         """The channels that send messages over links, and can continue without a lost worker."""
         found = (self.partial, self.links)
         return tuple(channel for channel in found if channel is not None)
+
+    def bytes(self) -> tuple[Counter[str], Counter[str]]:
+        """Payload sent and received, by scheme."""
+        sent: Counter[str] = Counter()
+        received: Counter[str] = Counter()
+        for channel in self.all:
+            sent += channel.sent
+            received += channel.received
+        return sent, received
+
+    def close(self) -> None:
+        if self.collective is not None:
+            self.collective.collectives.close()
+        if self.memory is not None:
+            self.memory.close()
