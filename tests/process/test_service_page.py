@@ -260,6 +260,61 @@ def test_the_page_says_how_many_texts_were_cut(tmp_path) -> None:
 
 @pytest.mark.process
 @needs_node
+def test_the_page_doubts_commas_as_the_report_does(tmp_path) -> None:
+    """By the same signs, in the same words but for the quotes around a class."""
+    singles = "".join(f"text {n},{name}\n" for n, name in enumerate("abcdc" * 4))
+    several = [
+        ", please,a",
+        ",please,a",
+        ", in {n},b",
+        ",in {n},b",
+        ",a,b",
+        ", a, b",
+        ", a,b",
+        ", b,a",
+        ", a,a",
+        ",a, b",
+        ', "x",a',
+        ', " ",a',
+        f",{'x' * 50}, {{n}},a",
+    ]
+    datas = [
+        first + singles * few + "".join(f"row {n}{row.format(n=n)}\n" for n in range(6))
+        for row in several
+        for few in (0, 1)
+        for first in ("", "text,topic,tone\n")
+    ]
+    script = """
+const { TrainingData } = await import(process.argv[1]);
+const chunks = [];
+for await (const chunk of process.stdin) chunks.push(chunk);
+console.log(JSON.stringify(JSON.parse(Buffer.concat(chunks)).map((data) => {
+  const found = new TrainingData();
+  found.feed(new TextEncoder().encode(data));
+  found.end();
+  return found.warnings();
+})));
+"""
+    shown = run_page(tmp_path, script, datas)
+    counts = set()
+    for data, said in zip(datas, shown, strict=True):
+        # The page alone knows of classes of one row each; the report says it in other words.
+        page = [text for text in said if "comma" in text and "one row each" not in text]
+        report = [text for text in read([data.encode()]).warnings if "comma" in text]
+        assert [same_words(text) for text in page] == [same_words(text) for text in report], data
+        counts.add(len(report))
+    assert counts >= {0, 1}
+
+
+def same_words(text: str) -> str:
+    text = re.sub(r"[“”']", "", text)
+    return text.replace(
+        "). Is there a comma in the text? Then put the text in quotes.", "): ask"
+    ).replace("): is there a comma in the texts? Then put them in quotes.", "): ask")
+
+
+@pytest.mark.process
+@needs_node
 def test_the_page_doubts_a_header_as_the_report_does(tmp_path) -> None:
     """By the same words in the first row, however these are written."""
     firsts = [

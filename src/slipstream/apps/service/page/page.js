@@ -209,7 +209,7 @@ export class TrainingData {
     try {
       const names = classNames(line, text, fields);
       for (const name of names) this.classes.set(name, (this.classes.get(name) ?? 0) + 1);
-      this.#signs.add(line, text, names);
+      this.#signs.add(line, text, names, spacedClasses(fields));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       other = error;
@@ -233,6 +233,13 @@ function classNames(line, text, fields) {
   return [...new Set(names)];
 }
 
+/** The classes before the last that are after a space, if the last is not: see commas.py. */
+function spacedClasses(fields) {
+  const filled = fields.slice(1).filter((field) => strip(field));
+  if (!filled.length || filled.at(-1).startsWith(" ")) return [];
+  return filled.filter((field) => field.startsWith(" ")).map((field) => className(0, 0, field));
+}
+
 const HEADER_TEXTS = new Set(["text", "phrase", "sentence", "utterance", "question", "query", "message"]);
 const HEADER_CLASSES = new Set(["class", "class_name", "label", "labels", "category", "intent", "target"]);
 
@@ -240,16 +247,18 @@ const HEADER_CLASSES = new Set(["class", "class_name", "label", "labels", "categ
 class Signs {
   #texts = new Set();
   #several = []; // rows of several classes
+  #ends = new Set(); // classes that are the last of a row
   #lines = new Map(); // where each class is first
   #first = null;
   #likeFirst = 0; // rows of the same classes
 
-  add(line, text, names) {
+  add(line, text, names, spaced) {
     this.#texts.add(text);
-    if (names.length > 1) this.#several.push({ line, names });
+    if (names.length > 1) this.#several.push({ line, names, spaced });
+    this.#ends.add(names.at(-1));
     for (const name of names) if (!this.#lines.has(name)) this.#lines.set(name, line);
     const key = [...names].sort().join("\n"); // no class has a line end
-    this.#first ??= { text, names, key };
+    this.#first ??= { line, text, names, key };
     if (key === this.#first.key) this.#likeFirst++;
   }
 
@@ -276,29 +285,38 @@ class Signs {
     return named && this.#likeFirst === 1;
   }
 
-  /** A comma in a text that is not in quotes makes a class of the rest of the text. */
+  /** A comma in a text that is not in quotes makes a class of the rest of the text: see commas.py. */
   #commas(rows, classes) {
-    const alone = [...classes].filter(([, its]) => its === 1).map(([name]) => name);
-    const unique = new Set(alone);
-    const spilt = this.#several.filter(({ names }) => names.some((name) => unique.has(name)));
+    const found = [];
     const ask = "Is there a comma in the text? Then put the text in quotes.";
-    if (spilt.length && 2 * spilt.length >= this.#several.length) {
-      const { line, names } = spilt[0];
-      const shown = shorten(names.find((name) => unique.has(name)));
+    // A header row has classes of its own, and is warned of already.
+    const several = this.#several.filter(({ line }) => line !== this.#first.line || !this.#isHeader());
+    const common = [...classes].find(([, its]) => its >= 0.9 * rows)?.[0];
+    if (several.length && classes.size > 2 && common !== undefined) {
+      found.push(`The class “${shorten(common)}” is on nearly every row, beside others (line `
+        + `${count(several[0].line)}). ${ask}`);
+    }
+    const [alone, after] = [[], []];
+    for (const { line, names, spaced } of several) {
+      const only = names.find((name) => classes.get(name) === 1);
+      // A class that ends a row is meant as one. Of the common one all is said.
+      const rest = spaced.find((name) => !this.#ends.has(name) && name !== common);
+      if (only !== undefined) alone.push([line, only]);
+      else if (rest !== undefined) after.push([line, rest]);
+    }
+    for (const [spilt, sign] of [[alone, "one of them in no other row"], [after, "one after a space"]]) {
+      if (!spilt.length) continue;
+      const [line, name] = spilt[0];
       const subject = spilt.length === 1 ? "1 row has" : `${count(spilt.length)} rows have`;
-      return [`${subject} several classes, one of them in no other row; the first is line `
-        + `${count(line)}, class “${shown}”. ${ask}`];
+      found.push(`${subject} several classes, ${sign}; the first is line ${count(line)}, `
+        + `class “${shorten(name)}”. ${ask}`);
     }
-    if (2 * alone.length > rows) {
-      return [`${count(alone.length)} of ${count(classes.size)} classes have one row each; the first is `
-        + `line ${count(this.#lines.get(alone[0]))}, class “${shorten(alone[0])}”. ${ask}`];
+    const lone = [...classes].filter(([, its]) => its === 1).map(([name]) => name);
+    if (!found.length && 2 * lone.length > rows) {
+      found.push(`${count(lone.length)} of ${count(classes.size)} classes have one row each; the first is `
+        + `line ${count(this.#lines.get(lone[0]))}, class “${shorten(lone[0])}”. ${ask}`);
     }
-    const common = [...classes].find(([, its]) => its >= 0.9 * rows);
-    if (this.#several.length && classes.size > 2 && common) {
-      return [`The class “${shorten(common[0])}” is on nearly every row, beside others (line `
-        + `${count(this.#several[0].line)}). ${ask}`];
-    }
-    return [];
+    return found;
   }
 }
 
