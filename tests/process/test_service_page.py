@@ -43,6 +43,17 @@ def test_files_are_served(service: ServiceProcess, name: str) -> None:
 
 
 @pytest.mark.process
+def test_log_begins_with_the_places_of_the_data(service: ServiceProcess) -> None:
+    """And with no line of a logger whose name makes an error of it."""
+    log = service.log.read_text()
+    database = service.data / "service.db"
+    said = f"data directory {service.data}; SQLite database {database} (new)"
+    assert said in log
+    assert log.index(said) < log.index("ready at ")
+    assert "error" not in log
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("path", ["/schema.sql", "/page.py", "/page/page.js", "/%2e%2e%2fown.py"])
 def test_nothing_else_is_served(service: ServiceProcess, path: str) -> None:
     assert service.get(path).status_code == 404
