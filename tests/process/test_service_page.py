@@ -245,6 +245,18 @@ def test_the_page_says_what_a_job_does(tmp_path) -> None:
             "resumed_epoch": 141,
         },
         figures: TRAINS,
+        "70%, at most 2 min left; epoch 141 of 200, 1,235 rows a second.": {
+            **TRAINS,
+            "phase": "training",
+            "may_stop_early": True,
+            "stops_early": None,
+        },
+        f"{figures} Stops early: held-out accuracy has not improved for 30 epochs.": {
+            **TRAINS,
+            "phase": "training",
+            "may_stop_early": False,
+            "stops_early": "held-out accuracy has not improved for 30 epochs",
+        },
         f"{figures} Continuing from epoch 0.": {
             **TRAINS,
             "phase": "training",

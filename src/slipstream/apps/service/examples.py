@@ -29,6 +29,8 @@ JOB: Final = {
     "phase": "training",
     "phase_percent": 41,
     "resumed_epoch": None,
+    "may_stop_early": True,
+    "stops_early": None,
     "ahead": 0,
     "percent": 41,
     "epoch": 82,

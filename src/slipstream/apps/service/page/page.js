@@ -691,10 +691,12 @@ function runningText(job) {
   if (isPreparing(job)) {
     return `${phase}${job.phase_percent == null ? "…" : `: ${job.phase_percent}%.`}${resumed}`;
   }
-  const left = job.eta_s == null ? "" : `, about ${duration(job.eta_s)} left`;
+  const bound = job.may_stop_early ? "at most" : "about";
+  const left = job.eta_s == null ? "" : `, ${bound} ${duration(job.eta_s)} left`;
+  const why = job.stops_early ? ` Stops early: ${job.stops_early}.` : "";
   const last = job.phase === "final pass" ? "Final pass over all rows: " : "";
   return `${last}${job.percent}%${left}; epoch ${job.epoch} of ${job.epochs}, `
-    + `${count(Math.round(job.samples_s))} rows a second.${resumed}`;
+    + `${count(Math.round(job.samples_s))} rows a second.${why}${resumed}`;
 }
 
 function showJob(job) {
