@@ -283,6 +283,55 @@ def test_the_page_says_how_many_texts_were_cut(tmp_path) -> None:
 
 @pytest.mark.process
 @needs_node
+def test_the_caption_names_the_epoch_of_each_figure(tmp_path) -> None:
+    """A loss is of the epoch that is complete then; a held-out accuracy may be an earlier one's."""
+    point = {"loss": 0.70064, "held_accuracy": None}
+    measured = {"epoch": 81, "loss": 0.2, "held_accuracy": 0.95}
+    cases = {
+        "Epoch 103: loss 0.7006, held-out accuracy 95.0% (epoch 81).": (103, measured, 103),
+        "Epoch 103: loss 0.7006, held-out accuracy 95.0% (epoch 80).": (
+            102,
+            {**measured, "epoch": 80},
+            200,
+        ),
+        "Epoch 81: loss 0.7006, held-out accuracy 95.0%.": (81, measured, 81),
+        "Epoch 1: loss 0.7006.": (0, None, 200),
+    }
+    given = [[{**point, "epoch": epoch}, *rest] for epoch, *rest in cases.values()]
+    assert run_page(tmp_path, CALL, ["captionText", given]) == list(cases)
+
+
+BROKEN = """
+const { eventsOf } = await import(process.argv[1]);
+const begun = new TextEncoder().encode(`event: epoch
+data: {"epoch":1}
+
+`);
+const stream = new ReadableStream({
+  pull(controller) {
+    if (!this.sent) controller.enqueue(begun);
+    else controller.error(new TypeError("network error"));
+    this.sent = true;
+  },
+});
+const told = [];
+try {
+  for await (const { event } of eventsOf(stream)) told.push(event);
+} catch (error) {
+  told.push(error.message);
+}
+console.log(JSON.stringify(told));
+"""
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_has_its_own_words_for_a_stream_that_breaks(tmp_path) -> None:
+    assert run_page(tmp_path, BROKEN, None)[-1] == "The connection to the service broke."
+
+
+@pytest.mark.process
+@needs_node
 def test_the_page_doubts_commas_as_the_report_does(tmp_path) -> None:
     """By the same signs, in the same words but for the quotes around a class."""
     singles = "".join(f"text {n},{name}\n" for n, name in enumerate("abcdc" * 4))

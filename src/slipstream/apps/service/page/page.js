@@ -5,6 +5,7 @@
 
 // Until the service has said what its operator has set.
 export const LIMITS = { rows: [5, 20000], classes: [2, 3000], text: 1024, name: 256, record: 4 << 20 };
+const TOO_LONG = "Phrase too long";
 const MOST_LINES = 20; // of rows that cannot be used, that a refusal names
 const LF = 10;
 const CR = 13;
@@ -220,7 +221,7 @@ export class TrainingData {
 
 function tooLong(line, text) {
   if (text.length <= LIMITS.text || characters(text) <= LIMITS.text) return null;
-  return new Refused("Phrase too long", `The phrase at line ${count(line)} has ${count(characters(text))} `
+  return new Refused(TOO_LONG, `The phrase at line ${count(line)} has ${count(characters(text))} `
     + `characters which is larger than the permitted maximum of ${count(LIMITS.text)} characters.`);
 }
 
@@ -351,7 +352,7 @@ export async function* eventsOf(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await received(reader.read());
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -376,6 +377,16 @@ class Failed extends Error {
   }
 }
 
+/** What is read of an answer; a connection that breaks meanwhile, in words of our own. */
+async function received(reading) {
+  try {
+    return await reading;
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof SyntaxError) throw error;
+    throw new Failed(0, "The connection to the service broke.");
+  }
+}
+
 async function request(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
@@ -397,7 +408,7 @@ async function request(path, options = {}) {
   throw new Failed(response.status, words);
 }
 
-const json = async (path, options) => (await request(path, options)).json();
+const json = async (path, options) => received((await request(path, options)).json());
 const post = (path) => json(path, { method: "POST" });
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
@@ -512,18 +523,20 @@ function showChosen() {
   const refused = data && refusalOf(data);
   at("send").disabled = !data || Boolean(refused);
   show("cut-choice", Boolean(data?.long));
-  const doubts = data && !refused ? data.warnings() : [];
+  // Long texts can be cut, so what else looks like a mistake is to be seen at once.
+  const doubts = data && (!refused || !refusalOf(data, true)) ? data.warnings() : [];
   at("doubts").replaceChildren(...doubts.map((text) => element("li", {}, text)));
   if (!data) return showCheck("");
   const part = `${count(data.long)} of ${count(data.rows)} texts (${share(data.long / data.rows)})`;
   at("cut-help").textContent =
     `${part} have more than ${count(LIMITS.text)} characters. This cuts each after the last whole word that fits.`;
-  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}`, Boolean(refused));
+  const way = refused?.error === TOO_LONG ? " To cut long texts, switch on “Cut long texts” below." : "";
+  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}${way}`, Boolean(refused));
 }
 
-function refusalOf(data) {
+function refusalOf(data, cut = at("cut").checked) {
   try {
-    return data.refuse(at("cut").checked);
+    return data.refuse(cut);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     return error;
@@ -714,7 +727,7 @@ async function showLog() {
   logAt = Date.now();
   const text = at("log-text");
   try {
-    const log = await (await request(`api/classifiers/${id}/log`)).text();
+    const log = await received((await request(`api/classifiers/${id}/log`)).text());
     const atEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 8;
     text.textContent = log || "Empty so far.";
     if (atEnd) text.scrollTop = text.scrollHeight;
@@ -758,15 +771,24 @@ function draw() {
     shape("text", { x: right, y: height - 6, "text-anchor": "end" }, `epoch ${epochs}`),
     shape("text", { x: left, y: 12, class: "loss-label" }, "loss"),
   );
-  curve("loss", losses.map((point) => [x(point.epoch), y(point.loss / highest)]));
+  curve("loss", losses.map((point) => [x(lossEpoch(point, epochs)), y(point.loss / highest)]));
   if (held.length) {
     const label = { x: right, y: 12, class: "accuracy-label", "text-anchor": "end" };
     plot.append(shape("text", label, "held-out accuracy"));
     curve("accuracy", held.map((point) => [x(point.epoch), y(point.held_accuracy)]));
   }
-  const measured = held.length ? `, held-out accuracy ${share(held.at(-1).held_accuracy)}` : "";
-  at("curve-caption").textContent =
-    `Epoch ${losses.at(-1).epoch}: loss ${losses.at(-1).loss.toFixed(4)}${measured}.`;
+  at("curve-caption").textContent = captionText(losses.at(-1), held.at(-1), epochs);
+}
+
+/** A point has the number of epochs that were complete when its own began; its loss is known after that. */
+const lossEpoch = (point, most) => Math.min(point.epoch + 1, most);
+
+/** The newest figures. A held-out accuracy that is not of this epoch is shown with its own. */
+export function captionText(newest, held, most) {
+  const epoch = lossEpoch(newest, most);
+  const when = held && held.epoch < epoch ? ` (epoch ${held.epoch})` : "";
+  const measured = held ? `, held-out accuracy ${share(held.held_accuracy)}${when}` : "";
+  return `Epoch ${epoch}: loss ${newest.loss.toFixed(4)}${measured}.`;
 }
 
 function curve(name, places) {
@@ -781,7 +803,15 @@ function curve(name, places) {
 async function classify() {
   const body = JSON.stringify({ text: at("sentence").value });
   const headers = { "Content-Type": "application/json" };
-  const { classes } = await json(`v1/classifiers/${id}/classify`, { method: "POST", headers, body });
+  let classes = []; // bars of an earlier text would be taken for those of one that is refused
+  try {
+    ({ classes } = await json(`v1/classifiers/${id}/classify`, { method: "POST", headers, body }));
+  } finally {
+    showAnswers(classes);
+  }
+}
+
+function showAnswers(classes) {
   at("answers").replaceChildren(...classes.map(({ class_name: name, confidence }) => {
     const bar = element("span", { class: "bar" });
     bar.style.width = `${100 * confidence}%`;
@@ -868,7 +898,8 @@ function savedName(header) {
 async function download({ currentTarget: button }) {
   const response = await request(`api/classifiers/${id}/${button.dataset.download}`);
   const name = savedName(response.headers.get("Content-Disposition")) ?? button.dataset.name;
-  const link = element("a", { href: URL.createObjectURL(await response.blob()), download: name });
+  const content = await received(response.blob());
+  const link = element("a", { href: URL.createObjectURL(content), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
