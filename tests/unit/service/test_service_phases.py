@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from service_requests import ask, prepared
 from test_service_classifiers import create
 
-from slipstream.apps.service import phases, queue
+from slipstream.apps.service import learn, phases, queue
 from slipstream.apps.service.phases import Phase, PhaseFile, phase_of
+from slipstream.apps.service.resume import checkpoints_of
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +59,28 @@ def test_epoch_of_a_restart_stays_for_all_later_phases(tmp_path: Path) -> None:
     told.advance(0.5)
     told.begin("final pass", "final pass")
     assert phase_of("running", tmp_path) == Phase("final pass", 0, 141)
+
+
+def test_learner_says_where_it_continues_before_it_has_read_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints_of(tmp_path).mkdir(parents=True)
+    (checkpoints_of(tmp_path) / "weights-000000000000700.safetensors").touch()
+    line = queue.Progress(100, 2_000, 10, 200, 1.0, at=1)
+    (tmp_path / "progress.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+
+    def begin_to_read(folder: Path, told: PhaseFile) -> None:
+        told.begin("reading rows", "reading rows")
+        sys.exit("far enough")
+
+    monkeypatch.setattr(learn, "Task", begin_to_read)
+    monkeypatch.setattr(sys, "argv", ["learn", str(tmp_path)])
+    monkeypatch.delenv("RANK", raising=False)
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit, match="far enough"):
+        learn.main()
+    torch.set_num_threads(threads)
+    assert phase_of("running", tmp_path) == Phase("reading rows", 0, 70)
 
 
 def test_stop_stays_for_all_later_phases(tmp_path: Path) -> None:
