@@ -40,8 +40,8 @@ $(STAMP): $(SOURCES)
 train: setup  ## a first run: four workers train a digit classifier
 	@$(BIN)/slipstream train digits --workers 4
 
-serve: setup  ## train text classifiers as a service: http://127.0.0.1:8080 (docs/service.md)
-	@$(BIN)/slipstream serve
+serve: setup  ## train text classifiers as a service: http://127.0.0.1:8080 (docs/service.md); PORT=8081
+	@$(BIN)/slipstream serve $(if $(PORT),--port '$(PORT)')
 
 quick: setup  ## at work: lint, format, types, and tests near what differs (three minutes): SINCE=commit
 	@$(BIN)/python -m ruff check .

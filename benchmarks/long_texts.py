@@ -1,8 +1,9 @@
 """A data set as users have them: long texts, a header row, and classes of very unequal size.
 
-    python benchmarks/long_texts.py --data FOLDER --out long.csv [--rows 5000] [--seed 0]
+    .venv/bin/python benchmarks/long_texts.py --data FOLDER --out long.csv [--rows 5000] [--seed 0]
 
-FOLDER has trec/ and mr/. A text joins questions of one fine class of TREC with sentences of MR,
+FOLDER has trec/, with *.label files of lines "LABEL:fine text", and mr/, with a text file for each
+class, a sentence a line. A text joins questions of one fine class of TREC with sentences of MR,
 which say nothing about the class. Lengths are log-normal, so that about four texts of ten have more
 than 1,024 characters, as in ordinary news. The k-th class has a share in proportion to 1/k. Sources
 occur in several texts, so accuracy on these rows is no measure of how well new texts are answered.
@@ -16,17 +17,23 @@ import argparse
 import csv
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.apps.bench.data.labelled_text import Sentence, read_labelled_text
+from slipstream.errors import ConfigError
 
 CLASSES = 20  # the most frequent of TREC's 50
 MEDIAN, SPREAD = 850, 0.8  # of the number of characters, and of its logarithm
 MOST = 20_000  # characters
 HEADER = ("text", "class")
 LIMIT = 1_024  # the service's default
+SOURCES = (
+    "a folder with trec/, which has *.label files of lines 'LABEL:fine text', and mr/, which has a "
+    "text file for each class, a sentence a line"
+)
 
 
 def long_texts(
@@ -46,16 +53,23 @@ def long_texts(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=5_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help=SOURCES)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
+    parser.add_argument("--rows", type=int, default=5_000, help="5,000 if it is not given")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     args = parser.parse_args()
-    questions = list(read_labelled_text(args.data / "trec", fine=True).train)
-    fillers = [text for text, _ in read_labelled_text(args.data / "mr").train]
-    found = list(long_texts(questions, fillers, args.rows, random.Random(args.seed)))
-    with args.out.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([HEADER, *found])
+    if args.rows < 1:
+        parser.error(f"argument --rows: {args.rows} is less than 1")
+    try:
+        questions = list(read_labelled_text(args.data / "trec", fine=True).train)
+        fillers = [text for text, _ in read_labelled_text(args.data / "mr").train]
+        if not questions or not fillers:
+            raise ConfigError(f"{args.data} has no sentences; {SOURCES}")
+        found = list(long_texts(questions, fillers, args.rows, random.Random(args.seed)))
+        with args.out.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([HEADER, *found])
+    except (ConfigError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
     sizes = Counter(name for _, name in found).most_common()
     summary = {
         "rows": len(found),

@@ -91,6 +91,14 @@ def test_cancel_and_train_again(tmp_path: Path) -> None:
     assert "Failed" not in out["facts"] + out["cancelled"]
 
 
+def test_refused_text_has_no_bars_of_the_text_before(tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data") as service:
+        out = browse("phrase", service, tmp_path)
+    assert out["bars"] == 0
+    # A browser logs answers of 400 as errors; nothing else may be there.
+    assert [line for line in out["errors"] if "400" not in line] == []
+
+
 EIGHT = "".join(f"text {number},{name}\n" for number, name in enumerate("abababab"))
 DOUBTFUL = {
     "good.csv": EIGHT,
@@ -132,6 +140,10 @@ def test_long_texts_are_counted_and_cut_by_a_switch(tmp_path: Path) -> None:
     assert "Phrase too long. The phrase at line 2 has 1,499 characters" in said
     assert "2 of 5 texts (40.0%) have more than 1,024 characters" in counted
     assert disabled
+    assert said.endswith(" To cut long texts, switch on “Cut long texts” below.")
+    said, doubts = out["header"]
+    assert "switch on “Cut long texts”" in said
+    assert doubts.startswith("The first row looks like a header")
     assert out["checked"] == "long.csv: 5 rows, 2 classes."
     assert out["sent"] == ["/v1/classifiers?long=cut"]
     assert out["facts"].endswith("5 rows, 2 classes. 2 long texts were cut.")

@@ -43,6 +43,17 @@ def test_files_are_served(service: ServiceProcess, name: str) -> None:
 
 
 @pytest.mark.process
+def test_log_begins_with_the_places_of_the_data(service: ServiceProcess) -> None:
+    """And with no line of a logger whose name makes an error of it."""
+    log = service.log.read_text()
+    database = service.data / "service.db"
+    said = f"data directory {service.data}; SQLite database {database} (new)"
+    assert said in log
+    assert log.index(said) < log.index("ready at ")
+    assert "error" not in log
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("path", ["/schema.sql", "/page.py", "/page/page.js", "/%2e%2e%2fown.py"])
 def test_nothing_else_is_served(service: ServiceProcess, path: str) -> None:
     assert service.get(path).status_code == 404
@@ -234,6 +245,18 @@ def test_the_page_says_what_a_job_does(tmp_path) -> None:
             "resumed_epoch": 141,
         },
         figures: TRAINS,
+        "70%, at most 2 min left; epoch 141 of 200, 1,235 rows a second.": {
+            **TRAINS,
+            "phase": "training",
+            "may_stop_early": True,
+            "stops_early": None,
+        },
+        f"{figures} Stops early: held-out accuracy has not improved for 30 epochs.": {
+            **TRAINS,
+            "phase": "training",
+            "may_stop_early": False,
+            "stops_early": "held-out accuracy has not improved for 30 epochs",
+        },
         f"{figures} Continuing from epoch 0.": {
             **TRAINS,
             "phase": "training",
@@ -256,6 +279,110 @@ def test_the_page_says_how_many_texts_were_cut(tmp_path) -> None:
     said = run_page(tmp_path, CALL, ["factsText", [[one, job] for job in jobs]])
     ends = [text.partition("20 classes.")[2] for text in said]
     assert ends == ["", "", " 1 long text was cut.", " 3,280 long texts were cut."]
+
+
+@pytest.mark.process
+@needs_node
+def test_the_caption_names_the_epoch_of_each_figure(tmp_path) -> None:
+    """A loss is of the epoch that is complete then; a held-out accuracy may be an earlier one's."""
+    point = {"loss": 0.70064, "held_accuracy": None}
+    measured = {"epoch": 81, "loss": 0.2, "held_accuracy": 0.95}
+    cases = {
+        "Epoch 103: loss 0.7006, held-out accuracy 95.0% (epoch 81).": (103, measured, 103),
+        "Epoch 103: loss 0.7006, held-out accuracy 95.0% (epoch 80).": (
+            102,
+            {**measured, "epoch": 80},
+            200,
+        ),
+        "Epoch 81: loss 0.7006, held-out accuracy 95.0%.": (81, measured, 81),
+        "Epoch 1: loss 0.7006.": (0, None, 200),
+    }
+    given = [[{**point, "epoch": epoch}, *rest] for epoch, *rest in cases.values()]
+    assert run_page(tmp_path, CALL, ["captionText", given]) == list(cases)
+
+
+BROKEN = """
+const { eventsOf } = await import(process.argv[1]);
+const begun = new TextEncoder().encode(`event: epoch
+data: {"epoch":1}
+
+`);
+const stream = new ReadableStream({
+  pull(controller) {
+    if (!this.sent) controller.enqueue(begun);
+    else controller.error(new TypeError("network error"));
+    this.sent = true;
+  },
+});
+const told = [];
+try {
+  for await (const { event } of eventsOf(stream)) told.push(event);
+} catch (error) {
+  told.push(error.message);
+}
+console.log(JSON.stringify(told));
+"""
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_has_its_own_words_for_a_stream_that_breaks(tmp_path) -> None:
+    assert run_page(tmp_path, BROKEN, None)[-1] == "The connection to the service broke."
+
+
+@pytest.mark.process
+@needs_node
+def test_the_page_doubts_commas_as_the_report_does(tmp_path) -> None:
+    """By the same signs, in the same words but for the quotes around a class."""
+    singles = "".join(f"text {n},{name}\n" for n, name in enumerate("abcdc" * 4))
+    several = [
+        ", please,a",
+        ",please,a",
+        ", in {n},b",
+        ",in {n},b",
+        ",a,b",
+        ", a, b",
+        ", a,b",
+        ", b,a",
+        ", a,a",
+        ",a, b",
+        ', "x",a',
+        ', " ",a',
+        f",{'x' * 50}, {{n}},a",
+    ]
+    datas = [
+        first + singles * few + "".join(f"row {n}{row.format(n=n)}\n" for n in range(6))
+        for row in several
+        for few in (0, 1)
+        for first in ("", "text,topic,tone\n")
+    ]
+    script = """
+const { TrainingData } = await import(process.argv[1]);
+const chunks = [];
+for await (const chunk of process.stdin) chunks.push(chunk);
+console.log(JSON.stringify(JSON.parse(Buffer.concat(chunks)).map((data) => {
+  const found = new TrainingData();
+  found.feed(new TextEncoder().encode(data));
+  found.end();
+  return found.warnings();
+})));
+"""
+    shown = run_page(tmp_path, script, datas)
+    counts = set()
+    for data, said in zip(datas, shown, strict=True):
+        # The page alone knows of classes of one row each; the report says it in other words.
+        page = [text for text in said if "comma" in text and "one row each" not in text]
+        report = [text for text in read([data.encode()]).warnings if "comma" in text]
+        assert [same_words(text) for text in page] == [same_words(text) for text in report], data
+        counts.add(len(report))
+    assert counts >= {0, 1}
+
+
+def same_words(text: str) -> str:
+    text = re.sub(r"[“”']", "", text)
+    return text.replace(
+        "). Is there a comma in the text? Then put the text in quotes.", "): ask"
+    ).replace("): is there a comma in the texts? Then put them in quotes.", "): ask")
 
 
 @pytest.mark.process

@@ -147,6 +147,24 @@ const scenarios = {
     await remove();
   },
 
+  /** A text that is refused after one that was answered. */
+  async phrase() {
+    await page.goto(url);
+    await shown("list-empty");
+    await train("to be asked");
+    await shown("try");
+    await page.locator("#sentence").fill("a cheap room");
+    await page.keyboard.press("Enter");
+    await page.locator("#answers li").first().waitFor();
+    await page.locator("#sentence").fill("x".repeat(3000));
+    await page.keyboard.press("Enter");
+    await says("message", "Phrase too long");
+    out.bars = await page.locator("#answers li").count();
+    await page.locator("#sentence").fill("a seat");
+    await page.keyboard.press("Enter");
+    await page.locator("#answers li").first().waitFor();
+  },
+
   /** What the page says of a chosen file, before anything is sent. */
   async preview() {
     await page.goto(url);
@@ -173,6 +191,12 @@ const scenarios = {
     await shown("cut-choice");
     out.refused = [await text("check"), await text("cut-help"), await page.locator("#send").isDisabled()];
     await look("long");
+    await choose("header.csv", `text,class\n${data}`);
+    await says("check", "header.csv: Phrase");
+    out.header = [await text("check"), await text("doubts")];
+    await look("long-header");
+    await choose("long.csv", data);
+    await says("check", "long.csv: Phrase");
     await tabTo("#cut");
     await page.keyboard.press("Space");
     await says("check", "5 rows");

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from service_requests import ask, prepared
 from test_service_classifiers import create
 
-from slipstream.apps.service import phases, queue
+from slipstream.apps.service import learn, phases, queue
 from slipstream.apps.service.phases import Phase, PhaseFile, phase_of
+from slipstream.apps.service.resume import checkpoints_of
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +59,56 @@ def test_epoch_of_a_restart_stays_for_all_later_phases(tmp_path: Path) -> None:
     told.advance(0.5)
     told.begin("final pass", "final pass")
     assert phase_of("running", tmp_path) == Phase("final pass", 0, 141)
+
+
+def test_learner_says_where_it_continues_before_it_has_read_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints_of(tmp_path).mkdir(parents=True)
+    (checkpoints_of(tmp_path) / "weights-000000000000700.safetensors").touch()
+    line = queue.Progress(100, 2_000, 10, 200, 1.0, at=1)
+    (tmp_path / "progress.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+
+    def begin_to_read(folder: Path, told: PhaseFile) -> None:
+        told.begin("reading rows", "reading rows")
+        sys.exit("far enough")
+
+    monkeypatch.setattr(learn, "Task", begin_to_read)
+    monkeypatch.setattr(sys, "argv", ["learn", str(tmp_path)])
+    monkeypatch.delenv("RANK", raising=False)
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit, match="far enough"):
+        learn.main()
+    torch.set_num_threads(threads)
+    assert phase_of("running", tmp_path) == Phase("reading rows", 0, 70)
+
+
+def test_stop_stays_for_all_later_phases(tmp_path: Path) -> None:
+    told, why = PhaseFile(tmp_path), "held-out accuracy has not improved for 30 epochs"
+    told.tell_stop(may=True, why=None)
+    told.begin("training", "training begins")
+    assert phase_of("running", tmp_path) == Phase("training", 0, None, True, None)
+    told.tell_stop(may=False, why=why)
+    told.advance(0.5)
+    told.begin("final pass", "final pass")
+    assert phase_of("running", tmp_path) == Phase("final pass", 0, None, False, why)
+
+
+def test_status_says_at_most_while_the_job_may_stop_early(tmp_path: Path) -> None:
+    with prepared(tmp_path / "data") as service:
+        classifier = create(service)
+        held = queue.claim(service.database, "me", 1)
+        assert held is not None
+        line = queue.Progress(100, 2_000, 10, 200, 1.0, at=1)
+        queue.record(service.database, held, [line], 10.0)
+        told = PhaseFile(service.directory.version(classifier, 1))
+        for may, bound in ((True, "at most"), (False, "about")):
+            told.tell_stop(may=may, why=None)
+            told.begin("training", "training begins")
+            shown = ask(service, f"GET /v1/classifiers/{classifier}").json["status_description"]
+            assert f"(5%, {bound} 3 minutes left)" in shown
+            state = ask(service, f"GET /api/classifiers/{classifier}").json
+            assert (state["may_stop_early"], state["stops_early"]) == (may, None)
 
 
 def test_other_learners_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.apps.service.data_directory import DataDirectory
 from slipstream.apps.service.database import Database, DatabaseUnavailable
+from slipstream.apps.service.postgres import shown_address
 from slipstream.errors import ConfigError
 
 psycopg = pytest.importorskip("psycopg")
@@ -29,6 +30,32 @@ def test_an_address_of_another_kind_is_no_path(tmp_path: Path, scheme: str) -> N
     with pytest.raises(ConfigError, match="give postgresql://") as refused:
         DataDirectory(str(tmp_path)).lock(f"{scheme}user:secret@localhost/name")
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "begin"),
+    [
+        ("mysql://u:p@h/x", "mysql://;"),
+        ("mysql:/u:p@h/x", "mysql:/;"),
+        ("postgresql+psycopg://u:p@h/x", "postgresql+psycopg://;"),
+    ],
+)
+def test_how_an_address_of_another_kind_begins_is_shown(address: str, begin: str) -> None:
+    with pytest.raises(ConfigError, match="begins with") as refused:
+        Database(address)
+    assert f"begins with {begin}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("postgresql://me:secret@db/nlc", "PostgreSQL database nlc at db"),
+        ("postgres://me@db:5433/nlc?password=secret", "PostgreSQL database nlc at db:5433"),
+        ("postgresql://", "PostgreSQL database of the default name"),
+    ],
+)
+def test_address_is_shown_without_its_password(address: str, shown: str) -> None:
+    assert shown_address(address) == shown
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,23 @@ def test_pages_of_the_description(service: Service) -> None:
         assert f"</strong> {path}</code>".encode() in docs.body
 
 
+def test_each_path_has_a_sentence_of_its_own(service: Service) -> None:
+    paths = description()["paths"]
+    said = {path: {entry["summary"] for entry in one.values()} for path, one in paths.items()}
+    pairs = [(a, b) for a in said for b in said if a < b and said[a] & said[b]]
+    assert pairs == []
+
+
+def test_description_has_code_as_markdown_and_docs_as_markup(service: Service) -> None:
+    assert "``" not in json.dumps(description())
+    events = description()["paths"]["/api/classifiers/{id}/events"]["get"]["summary"]
+    assert events == "Follow a job: server-sent events `progress`, `epoch` and `end`."
+    docs = ask(service, "GET /docs").body.decode()
+    assert "<code>progress</code>, <code>epoch</code> and <code>end</code>" in docs
+    assert "?long=cut" in docs
+    assert "`" not in docs
+
+
 def test_limits_are_told(tmp_path: Path) -> None:
     limits = Limits(max_rows=12, text_chars=2000)
     with prepared(tmp_path / "data", limits=limits) as service:

@@ -46,6 +46,20 @@ def test_stop_that_would_save_nothing_changes_nothing() -> None:
     assert FULL.stopped_from(FULL.first - FALL_EPOCHS * EPOCH) == FULL
 
 
+def test_job_may_stop_until_the_stop_would_save_nothing() -> None:
+    last = FULL.first - FALL_EPOCHS * EPOCH  # a stop from here on saves nothing
+    flat = flat_from(40, until=61)
+    assert FULL.may_stop([], JOB, 0)
+    assert FULL.may_stop(flat, JOB, last - 1)
+    assert not FULL.may_stop(flat, JOB, last)
+    recent = [*flat, Point(last - 20 * EPOCH, 0.9)]
+    assert not FULL.may_stop(recent, JOB, last - 20 * EPOCH)
+    assert not FULL.after(flat, JOB).may_stop(flat, JOB, 60 * EPOCH)  # it does
+    few = JobSetting(patience_epochs=20, least_updates_to_stop=FULL.total)
+    assert not FULL.may_stop(flat, few, 0)
+    assert not Schedule.of(JOB, TextSetting(), 40, 0).may_stop([], JOB, 0)  # nothing is measured
+
+
 def test_rate_falls_to_zero_and_the_final_pass_has_its_usual_rates() -> None:
     early = FULL.after(flat_from(40), JOB)
     assert early.stop is not None

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from slipstream.apps.service import keys, queue, trainer
 from slipstream.apps.service.data_directory import DataDirectory
 from slipstream.apps.service.database import Database
 from slipstream.apps.service.phases import Phase, PhaseFile, phase_of
+from slipstream.apps.service.progress import Progress
+from slipstream.apps.service.resume import checkpoints_of, resumed_epoch
 from slipstream.apps.service.serve_options import ServeOptions
 from slipstream.apps.service.trainer import Running, Trainer
 
@@ -93,6 +96,48 @@ def test_an_attempt_begins_with_a_line_in_the_log_and_no_phase_of_before(
     assert phase_of("running", folder) == Phase("reading rows", 0)
     assert (folder / "train.log").read_text() == "job: attempt 1 starts 2 learners\n"
     assert running.reason() == "exit status 0"  # the line is no reason
+
+
+@pytest.mark.parametrize(
+    ("kept", "epoch"),
+    [
+        (["weights-000000000812500.safetensors", "weights-000000000802500.safetensors"], 65),
+        (["weights-000000000000000.safetensors"], None),
+        (["curve.json"], None),
+        ([], None),
+    ],
+)
+def test_attempt_that_continues_says_from_which_epoch_at_once(
+    directory: DataDirectory,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: list[str],
+    epoch: int | None,
+) -> None:
+    """By the name of the newest checkpoint; its job has read nothing so far."""
+    monkeypatch.setattr(trainer, "RUN", (sys.executable, "-c", ""))
+    folder = directory.version(ID, 1)
+    checkpoints_of(folder).mkdir(parents=True)
+    for name in kept:
+        (checkpoints_of(folder) / name).touch()
+    # The first line is of a whole training; the last, of one that is to stop early.
+    lines = [Progress(9, 2_500_000, 0, 200, 1.0, at=1), Progress(9, 925_001, 61, 74, 1.0, at=2)]
+    with (folder / "progress.jsonl").open("wb") as file:
+        file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
+    held = queue.claim(database, "me", 1)
+    assert held is not None
+    running = Running(held, folder, ServeOptions(data=str(directory.path)))
+    running.process.wait(LIMIT_S)
+    assert phase_of("running", folder) == Phase("reading rows", 0, epoch)
+
+
+def test_checkpoint_without_progress_says_nothing(directory: DataDirectory) -> None:
+    folder = directory.version(ID, 1)
+    checkpoints_of(folder).mkdir(parents=True)
+    (checkpoints_of(folder) / "weights-000000000812500.safetensors").touch()
+    assert resumed_epoch(folder) is None
+    (folder / "progress.jsonl").write_text('{"updates":')
+    assert resumed_epoch(folder) is None
 
 
 def test_a_job_does_not_have_the_password_of_the_database(

@@ -21,6 +21,7 @@ from slipstream.apps.service.context import Call
 from slipstream.apps.service.data_directory import MODEL, remove
 from slipstream.apps.service.database import Database, DatabaseUnavailable, Row, now_ms
 from slipstream.apps.service.errors import MISSING_METADATA, ApiError, not_found
+from slipstream.apps.service.phases import phase_of
 from slipstream.apps.service.upload import BOM, Upload
 from slipstream.runtime.files.whole_files import sync_directory
 
@@ -251,5 +252,9 @@ def status(call: Call, job: Row) -> tuple[str, str]:
     if job["state"] == "waiting":
         return "Training", f"{TRAINING} (waiting, {queue.ahead(call.service.database, job)} ahead)"
     left = queue.seconds_left(job)
-    tail = "" if left is None else f", {queue.minutes(left)} left"
+    tail = ""
+    if left is not None:
+        folder = call.service.directory.version(job["classifier"], job["version"])
+        at_most = phase_of(job["state"], folder).may_stop_early
+        tail = f", {queue.minutes(left, at_most=at_most)} left"
     return "Training", f"{TRAINING} ({queue.percent(job)}%{tail})"

@@ -94,6 +94,10 @@ class DataDirectory:
             file = Path(address or self.own_database).resolve()
             _lock(Path(f"{file}.lock"), f"the database {file}", "--database")
 
+    def database_file(self, address: str) -> Path | None:
+        """The SQLite file that an address names; None if it is one of PostgreSQL."""
+        return None if is_postgres(address) else Path(address or self.own_database).absolute()
+
     def secret(self) -> bytes:
         """The key that signs tokens; made on first use."""
         path = self.path / "secret"

@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError, RuntimeFault
 Row = dict[str, Any]
 Connect = Callable[[], Any]  # gives a DB-API connection
 PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]\w*)")
-URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # C:/ is a path
+URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://?")  # C:/ is a path
 BUSY_MS: Final = 5_000
 PRAGMAS: Final = (
     f"busy_timeout={BUSY_MS}",
@@ -243,7 +243,7 @@ def is_postgres(address: str) -> bool:
         return True
     if URL.match(address):
         raise ConfigError(
-            f"the address of the database begins with {address.partition(':')[0]}:/; give "
+            f"the address of the database begins with {URL.findall(address)[0]}; give "
             "postgresql://USER:PASSWORD@HOST/NAME, or the path of an SQLite file"
         )
     return False

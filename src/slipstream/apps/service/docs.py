@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any, Final
@@ -34,6 +35,7 @@ CURL: Final = """url={base}
 # upload; the answer has the classifier's id
 curl $url/v1/classifiers -F 'training_metadata={{"name": "trips", "language": "en"}}' \\
      -F training_data=@trips.csv
+# texts that are too long are cut if you send it to "$url/v1/classifiers?long=cut" instead
 id=…                                      # its "classifier_id"
 
 curl $url/v1/classifiers/$id              # until "status" is "Available"
@@ -128,7 +130,7 @@ def _groups(description: dict[str, Any]) -> Iterator[str]:
 
 def _item(method: str, path: str, entry: dict[str, Any]) -> str:
     parameters = "".join(
-        f"<li><code>{escape(one['name'])}</code> ({one['in']}): {escape(one['description'])}</li>"
+        f"<li><code>{escape(one['name'])}</code> ({one['in']}): {_code(one['description'])}</li>"
         for one in entry["parameters"]
         if one["in"] != "path"
     )
@@ -136,7 +138,16 @@ def _item(method: str, path: str, entry: dict[str, Any]) -> str:
     if examples := _examples(entry):
         more += f"<details><summary>Example</summary>{examples}</details>"
     where = f"<code><strong>{method}</strong> {escape(path)}</code>"
-    return f"<li><p>{where}<br>{escape(entry['summary'])}</p>{more}</li>"
+    return f"<li><p>{where}<br>{_code(entry['summary'])}</p>{more}</li>"
+
+
+def _code(text: str) -> str:
+    """A text with its `code` as markup.
+
+    >>> _code("`a` < b")
+    '<code>a</code> &lt; b'
+    """
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _examples(entry: dict[str, Any]) -> str:

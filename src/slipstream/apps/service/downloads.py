@@ -81,8 +81,22 @@ class Download(FileResponse):
             await super().__call__(scope, receive, send_file)
 
 
-def download(call: Call) -> Response:
-    """The data as it was sent, the model file, or the report on held-out rows."""
+def data(call: Call) -> Response:
+    """The training data as it was sent."""
+    return _download(call)
+
+
+def model(call: Call) -> Response:
+    """The model file, which answers without the service: ``slipstream predict FILE``."""
+    return _download(call)
+
+
+def report(call: Call) -> Response:
+    """The report: how good the classifier is on held-out rows."""
+    return _download(call)
+
+
+def _download(call: Call) -> Response:
     name, kind, use = FILES[call.route.rpartition("/")[2]]
     path, job = _file(call, name)
     headers = {"Content-Disposition": f"{use}; {_names(job, name)}"}

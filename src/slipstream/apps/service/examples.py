@@ -29,6 +29,8 @@ JOB: Final = {
     "phase": "training",
     "phase_percent": 41,
     "resumed_epoch": None,
+    "may_stop_early": True,
+    "stops_early": None,
     "ahead": 0,
     "percent": 41,
     "epoch": 82,
@@ -78,8 +80,8 @@ PARAMETERS: Final = {  # what each is, and an example
     "id": ("The classifier's id: classifier_id of the answer to its upload.", ID),
     "number": ("The number of a version.", "1"),
     "text": ("The text to classify, percent-encoded.", TEXT),
-    "all": ("1: the whole log.", "1"),
-    "long": ("cut: texts that are too long are cut after a word, and counted.", "cut"),
+    "all": ("`1`: the whole log.", "1"),
+    "long": ("`cut`: texts that are too long are cut after a word, and counted.", "cut"),
     "Idempotency-Key": (
         "Any text of up to 128 visible ASCII characters. The same bytes sent again with it within "
         "24 hours make no second classifier.",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.apps.service.resume import checkpoints_of
 from slipstream.apps.service.schedule import Point
-from slipstream.apps.service.settings import NET_FORM
 from slipstream.runtime.files.whole_files import write_whole
 
 
@@ -20,7 +20,7 @@ class HeldOutCurve:
     """The points in the file of a version's directory, which need not exist."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "checkpoints" / f"net{NET_FORM}" / "curve.json"
+        self.path = checkpoints_of(folder) / "curve.json"
         self._points: list[Point] = []
         self._known: tuple[int, int] | None = None  # the file that they were read from
 

@@ -28,8 +28,9 @@ import torch
 import slipstream
 from slipstream.apps.service.batches import Noise, random_noise, shuffled
 from slipstream.apps.service.phases import FINAL, MEASURING, STARTING, TRAINING, PhaseFile
-from slipstream.apps.service.progress import ProgressFile
+from slipstream.apps.service.progress import FILE, ProgressFile
 from slipstream.apps.service.report import right_answers
+from slipstream.apps.service.resume import resumed_epoch
 from slipstream.apps.service.task import Task
 from slipstream.apps.service.temperatures import Scores
 from slipstream.errors import RuntimeFault
@@ -53,7 +54,7 @@ class Learner:
         self._begun: int = job.broadcast(job.step)
         self._progress: ProgressFile | None = None
         if job.rank == 0:
-            self._progress = ProgressFile(task.folder / "progress.jsonl")
+            self._progress = ProgressFile(task.folder / FILE)
             # The measured model is lost, or an earlier job's: it is measured anew.
             if not task.held or job.step < self._schedule.first:
                 (task.folder / "report.json").unlink(missing_ok=True)
@@ -66,6 +67,7 @@ class Learner:
             held = set(self._task.held)
             self._run([row for row in every if row not in held], is_first=True)
             self._measure()
+        self._tell_stop()
         if self._task.held:
             self._phases.begin(FINAL, f"final pass: all {len(every):,} rows are trained on now")
         self._run(every, is_first=False)
@@ -76,12 +78,20 @@ class Learner:
 
     def _begin(self) -> None:
         self._phases.note(str(self._task))
-        sentence = "training begins"
-        if self._begun:
-            epoch = self._schedule.epoch(self._begun)
-            self._phases.resume(epoch)
-            sentence = f"continuing from epoch {epoch} of {self._schedule.last_epoch}"
-        self._phases.begin(TRAINING, sentence)
+        epoch = self._schedule.epoch(self._begun) if self._begun else None
+        sentence = f"continuing from epoch {epoch} of {self._schedule.last_epoch}"
+        self._phases.resume(epoch)
+        self._tell_stop()
+        self._phases.begin(TRAINING, sentence if self._begun else "training begins")
+
+    def _tell_stop(self) -> None:
+        """Tell whether the job may stop early, or why it does."""
+        job, schedule = self._task.job, self._schedule
+        why = f"held-out accuracy has not improved for {job.patience_epochs} epochs"
+        self._phases.tell_stop(
+            may=schedule.may_stop(self._task.curve.points(), job, self._job.step),
+            why=None if schedule.stop is None else why,
+        )
 
     def _run(self, numbers: Sequence[int], *, is_first: bool) -> None:
         """Train on these rows until all learners have made the updates of the part."""
@@ -95,6 +105,7 @@ class Learner:
             if number % SELDOM == 0:
                 if is_first:
                     self._follow_curve()
+                    self._tell_stop()
                     until = self._schedule.first
                     if update >= until:
                         break
@@ -180,6 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, is_first = Path(sys.argv[1]), os.environ.get("RANK", "0") == "0"
     phases = PhaseFile(folder if is_first else None)
+    phases.resume(resumed_epoch(folder))
     task = Task(folder, phases)
     if reason := task.refusal():
         print(f"refused: {reason}", file=sys.stderr, flush=True)

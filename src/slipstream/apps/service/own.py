@@ -30,11 +30,14 @@ class JobState(msgspec.Struct, frozen=True):
     """The newest job of a classifier.
 
     Attributes:
+        epoch: The passes over the data that are complete.
         epochs: The passes that it makes: fewer than the most, once it is known to stop early.
         eta_s: An estimate of the seconds left, if it makes all of ``epochs``.
         phase: What it does now, see ``phases``; null if it is over.
         phase_percent: How much of the phase is done, where that is known.
         resumed_epoch: The epoch that the job continued from when it was started again.
+        may_stop_early: Whether it may still turn out that it makes fewer epochs.
+        stops_early: Why it makes fewer epochs, once that is decided.
         accuracy: The report's.
     """
 
@@ -42,6 +45,8 @@ class JobState(msgspec.Struct, frozen=True):
     phase: str | None
     phase_percent: int | None
     resumed_epoch: int | None
+    may_stop_early: bool
+    stops_early: str | None
     ahead: int
     percent: int
     epoch: int

@@ -48,6 +48,27 @@ def postgres(address: str) -> tuple[type[Exception], Callable[[], Any]]:
     return psycopg.OperationalError, connect
 
 
+def shown_address(address: str) -> str:
+    """Which database an address names; for the log, so without user and password.
+
+    Call it once a connection was made: only then is it certain what of it is the password.
+    """
+    from psycopg.conninfo import conninfo_to_dict
+
+    return _shown(conninfo_to_dict(address))
+
+
+def _shown(given: Mapping[str, Any]) -> str:
+    """What may be shown of an address.
+
+    >>> _shown({"host": "db", "port": "5433", "dbname": "nlc", "user": "me", "password": "secret"})
+    'PostgreSQL database nlc at db:5433'
+    """
+    place = ":".join(str(given[name]) for name in ("host", "port") if given.get(name))
+    name = given.get("dbname", "of the default name")
+    return f"PostgreSQL database {name}{f' at {place}' if place else ''}"
+
+
 def _is_misread(given: Mapping[str, Any]) -> bool:
     """Whether a part of the password was taken for the host or the port, which errors name.
 

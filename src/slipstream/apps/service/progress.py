@@ -14,6 +14,7 @@ import msgspec
 
 from slipstream.apps.service.schedule import Schedule
 
+FILE = "progress.jsonl"
 EVERY_S = 1.0
 NOTE = "job: "  # how lines of the log begin that tell how the job goes, not why it ended
 

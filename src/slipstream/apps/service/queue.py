@@ -128,16 +128,16 @@ def seconds_left(job: Row) -> int | None:
     return max(0, round(left / float(job["updates_s"])))
 
 
-def minutes(seconds: int) -> str:
+def minutes(seconds: int, *, at_most: bool = False) -> str:
     """Time left in words.
 
-    >>> minutes(20), minutes(61), minutes(200)
-    ('less than a minute', 'about 1 minute', 'about 3 minutes')
+    >>> minutes(20), minutes(61), minutes(200, at_most=True)
+    ('less than a minute', 'about 1 minute', 'at most 3 minutes')
     """
     if seconds < 60:
         return "less than a minute"
     count = round(seconds / 60)
-    return f"about {count} minute{'s' if count > 1 else ''}"
+    return f"{'at most' if at_most else 'about'} {count} minute{'s' if count > 1 else ''}"
 
 
 # ---- statements

@@ -68,6 +68,20 @@ class Operation(NamedTuple):
 
 def page(call: Call) -> Response:
     """The page for people."""
+    return _page_file(call)
+
+
+def page_script(call: Call) -> Response:
+    """The script of the page."""
+    return _page_file(call)
+
+
+def page_style(call: Call) -> Response:
+    """The style sheet of the page, of ``/docs`` and of ``/guide``."""
+    return _page_file(call)
+
+
+def _page_file(call: Call) -> Response:
     name, kind = PAGE[call.route]
     content = (resources.files("slipstream.apps.service") / "page" / name).read_bytes()
     return Response(content, 200, PAGE_HEADERS, kind)
@@ -117,12 +131,12 @@ OPERATIONS: Final = (
     Operation("POST", "/identity/token", v1.token, v1.Token, v1.TokenForm, is_open=True),
     Operation("GET", OWN, own.show, own.JobState),
     Operation("GET", f"{OWN}/events", own.events, more=(AFTER,)),
-    Operation("GET", f"{OWN}/report", downloads.download, REPORT),
+    Operation("GET", f"{OWN}/report", downloads.report, REPORT),
     Operation("GET", f"{OWN}/report.csv", downloads.report_csv),
     Operation("GET", f"{OWN}/log", downloads.log, more=(WHOLE,)),
-    Operation("GET", f"{OWN}/data", downloads.download),
+    Operation("GET", f"{OWN}/data", downloads.data),
     Operation("PUT", f"{OWN}/data", own.put_data, own.Changed, TrainingParts, (LONG,), trains=True),
-    Operation("GET", f"{OWN}/model", downloads.download),
+    Operation("GET", f"{OWN}/model", downloads.model),
     Operation("POST", f"{OWN}/cancel", own.cancel, own.JobState),
     Operation("POST", f"{OWN}/retry", own.retry, own.JobState, trains=True),
     Operation("GET", f"{OWN}/versions", own.versions, own.Versions),
@@ -134,7 +148,9 @@ OPERATIONS: Final = (
     Operation("GET", "/openapi.json", openapi, is_open=True),
     Operation("GET", "/docs", docs, is_open=True),
     Operation("GET", "/guide", guide, is_open=True),
-    *(Operation("GET", path, page, is_open=True) for path in PAGE),
+    Operation("GET", "/", page, is_open=True),
+    Operation("GET", "/page.js", page_script, is_open=True),
+    Operation("GET", "/page.css", page_style, is_open=True),
 )
 PATHS: Final = {
     path: (compile_path(path), {one.method: one for one in OPERATIONS if one.path == path})
@@ -187,13 +203,22 @@ def description() -> dict[str, Any]:
         "tags": [{"name": tag, "description": about} for tag, about in TAGS.values() if about],
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": _marked(components),
             "securitySchemes": {
                 scheme: {"type": "http", "scheme": scheme} for scheme in ("basic", "bearer")
             },
         },
         "security": [{"basic": []}, {"bearer": []}],
     }
+
+
+def _marked(value: Any) -> Any:
+    """Texts made of docstrings, with code as Markdown has it: `so`, not ``so``."""
+    if isinstance(value, str):
+        return value.replace("``", "`")
+    if isinstance(value, dict):
+        return {key: _marked(one) for key, one in value.items()}
+    return [_marked(one) for one in value] if isinstance(value, list) else value
 
 
 def _example(name: Any) -> dict[str, Any]:
@@ -212,7 +237,7 @@ def _entry(one: Operation, contents: dict[Any, dict[str, Any]]) -> dict[str, Any
     entry: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{path}").strip("_"),
         "tags": [tag_of(one.path)],
-        "summary": one.handler.__doc__,
+        "summary": _marked(one.handler.__doc__),
         "parameters": [_parameter(known) for known in (*in_path, *one.more)],
         "responses": {
             "200": {"description": "Success", "content": contents.get(one.answer, {})},

@@ -11,12 +11,13 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from slipstream.apps.service.bad_rows import TOO_LONG, BadRows
+from slipstream.apps.service.commas import Several, comma_warnings, spaced_fields
 from slipstream.apps.service.csv_records import malformed, records
 from slipstream.apps.service.errors import ApiError
 from slipstream.apps.service.words import CONTROLS, cut_text, plain
@@ -25,7 +26,6 @@ CLASS_BREAKS = re.compile(r"[\t\n\r\x85\u2028\u2029]")
 PATH = re.compile(r"[\w.~:/\\ -]+\.(?:csv|tsv|txt|xlsx?)")
 MOST_COUNTED_CLASSES = 20_000  # of too many
 FEW_ROWS = 5  # a class with fewer is warned of
-COMMON_SHARE = 0.9  # of the rows: a class on more, beside others, tells nothing
 HEADER_TEXTS = {"text", "phrase", "sentence", "utterance", "question", "query", "message"}
 HEADER_CLASSES = {"class", "class_name", "label", "labels", "category", "intent", "target"}
 MOST_NAMED = 5  # classes that a warning names
@@ -71,11 +71,12 @@ class Counts(NamedTuple):
 
 
 class Cleaned(NamedTuple):
-    """A row."""
+    """A row; ``spaced`` are those of its classes that are after a space, see ``commas``."""
 
     text: str
     classes: list[str]
     is_cut: bool
+    spaced: list[str]
 
 
 def check(stream: Iterable[bytes], limits: Limits, cut_to: int = WHOLE) -> Counts:
@@ -120,17 +121,26 @@ def read(stream: Iterable[bytes], cut_to: int = WHOLE) -> Rows:
     lines: list[int] = []
     texts: list[str] = []
     names: list[list[str]] = []
+    several: list[Several] = []
     cut = 0
     for line, fields in records(stream):
         row = clean(line, fields, NO_LIMITS, cut_to)
         lines.append(line)
         texts.append(row.text)
         names.append(row.classes)
+        if len(row.classes) > 1:
+            several.append(Several(line, row.classes, row.spaced))
         cut += row.is_cut
     labels = sorted({name for own in names for name in own})
     place = {label: number for number, label in enumerate(labels)}
     classes = [sorted(map(place.__getitem__, own)) for own in names]
-    return Rows(texts, classes, labels, warnings_of(lines, texts, classes, labels), cut)
+    warnings = warnings_of(lines, texts, classes, labels)
+    # A header row has classes of its own, and is warned of already.
+    skip = bool(several and several[0].line == lines[0] and is_header(texts, classes, labels))
+    counts = Counter(name for own in names for name in own)
+    ends = {own[-1] for own in names}
+    commas = comma_warnings(several[skip:], counts, len(lines), ends)
+    return Rows(texts, classes, labels, [*warnings, *commas], cut)
 
 
 def clean(line: int, fields: list[str], limits: Limits, cut_to: int = WHOLE) -> Cleaned:
@@ -142,7 +152,9 @@ def clean(line: int, fields: list[str], limits: Limits, cut_to: int = WHOLE) -> 
     text = cut_text(whole, cut_to)
     check_length(TOO_LONG, f"phrase at line {line:,}", text, limits.text_chars)
     classes = clean_classes(line, fields, limits.class_chars)
-    return Cleaned(text, classes, len(text) < len(whole))
+    fragments = spaced_fields(fields[1:]) if len(classes) > 1 else []
+    spaced = [_class_name(field) for field in fragments]
+    return Cleaned(text, classes, len(text) < len(whole), spaced)
 
 
 def _check_counts(rows: int, classes: int, limits: Limits) -> None:
@@ -183,7 +195,7 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
     """
     names: dict[str, None] = {}
     for field in dict.fromkeys(fields[1:]):  # a row may repeat one thousands of times
-        name = unicodedata.normalize("NFC", re.sub(CONTROLS, " ", field)).strip()
+        name = _class_name(field)
         breaks = CLASS_BREAKS.search(field.strip())
         if breaks or len(name) > limit:
             place = f"at line {line:,} and column {fields.index(field, 1) + 1}"
@@ -196,6 +208,10 @@ def clean_classes(line: int, fields: list[str], limit: int) -> list[str]:
         reason = _hint(fields[0].strip()) if len(fields) == 1 else ""
         raise malformed(f"The 'class' value at line {line:,} and column 2 is 'null'.{reason}")
     return list(names)
+
+
+def _class_name(field: str) -> str:
+    return unicodedata.normalize("NFC", re.sub(CONTROLS, " ", field)).strip()
 
 
 def check_length(error: str, what: str, text: str, limit: int) -> None:
@@ -227,8 +243,7 @@ def warnings_of(
     '1 text has different classes in different rows, which cannot be learnt; first at line 2.'
     """
     found = []
-    header = HEADER_CLASSES.intersection(labels[own].lower() for own in classes[0])
-    if (header or texts[0].lower() in HEADER_TEXTS) and classes.count(classes[0]) == 1:
+    if is_header(texts, classes, labels):
         found.append(
             "The first row looks like a header; it was taken as a row. Remove it if it is one."
         )
@@ -254,19 +269,23 @@ def warnings_of(
             "them, which makes the accuracy look better than it is."
         )
     counts = Counter(number for own in classes for number in own)
-    several = [line for line, own in zip(lines, classes, strict=True) if len(own) > 1]
-    everywhere = [own for own, count in counts.items() if count >= COMMON_SHARE * len(classes)]
-    if several and len(labels) > 2 and everywhere:
-        found.append(
-            f"The class {labels[everywhere[0]]!r} is on nearly every row, beside others (line "
-            f"{several[0]:,}): is there a comma in the texts? Then put them in quotes."
-        )
     if small := [repr(labels[own]) for own, count in sorted(counts.items()) if count < FEW_ROWS]:
         rest = f" and {len(small) - MOST_NAMED:,} more" if len(small) > MOST_NAMED else ""
         subject = _counted(len(small), "class has", "classes have")
         named = ", ".join(small[:MOST_NAMED])
         found.append(f"{subject} fewer than {FEW_ROWS} rows: {named}{rest}.")
     return found
+
+
+def is_header(texts: Sequence[str], classes: list[list[int]], labels: Sequence[str]) -> bool:
+    """Whether the first row looks like the names of columns.
+
+    >>> is_header(["text", "hi"], [[0], [1]], ["class", "greeting"])
+    True
+    """
+    names = HEADER_CLASSES.intersection(labels[own].lower() for own in classes[0])
+    named = names or texts[0].lower() in HEADER_TEXTS
+    return bool(named) and classes.count(classes[0]) == 1
 
 
 def _counted(count: int, one: str, many: str) -> str:

@@ -106,9 +106,23 @@ class Schedule(NamedTuple):
         A curve that goes on changes nothing any more, so every process that has seen the same
         beginning of it, or more, has the same schedule.
         """
-        patience = math.ceil(job.patience_epochs * self.planned / self.epochs)
-        update = stalled_at(curve, patience, job.least_updates_to_stop)
+        update = stalled_at(curve, self._patience(job), job.least_updates_to_stop)
         return self if update is None else self.stopped_from(update)
+
+    def may_stop(self, curve: Sequence[Point], job: JobSetting, update: int) -> bool:
+        """Whether the rate may still fall to 0 early, after so many updates.
+
+        >>> job, schedule = JobSetting(least_updates_to_stop=0), Schedule(2, 90, 100, 100, 100)
+        >>> [schedule.may_stop([Point(best, 0.5)], job, 60) for best in (50, 54, 55)]
+        [True, True, False]
+        """
+        best = max(curve, key=lambda point: point.accuracy, default=Point(0, 0.0))
+        first = max(update, best.update + self._patience(job), job.least_updates_to_stop)
+        return self.stop is None and self.stopped_from(first) is not self
+
+    def _patience(self, job: JobSetting) -> int:
+        """Updates without a better held-out accuracy after which it stops."""
+        return math.ceil(job.patience_epochs * self.planned / self.epochs)
 
 
 def stalled_at(curve: Sequence[Point], patience: int, least: int = 0) -> int | None:

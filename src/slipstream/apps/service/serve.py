@@ -22,6 +22,7 @@ from slipstream.apps.service.context import Service
 from slipstream.apps.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.apps.service.database import Replaced, now_ms
 from slipstream.apps.service.deadlines import HEADER_NBYTES, with_limit
+from slipstream.apps.service.postgres import shown_address
 from slipstream.apps.service.serve_options import SECRET_VARIABLES, ServeOptions, TrainerStart
 from slipstream.errors import ConfigError
 from slipstream.runtime.launch.processes import Placement, inherited_environment, start_process
@@ -39,7 +40,12 @@ def prepare(options: ServeOptions) -> Service:
     directory = DataDirectory(options.data)
     directory.lock(options.database)
     place = f"process {os.getpid()} on {socket.gethostname()}, data directory {directory.path}"
+    file = directory.database_file(options.database)
+    is_new = file is not None and not file.exists()
     database = directory.migrated(options.database, place)
+    # Also a mistyped --database is a path: it is seen where the service has put its file.
+    shown = f"SQLite database {file}" if file else shown_address(options.database)
+    LOG.info("data directory %s; %s%s", directory.path, shown, " (new)" if is_new else "")
     return Service(options, directory, database, directory.secret(), keys.RateLimit(options.rate))
 
 
@@ -181,6 +187,7 @@ async def _serve(service: Service, listener: socket.socket) -> None:
         lifespan="off",
         access_log=False,
         log_config=None,
+        log_level="warning",  # its logger's name, uvicorn.error, makes errors of all it tells
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=65,

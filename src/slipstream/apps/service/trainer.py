@@ -25,9 +25,10 @@ from slipstream.apps.service.data_directory import MODEL, DataDirectory, remove
 from slipstream.apps.service.database import Database, DatabaseUnavailable, Replaced, now_ms
 from slipstream.apps.service.errors import Damaged
 from slipstream.apps.service.pace import Pace
-from slipstream.apps.service.progress import NOTE, Progress
+from slipstream.apps.service.progress import FILE, NOTE, Progress
+from slipstream.apps.service.resume import checkpoints_of, resumed_epoch
 from slipstream.apps.service.serve_options import MIB, ServeOptions, TrainerStart
-from slipstream.apps.service.settings import NET_FORM, JobSetting
+from slipstream.apps.service.settings import JobSetting
 from slipstream.errors import LaunchError
 from slipstream.runtime.files.whole_files import replace_file
 from slipstream.runtime.launch.processes import Placement, inherited_environment, start_process
@@ -64,13 +65,15 @@ class Running:
         )
         replace_file(directory / "job.json", [msgspec.json.encode(job)])
         (directory / phases.FILE).unlink(missing_ok=True)  # of an earlier attempt
-        self._progress, self._log = directory / "progress.jsonl", directory / "train.log"
+        if (epoch := resumed_epoch(directory)) is not None:
+            phases.write_phase(directory, phases.Phase(phases.READING, 0, epoch))
+        self._progress, self._log = directory / FILE, directory / "train.log"
         self._offset = self._progress.stat().st_size if self._progress.exists() else 0
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             log.write(f"{NOTE}attempt {held.attempt} starts {options.learners} learners\n".encode())
             log.flush()
-            checkpoints = directory / "checkpoints" / f"net{NET_FORM}"
+            checkpoints = checkpoints_of(directory)
             checkpoints.mkdir(parents=True, exist_ok=True)
             strategy = f"gadei(checkpoints={str(checkpoints)!r}, every_s=10)"
             environment = inherited_environment()

@@ -5,6 +5,7 @@
 
 // Until the service has said what its operator has set.
 export const LIMITS = { rows: [5, 20000], classes: [2, 3000], text: 1024, name: 256, record: 4 << 20 };
+const TOO_LONG = "Phrase too long";
 const MOST_LINES = 20; // of rows that cannot be used, that a refusal names
 const LF = 10;
 const CR = 13;
@@ -209,7 +210,7 @@ export class TrainingData {
     try {
       const names = classNames(line, text, fields);
       for (const name of names) this.classes.set(name, (this.classes.get(name) ?? 0) + 1);
-      this.#signs.add(line, text, names);
+      this.#signs.add(line, text, names, spacedClasses(fields));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
       other = error;
@@ -220,7 +221,7 @@ export class TrainingData {
 
 function tooLong(line, text) {
   if (text.length <= LIMITS.text || characters(text) <= LIMITS.text) return null;
-  return new Refused("Phrase too long", `The phrase at line ${count(line)} has ${count(characters(text))} `
+  return new Refused(TOO_LONG, `The phrase at line ${count(line)} has ${count(characters(text))} `
     + `characters which is larger than the permitted maximum of ${count(LIMITS.text)} characters.`);
 }
 
@@ -233,6 +234,13 @@ function classNames(line, text, fields) {
   return [...new Set(names)];
 }
 
+/** The classes before the last that are after a space, if the last is not: see commas.py. */
+function spacedClasses(fields) {
+  const filled = fields.slice(1).filter((field) => strip(field));
+  if (!filled.length || filled.at(-1).startsWith(" ")) return [];
+  return filled.filter((field) => field.startsWith(" ")).map((field) => className(0, 0, field));
+}
+
 const HEADER_TEXTS = new Set(["text", "phrase", "sentence", "utterance", "question", "query", "message"]);
 const HEADER_CLASSES = new Set(["class", "class_name", "label", "labels", "category", "intent", "target"]);
 
@@ -240,16 +248,18 @@ const HEADER_CLASSES = new Set(["class", "class_name", "label", "labels", "categ
 class Signs {
   #texts = new Set();
   #several = []; // rows of several classes
+  #ends = new Set(); // classes that are the last of a row
   #lines = new Map(); // where each class is first
   #first = null;
   #likeFirst = 0; // rows of the same classes
 
-  add(line, text, names) {
+  add(line, text, names, spaced) {
     this.#texts.add(text);
-    if (names.length > 1) this.#several.push({ line, names });
+    if (names.length > 1) this.#several.push({ line, names, spaced });
+    this.#ends.add(names.at(-1));
     for (const name of names) if (!this.#lines.has(name)) this.#lines.set(name, line);
     const key = [...names].sort().join("\n"); // no class has a line end
-    this.#first ??= { text, names, key };
+    this.#first ??= { line, text, names, key };
     if (key === this.#first.key) this.#likeFirst++;
   }
 
@@ -276,29 +286,38 @@ class Signs {
     return named && this.#likeFirst === 1;
   }
 
-  /** A comma in a text that is not in quotes makes a class of the rest of the text. */
+  /** A comma in a text that is not in quotes makes a class of the rest of the text: see commas.py. */
   #commas(rows, classes) {
-    const alone = [...classes].filter(([, its]) => its === 1).map(([name]) => name);
-    const unique = new Set(alone);
-    const spilt = this.#several.filter(({ names }) => names.some((name) => unique.has(name)));
+    const found = [];
     const ask = "Is there a comma in the text? Then put the text in quotes.";
-    if (spilt.length && 2 * spilt.length >= this.#several.length) {
-      const { line, names } = spilt[0];
-      const shown = shorten(names.find((name) => unique.has(name)));
+    // A header row has classes of its own, and is warned of already.
+    const several = this.#several.filter(({ line }) => line !== this.#first.line || !this.#isHeader());
+    const common = [...classes].find(([, its]) => its >= 0.9 * rows)?.[0];
+    if (several.length && classes.size > 2 && common !== undefined) {
+      found.push(`The class “${shorten(common)}” is on nearly every row, beside others (line `
+        + `${count(several[0].line)}). ${ask}`);
+    }
+    const [alone, after] = [[], []];
+    for (const { line, names, spaced } of several) {
+      const only = names.find((name) => classes.get(name) === 1);
+      // A class that ends a row is meant as one. Of the common one all is said.
+      const rest = spaced.find((name) => !this.#ends.has(name) && name !== common);
+      if (only !== undefined) alone.push([line, only]);
+      else if (rest !== undefined) after.push([line, rest]);
+    }
+    for (const [spilt, sign] of [[alone, "one of them in no other row"], [after, "one after a space"]]) {
+      if (!spilt.length) continue;
+      const [line, name] = spilt[0];
       const subject = spilt.length === 1 ? "1 row has" : `${count(spilt.length)} rows have`;
-      return [`${subject} several classes, one of them in no other row; the first is line `
-        + `${count(line)}, class “${shown}”. ${ask}`];
+      found.push(`${subject} several classes, ${sign}; the first is line ${count(line)}, `
+        + `class “${shorten(name)}”. ${ask}`);
     }
-    if (2 * alone.length > rows) {
-      return [`${count(alone.length)} of ${count(classes.size)} classes have one row each; the first is `
-        + `line ${count(this.#lines.get(alone[0]))}, class “${shorten(alone[0])}”. ${ask}`];
+    const lone = [...classes].filter(([, its]) => its === 1).map(([name]) => name);
+    if (!found.length && 2 * lone.length > rows) {
+      found.push(`${count(lone.length)} of ${count(classes.size)} classes have one row each; the first is `
+        + `line ${count(this.#lines.get(lone[0]))}, class “${shorten(lone[0])}”. ${ask}`);
     }
-    const common = [...classes].find(([, its]) => its >= 0.9 * rows);
-    if (this.#several.length && classes.size > 2 && common) {
-      return [`The class “${shorten(common[0])}” is on nearly every row, beside others (line `
-        + `${count(this.#several[0].line)}). ${ask}`];
-    }
-    return [];
+    return found;
   }
 }
 
@@ -333,7 +352,7 @@ export async function* eventsOf(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await received(reader.read());
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -358,6 +377,16 @@ class Failed extends Error {
   }
 }
 
+/** What is read of an answer; a connection that breaks meanwhile, in words of our own. */
+async function received(reading) {
+  try {
+    return await reading;
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof SyntaxError) throw error;
+    throw new Failed(0, "The connection to the service broke.");
+  }
+}
+
 async function request(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
@@ -379,7 +408,7 @@ async function request(path, options = {}) {
   throw new Failed(response.status, words);
 }
 
-const json = async (path, options) => (await request(path, options)).json();
+const json = async (path, options) => received((await request(path, options)).json());
 const post = (path) => json(path, { method: "POST" });
 const pause = (ms) => new Promise((done) => setTimeout(done, ms));
 
@@ -494,18 +523,20 @@ function showChosen() {
   const refused = data && refusalOf(data);
   at("send").disabled = !data || Boolean(refused);
   show("cut-choice", Boolean(data?.long));
-  const doubts = data && !refused ? data.warnings() : [];
+  // Long texts can be cut, so what else looks like a mistake is to be seen at once.
+  const doubts = data && (!refused || !refusalOf(data, true)) ? data.warnings() : [];
   at("doubts").replaceChildren(...doubts.map((text) => element("li", {}, text)));
   if (!data) return showCheck("");
   const part = `${count(data.long)} of ${count(data.rows)} texts (${share(data.long / data.rows)})`;
   at("cut-help").textContent =
     `${part} have more than ${count(LIMITS.text)} characters. This cuts each after the last whole word that fits.`;
-  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}`, Boolean(refused));
+  const way = refused?.error === TOO_LONG ? " To cut long texts, switch on “Cut long texts” below." : "";
+  return showCheck(`${file.name}: ${refused?.message ?? summary(data)}${way}`, Boolean(refused));
 }
 
-function refusalOf(data) {
+function refusalOf(data, cut = at("cut").checked) {
   try {
-    return data.refuse(at("cut").checked);
+    return data.refuse(cut);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     return error;
@@ -673,10 +704,12 @@ function runningText(job) {
   if (isPreparing(job)) {
     return `${phase}${job.phase_percent == null ? "…" : `: ${job.phase_percent}%.`}${resumed}`;
   }
-  const left = job.eta_s == null ? "" : `, about ${duration(job.eta_s)} left`;
+  const bound = job.may_stop_early ? "at most" : "about";
+  const left = job.eta_s == null ? "" : `, ${bound} ${duration(job.eta_s)} left`;
+  const why = job.stops_early ? ` Stops early: ${job.stops_early}.` : "";
   const last = job.phase === "final pass" ? "Final pass over all rows: " : "";
   return `${last}${job.percent}%${left}; epoch ${job.epoch} of ${job.epochs}, `
-    + `${count(Math.round(job.samples_s))} rows a second.${resumed}`;
+    + `${count(Math.round(job.samples_s))} rows a second.${why}${resumed}`;
 }
 
 function showJob(job) {
@@ -694,7 +727,7 @@ async function showLog() {
   logAt = Date.now();
   const text = at("log-text");
   try {
-    const log = await (await request(`api/classifiers/${id}/log`)).text();
+    const log = await received((await request(`api/classifiers/${id}/log`)).text());
     const atEnd = text.scrollTop + text.clientHeight >= text.scrollHeight - 8;
     text.textContent = log || "Empty so far.";
     if (atEnd) text.scrollTop = text.scrollHeight;
@@ -738,15 +771,24 @@ function draw() {
     shape("text", { x: right, y: height - 6, "text-anchor": "end" }, `epoch ${epochs}`),
     shape("text", { x: left, y: 12, class: "loss-label" }, "loss"),
   );
-  curve("loss", losses.map((point) => [x(point.epoch), y(point.loss / highest)]));
+  curve("loss", losses.map((point) => [x(lossEpoch(point, epochs)), y(point.loss / highest)]));
   if (held.length) {
     const label = { x: right, y: 12, class: "accuracy-label", "text-anchor": "end" };
     plot.append(shape("text", label, "held-out accuracy"));
     curve("accuracy", held.map((point) => [x(point.epoch), y(point.held_accuracy)]));
   }
-  const measured = held.length ? `, held-out accuracy ${share(held.at(-1).held_accuracy)}` : "";
-  at("curve-caption").textContent =
-    `Epoch ${losses.at(-1).epoch}: loss ${losses.at(-1).loss.toFixed(4)}${measured}.`;
+  at("curve-caption").textContent = captionText(losses.at(-1), held.at(-1), epochs);
+}
+
+/** A point has the number of epochs that were complete when its own began; its loss is known after that. */
+const lossEpoch = (point, most) => Math.min(point.epoch + 1, most);
+
+/** The newest figures. A held-out accuracy that is not of this epoch is shown with its own. */
+export function captionText(newest, held, most) {
+  const epoch = lossEpoch(newest, most);
+  const when = held && held.epoch < epoch ? ` (epoch ${held.epoch})` : "";
+  const measured = held ? `, held-out accuracy ${share(held.held_accuracy)}${when}` : "";
+  return `Epoch ${epoch}: loss ${newest.loss.toFixed(4)}${measured}.`;
 }
 
 function curve(name, places) {
@@ -761,7 +803,15 @@ function curve(name, places) {
 async function classify() {
   const body = JSON.stringify({ text: at("sentence").value });
   const headers = { "Content-Type": "application/json" };
-  const { classes } = await json(`v1/classifiers/${id}/classify`, { method: "POST", headers, body });
+  let classes = []; // bars of an earlier text would be taken for those of one that is refused
+  try {
+    ({ classes } = await json(`v1/classifiers/${id}/classify`, { method: "POST", headers, body }));
+  } finally {
+    showAnswers(classes);
+  }
+}
+
+function showAnswers(classes) {
   at("answers").replaceChildren(...classes.map(({ class_name: name, confidence }) => {
     const bar = element("span", { class: "bar" });
     bar.style.width = `${100 * confidence}%`;
@@ -848,7 +898,8 @@ function savedName(header) {
 async function download({ currentTarget: button }) {
   const response = await request(`api/classifiers/${id}/${button.dataset.download}`);
   const name = savedName(response.headers.get("Content-Disposition")) ?? button.dataset.name;
-  const link = element("a", { href: URL.createObjectURL(await response.blob()), download: name });
+  const content = await received(response.blob());
+  const link = element("a", { href: URL.createObjectURL(content), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
