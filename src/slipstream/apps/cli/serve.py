@@ -27,7 +27,8 @@ DatabaseAddress = Annotated[
     str,
     typer.Option(
         envvar=DATABASE_VARIABLE,
-        help="postgresql://…; by default SQLite in the data directory.",
+        help="A path (SQLite, made if it is missing) or postgresql://…; by default SQLite in the "
+        "data directory.",
     ),
 ]
 MOST_CLASSIFIERS = 1_000_000  # a quota: in effect, no limit
