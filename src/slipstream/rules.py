@@ -279,6 +279,12 @@ RULES = (
         "an update delta is added to the weights as it is, and this codec's results are no means",
         "use inner=Gradients(), or a codec whose results are means",
     ),
+    Incompatibility(
+        facts("outer gradients are sent", "up: no mean"),
+        "job.flush and the end of a job give all workers the mean of their weights, and this "
+        "codec's results are no means",
+        "use inner=Gradients(), or a codec whose results are means",
+    ),
     # ---- Local steps and an outer optimizer (DiLoCo).
     Incompatibility(
         facts("outer gradients are sent"),

@@ -16,6 +16,7 @@ CASE, STRATEGY = sys.argv[1:3]
 STEPS, LATE = 30, 20
 CASES = (
     "equal",
+    "outer",
     "not finite",
     "hook",
     "head",
@@ -78,6 +79,9 @@ with slipstream.init(wait_limit_s=120) as job:
         out.square().mean().backward()
         disturb(job, model, optimizer, begun, step)
         optimizer.step()
+        if CASE == "outer":
+            with job.outer_weights():  # they are the workers' own
+                pass
         if CASE == "criterion":
             second.step()
             second.zero_grad()

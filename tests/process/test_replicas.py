@@ -7,6 +7,13 @@ from pathlib import Path
 import pytest
 from fork_server import ForkServer, Run
 
+from slipstream.methods import Rounds
+from slipstream.routes import Everywhere, Route
+from slipstream.schedules import AfterBackward
+from slipstream.strategy import Strategy
+from slipstream.topologies import Sharded
+from slipstream.updates import Add, Update, UserSteps
+
 pytestmark = pytest.mark.process
 
 WORKER = Path(__file__).with_name("replica_worker.py")
@@ -54,6 +61,17 @@ def test_difference_after_the_last_comparison_is_named_at_the_end(fork_server: F
     assert warning_of(head).startswith(
         "'2.weight' is the first that differs, since it was replaced"
     )
+
+
+def test_difference_of_update_deltas_in_rounds_of_all_workers_is_named(
+    fork_server: ForkServer,
+) -> None:
+    """All workers apply every delta, so they share their weights after each step."""
+    routes, update = Everywhere(Route(Sharded())), Update(UserSteps(), Add("worker"))
+    deltas = Strategy("deltas", Rounds(routes, update=update, schedule=AfterBackward()))
+    load, equal = runs_of(fork_server, ("load", deltas.to_json()), ("outer", deltas.to_json()))
+    assert "'0.weight' is the first that differs" in warning_of(load)
+    assert "other weights" not in equal.told(), equal.told()
 
 
 @pytest.mark.parametrize("case", ["equal", "not finite", "nesterov"])

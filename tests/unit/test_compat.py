@@ -177,6 +177,9 @@ BROKEN: dict[str, Strategy] = {
     "needs every worker in every round": made(REDUCED, Consistency(StaleSynchronous())),
     "ends when every worker has joined": made(REDUCED, Consistency(All(), Lag(1))),
     "in which messages bring them": made(REDUCED, update=STEPS),
+    "the mean of their weights": made(
+        Route(Sharded(), up=Majority()), update=Update(LocalSteps(), Nesterov())
+    ),
     "codec's results are no means": made(Route(Sharded(), up=Majority()), update=STEPS),
     "would have no learning rate": made(SHARDS, update=Update(outer=Add("worker"))),
     "is added, not used for another step": made(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from slipstream.transports.wire import Message, Replicas, checksum
 from slipstream.types import Buffer, rank_of
 
 EVERY, EARLY = 64, (0, 8)  # steps
+NONE_HANDED: Mapping[int, int] = MappingProxyType({})  # where servers do not update
 
 
 def keeps_replicas_equal(plan: Plan) -> bool:

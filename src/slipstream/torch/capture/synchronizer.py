@@ -68,7 +68,7 @@ class Synchronizer:
             on_end=lambda: self.applier.pass_ended(),
         )
         self.applier = applier(self)
-        self._captures = [] if compact is None else [self._capture(compact)]
+        self._end_capture = None if compact is None else self._capture(compact)
 
     def _capture(self, compact: CompactGradients) -> Callable[[], None]:
         """Let layers hand over compact gradients instead of dense ones, where these are needed.
@@ -236,7 +236,7 @@ class Synchronizer:
     def close(self) -> None:
         """Remove all hooks: the model and the optimizer are ordinary ones again."""
         self.tap.remove()
-        for end in self._captures:
-            end()
+        if self._end_capture is not None:
+            self._end_capture()
         for hook in self.applier.hooks:
             hook.remove()

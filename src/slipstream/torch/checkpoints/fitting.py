@@ -64,9 +64,13 @@ def state_for(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> TrainingState:
         try:
             check_shared(shared, *pair)
             for own in state.own.values():
-                check_own(own, number, pair.model)
+                for residuals in own.residuals[number : number + 1]:
+                    check_residuals(residuals, pair.model)
         except ValueError as error:
             raise ValueError(f"pair {number}: {error}" if here > 1 else str(error)) from error
+    for own in state.own.values():
+        if own.random:
+            Generators.of(own.random)
     return state
 
 
@@ -77,9 +81,13 @@ def state_in(checkpoint: Checkpoint) -> TrainingState:
     local: list[LocalState] = []
     packed = checkpoint.facts.get("local", [])
     for number, (facts, tensors) in enumerate(sections_in(checkpoint.facts, checkpoint.tensors)):
-        shared.append(SharedState.of(facts, tensors))
-        residuals.append(residuals_in(tensors))
-        local += [LocalState.of(each, tensors) for each in packed[number : number + 1]]
+        try:
+            shared.append(SharedState.of(facts, tensors))
+            residuals.append(residuals_in(tensors))
+            local += [LocalState.of(each, tensors) for each in packed[number : number + 1]]
+        except ValueError as error:
+            several = pairs_in(checkpoint.facts) > 1
+            raise ValueError(f"pair {number}: {error}" if several else str(error)) from error
     random = {str(rank): state for rank, state in enumerate(checkpoint.facts["random"]) if state}
     members = {*random, *(member for each in residuals for member in each)}
     own: dict[int | str, OwnState] = {
@@ -97,7 +105,7 @@ def residuals_in(tensors: Tensors) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for full, residual in named_under(RESIDUAL, tensors).items():
         member, _, name = full.partition("/")
-        if not re.fullmatch(rf"{HOLDERS}|[0-9]{{1,9}}", member):
+        if not re.fullmatch(rf"{HOLDERS}|0|[1-9][0-9]{{0,8}}", member):
             raise ValueError(f"it holds {RESIDUAL + full!r}, which belongs to no rank or tensor")
         found.setdefault(member, {})[name] = residual
     return found
@@ -135,18 +143,6 @@ def check_shared(shared: SharedState, model: nn.Module, optimizer: Optimizer) ->
     check_like_parameters("average", shared.averages, model)
     check_like_parameters("outer weight", shared.precise, model, in_float32=True)
     check_outer_states(shared.outer, model)
-
-
-def check_own(own: OwnState, pair: int, model: nn.Module) -> None:
-    """Check a member's generators, and its residuals of one pair.
-
-    Raises:
-        ValueError: Something does not match.
-    """
-    for residuals in own.residuals[pair : pair + 1]:
-        check_residuals(residuals, model)
-    if own.random:
-        Generators.of(own.random)
 
 
 def check_kind(saved: OptimizerState, optimizer: Optimizer) -> None:

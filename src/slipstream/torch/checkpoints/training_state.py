@@ -112,6 +112,9 @@ class LocalState:
 class OwnState:
     """What one member alone has.
 
+    A worker's random generators are under its rank; its residuals under its number in the plan,
+    which is its host's where the workers of a host aggregate first.
+
     Attributes:
         random: The state of its random generators; empty if it is not known.
         residuals: By pair and tensor's name: what it has not sent yet.

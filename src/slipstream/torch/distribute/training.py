@@ -41,7 +41,7 @@ class Training:
             ConfigError: There is none yet.
         """
         if not self.mode.plans:
-            raise ConfigError("there is no plan before job.distribute(model, optimizer)")
+            raise no_plan()
         return self.mode.plans[0]
 
     def _refuse_undistributed(self, call: str) -> None:
@@ -140,7 +140,14 @@ class Training:
         Raises:
             ConfigError: There is none yet.
         """
-        return self.mode.plan_table() if self.plan else ""
+        if not self.mode.plans:
+            raise no_plan()
+        return self.mode.plan_table()
+
+
+def no_plan() -> ConfigError:
+    """Return the error of a call that needs a plan."""
+    return ConfigError("there is no plan before job.distribute(model, optimizer)")
 
 
 def catch_up(scheduler: Any, steps: int) -> None:

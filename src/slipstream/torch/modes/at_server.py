@@ -85,8 +85,9 @@ class AtServerMode(NetworkedMode):
         if self._at_servers is None:
             super().save(path, facts)
         elif self.membership.env.rank == 0:
+            steps = self._at_servers.steps_to_save(self._clocks)
             self.flush()
-            self._at_servers.save(path, facts, self._clocks)
+            self._at_servers.save(path, facts, steps)
 
     def _finish(self) -> None:
         if self._at_servers is not None:

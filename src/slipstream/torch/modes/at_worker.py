@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.runtime.exchange.engine import Applier
-from slipstream.torch.capture.replica_check import ReplicaCheck
+from slipstream.torch.capture.replica_check import NONE_HANDED, ReplicaCheck
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.checkpoints.kept_state import StateAtWorker
 from slipstream.torch.modes.networked import NetworkedMode
@@ -29,7 +29,7 @@ class AtWorkerMode(NetworkedMode):
         for each in self.parts:
             each.synchronizer.driver.wait()
 
-    flush = wait  # all workers apply every result
+    flush = wait  # all workers apply every result; the same function, so that a walk stays short
 
     def _wire(self, setup: PairSetup) -> PairParts:
         optimizer, plan = setup.optimizer, setup.plan
@@ -40,7 +40,13 @@ class AtWorkerMode(NetworkedMode):
             partial(WorkerUpdates, optimizer=optimizer, averages=averages),
             StateAtWorker(setup.model, optimizer, averages),
             setup.accounting(),
-            lambda made: ReplicaCheck(made, optimizer, optimizer, setup.member, {}),
+            partial(
+                ReplicaCheck,
+                own=optimizer,
+                of_loop=optimizer,
+                member=setup.member,
+                handed=NONE_HANDED,
+            ),
         )
 
 

@@ -20,7 +20,6 @@ from slipstream.runtime.members.heartbeat import SAME_STEPS
 from slipstream.torch.checkpoints.kept_state import StateAtWorker
 from slipstream.torch.checkpoints.loaded_weights import LoadedWeights, PostedDigests
 from slipstream.torch.checkpoints.outer_weights import OuterState, OuterWeights
-from slipstream.torch.checkpoints.training_state import TrainingState
 from slipstream.torch.checkpoints.worker_part import (
     PartOfPair,
     part_path,
@@ -53,13 +52,13 @@ class LocalStepsMode(NetworkedMode):
             self._at_servers = WeightsAtServers(self.parts, self.membership, self._chain)
 
     def _wire(self, setup: PairSetup) -> PairParts:
-        plan, own, servers, service = setup.plan, setup.optimizer, None, setup.accounting()
+        plan, own = setup.plan, setup.optimizer
         optimizer = plan.update.outer_optimizer
         assert optimizer is not None
         outer = OuterWeights(setup.inventory, optimizer, is_constant(setup.model))
-        if optimizer.at == "server":
-            service = setup.service()
-            servers = setup.server_state(own, service)
+        at_server = optimizer.at == "server"
+        service = setup.service() if at_server else setup.accounting()
+        servers = setup.server_state(own, service) if at_server and service else None
         channels = setup.channels()
         digests = PostedDigests(setup.membership, setup.key("first step"))
         applier = partial(
@@ -163,8 +162,9 @@ class LocalStepsMode(NetworkedMode):
         """
         if self._at_servers is not None:
             if self.membership.env.rank == 0:
+                steps = self._at_servers.steps_to_save(self._clocks)
                 self.flush()
-                self._at_servers.save(path, facts, self._clocks)
+                self._at_servers.save(path, facts, steps)
             return
         token = self._calls.gather("job.save", secrets.token_hex(8), "job.save")[0]
         facts, problem = {**facts, "parts": token}, ""
@@ -177,11 +177,11 @@ class LocalStepsMode(NetworkedMode):
         self._warn_of(said, path, "cannot be written")
         self._save_together(path, facts)
 
-    def _take(self, path: Path, *, takes_nonfinite: bool) -> TrainingState:
-        saved = super()._take(path, takes_nonfinite=takes_nonfinite)
+    def _take(self, path: Path, *, takes_nonfinite: bool) -> Mapping[str, Any]:
+        facts = super()._take(path, takes_nonfinite=takes_nonfinite)
         if self._at_servers is None:
-            self._take_own_part(path, saved.facts, takes_nonfinite=takes_nonfinite)
-        return saved
+            self._take_own_part(path, facts, takes_nonfinite=takes_nonfinite)
+        return facts
 
     def _take_own_part(
         self, path: Path, facts: Mapping[str, Any], *, takes_nonfinite: bool
@@ -225,5 +225,5 @@ class LocalStepsMode(NetworkedMode):
                 f"workers' own parts of {path} {what} ({why}): of it there are only the outer "
                 "weights and momentum, and rank 0's optimizer state for all. Steps that workers "
                 "had made since their last outer round are left out",
-                stacklevel=4,
+                stacklevel=level_of_the_script(),
             )

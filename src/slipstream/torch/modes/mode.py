@@ -1,4 +1,4 @@
-"""The interface of training modes: everything in which ways to train differ."""
+"""The interface of training modes: what differs between ways to train."""
 
 from __future__ import annotations
 
@@ -198,5 +198,5 @@ class TrainingMode(ABC):
         return as_tables([as_text(plan.rows({})) for plan in self.plans])
 
     def close(self) -> None:
-        """Remove all hooks: models and optimizers are ordinary ones again."""
+        """Remove this mode's hooks: models and optimizers are ordinary ones again."""
         return

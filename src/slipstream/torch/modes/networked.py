@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from slipstream.runtime.servers.accounts import merge_pairs
 from slipstream.torch.capture.step_watch import never_stepped
 from slipstream.torch.checkpoints.loading import load_job
 from slipstream.torch.checkpoints.saving import save_job
-from slipstream.torch.checkpoints.training_state import TrainingState
 from slipstream.torch.modes.clocks import clock_of
 from slipstream.torch.modes.mode import TrainingMode
 from slipstream.torch.modes.pair_parts import PairParts
@@ -196,8 +195,8 @@ class NetworkedMode(TrainingMode):
         """Wait until nothing is under way that a checkpoint would replace."""
         self.flush()
 
-    def _take(self, path: Path, *, takes_nonfinite: bool) -> TrainingState:
-        """Load a checkpoint on all ranks, and set the steps."""
+    def _take(self, path: Path, *, takes_nonfinite: bool) -> Mapping[str, Any]:
+        """Load a checkpoint on all ranks, set the steps, and return its facts."""
         occasion = self._calls.name("load")
         with self._calls.watched("job.load"):
             saved = load_job(
@@ -212,7 +211,7 @@ class NetworkedMode(TrainingMode):
         for clock, each, shared in zip(self._clocks, self.parts, saved.shared, strict=True):
             clock.resumed_at = shared.step
             each.synchronizer.resume(shared.step)
-        return saved
+        return saved.facts
 
     # ---- figures
 

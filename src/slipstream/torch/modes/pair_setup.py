@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -256,9 +256,7 @@ class PairSetup:
             optimizer: The loop's.
         """
 
-        def meet(value: Any) -> Sequence[Any]:
-            return self._calls.gather("load_state_dict", value)
-
+        meet = partial(self._calls.gather, "load_state_dict")
         return ServerState(
             self.plan, self.inventory, optimizer, self.member, service, self.limit_s, meet
         )

@@ -47,7 +47,11 @@ class PartialExchangeMode(NetworkedMode):
         self._calls.wait_with(self._channel.poll, self._position)
         self._looping, self._back_at = not self.membership.env.incarnation, 0
         if self.membership.env.incarnation:
-            self._come_back()
+            try:
+                self._come_back()
+            except BaseException:
+                self.close()  # nobody else knows of its hooks yet
+                raise
             env = self.membership.env
             self._lease = in_turn(env.rank, env.world_size, self._back_at)
 

@@ -17,6 +17,11 @@ from slipstream.plan import Plan
 from slipstream.runtime.exchange.engine import Applier
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.torch.capture.loop_watch import LoopWatch
+from slipstream.torch.capture.replica_check import (
+    NONE_HANDED,
+    ReplicaCheck,
+    keeps_replicas_equal,
+)
 from slipstream.torch.capture.synchronizer import Synchronizer
 from slipstream.torch.checkpoints.kept_state import StateAtWorker
 from slipstream.torch.modes.networked import NetworkedMode
@@ -49,11 +54,16 @@ class StreamedMode(NetworkedMode):
             stream=channels.links,
             is_first=setup.is_first("overlap"),
         )
-        state = StateAtWorker(setup.model, loop, averages)
-        return setup.parts(loop, channels, applier, state, setup.accounting())
+        state, check = StateAtWorker(setup.model, loop, averages), None
+        if keeps_replicas_equal(plan):
+            check = partial(
+                ReplicaCheck, own=None, of_loop=loop, member=setup.member, handed=NONE_HANDED
+            )
+        return setup.parts(loop, channels, applier, state, setup.accounting(), check)
 
     def outer_weights(self) -> None:
-        raise no_shared_weights(self._name)
+        if self.parts[0].check is None:  # workers may have applied different updates so far
+            raise no_shared_weights(self._name)
 
 
 class StreamedUpdates(Applier):

@@ -37,11 +37,18 @@ class WeightsAtServers:
         self._parts, self._membership, self._chain = parts, membership, chain
         self._pairs = [each.trained for each in parts]
 
-    def save(self, path: Path, facts: dict[str, Any], clocks: Sequence[Clock]) -> None:
-        """Write what the servers have; rank 0 alone calls it."""
-        steps = [clock.committed for clock in clocks]
-        if self._parts[0].plan.consistency.agreed:  # servers tell the round of their state
-            steps = [clock.resumed_at for clock in clocks]
+    def steps_to_save(self, clocks: Sequence[Clock]) -> list[int]:
+        """Return by pair the steps of a checkpoint, to which the servers add their rounds."""
+        if self._parts[0].plan.consistency.agreed:
+            return [clock.resumed_at for clock in clocks]
+        return [clock.committed for clock in clocks]
+
+    def save(self, path: Path, facts: dict[str, Any], steps: Sequence[int]) -> None:
+        """Write what the servers have; rank 0 alone calls it.
+
+        Args:
+            steps: By pair: see ``steps_to_save``.
+        """
         states = [each.state for each in self._parts]
         own: dict[int | str, OwnState] = {0: OwnState(random_state())}
         write_state(path, self._pairs, states, steps, facts, own)
