@@ -18,7 +18,7 @@ RankTree = tuple[tuple[Rank, ...], ...]
 
 
 class Tree(Topology, frozen=True):
-    """One tree per server; chunks are dealt to servers as by ``Sharded``.
+    """A topology with one broadcast tree per server; chunks are dealt to servers as by ``Sharded``.
 
     Args:
         children: One tree for each server: the receivers of the server itself, then the ranks to
@@ -79,14 +79,14 @@ class Tree(Topology, frozen=True):
                 raise ConfigError(f"the tree of {cluster.name(server)} {fault}; plan it again")
 
     def without(self, rank: Rank) -> Tree:
-        """The parent of the lost worker sends to its children."""
+        """Return trees in which the parent of the lost worker sends to its children."""
         if rank in self.gone:
             return self
         return Tree(tuple(_bypass(tree, rank) for tree in self.children), (*self.gone, rank))
 
 
 def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
-    """What is wrong with a tree; empty if nothing is."""
+    """Return what is wrong with a tree; empty if nothing is."""
     if len(tree) != cluster.workers + 1:
         return f"is made for {len(tree) - 1} worker(s), not {cluster.workers}"
     times = Counter(rank for given in tree for rank in given)
