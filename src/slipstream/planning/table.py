@@ -38,7 +38,7 @@ class Totals:
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of the exchange alone, against all dense."""
+        """The speed-up of the exchange alone, against all dense."""
         if not self.seconds or self.dense_seconds is None:
             return None
         return self.dense_seconds / self.seconds
@@ -52,7 +52,8 @@ def tabulate(
     shapes: Mapping[str, LayerShape],
     speeds: Speeds | None,
 ) -> list[Row]:
-    """``schemes[i]`` and ``ways[i]`` are those of tensor i on its dense route."""
+    """Return a row for each layer or tensor; ``schemes[i]`` and ``ways[i]`` are of tensor i,
+    dense."""
     rows: list[Row] = []
     done: set[str] = set()
     for spec, scheme, way in zip(specs, schemes, ways, strict=True):
@@ -83,7 +84,7 @@ def _layer_row(
 
 
 def _cost(way: Ways, nbytes: float, speeds: Speeds | None) -> tuple[float, float | None]:
-    """The bytes and the time of a tensor's dense route."""
+    """Return the bytes and the time of a tensor's dense route."""
     seconds = None if speeds is None else way.dense_seconds(nbytes, speeds)
     return way.dense_bytes(nbytes), seconds
 
@@ -100,7 +101,7 @@ def total(rows: Sequence[Row]) -> Totals:
 
 
 def as_text(rows: Sequence[Row], link: str = "a worker's link") -> str:
-    """Columns for a terminal, and their totals. ``link`` says whose traffic it is."""
+    """Format rows as columns for a terminal, with totals; ``link`` names the link in the totals."""
     heads = ("layer", "shape", "scheme", "each way", "ms", "why")
     cells = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
@@ -134,7 +135,7 @@ def _sums(sums: Totals, link: str) -> str:
 
 
 def _spread(rows: Sequence[Row]) -> str:
-    """Where tensors are not exchanged in every step: what an exchange of each takes."""
+    """Return a line on the size of one exchange, if tensors are not exchanged in every step."""
     every = max((row.every for row in rows), default=1)
     if every == 1:
         return ""
@@ -149,7 +150,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def as_tables(tables: Sequence[str]) -> str:
-    """Several pairs' tables, each under the number of its pair; one table is unchanged."""
+    """Join several pairs' tables, each under the number of its pair; one table is unchanged."""
     if len(tables) == 1:
         return tables[0]
     return "\n\n".join(f"pair {number}\n{table}" for number, table in enumerate(tables))

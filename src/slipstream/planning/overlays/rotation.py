@@ -1,6 +1,6 @@
-"""One tree per server, with hosts in different places in each, so that all forward about equally.
+"""One tree per server, with hosts at different positions in each, so that all forward equally much.
 
-A tree spans hosts. A host's first rank takes the host's place and forwards; traffic to the other
+A tree spans hosts. A host's first rank takes the host's position and forwards; traffic to the other
 ranks of a host, or to ranks on the server's host, uses no link.
 """
 
@@ -25,13 +25,13 @@ Placement = np.ndarray[Any, np.dtype[np.int64]]  # the host at every position of
 
 
 def star(network: Network) -> tuple[RankTree, ...]:
-    """Every server sends to every worker."""
+    """Return trees in which every server sends to every worker."""
     workers = len(network.workers)
     return ((tuple(range(workers)), *[()] * workers),) * len(network.servers)
 
 
 def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
-    """A tree of ranks for every server, of its shape, with egress as even as possible."""
+    """Return a tree of ranks for every server, of its shape, with egress as even as possible."""
     placements = [_turned(network, server, shape) for server, shape in enumerate(shapes)]
     _balance(network, shapes, placements)
     return tuple(
@@ -41,9 +41,9 @@ def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
 
 
 def _turned(network: Network, server: int, shape: Shape) -> Placement:
-    """Hosts in their order, shifted by one for every server in the same rack.
+    """Place hosts in their order, shifted by one for every server in the same rack.
 
-    If every host of a rack has a colocated server, each host takes every place once.
+    If every host of a rack has a colocated server, each host has every position once.
     """
     home = network.servers[server]
     home_rack = network.hosts[home].rack
@@ -61,7 +61,7 @@ def _turned(network: Network, server: int, shape: Shape) -> Placement:
 
 
 def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placement]) -> None:
-    """Reassign one rack's places in one tree at a time, in the best way for the loads from all
+    """Reassign one rack's positions in one tree at a time, in the best way for the loads from all
     other trees, until there is little or no gain. The sum of squared loads decreases each time."""
     slowness = 1.0 / np.array([host.link_bits_s for host in network.hosts])
     slowness /= slowness.min()
@@ -85,7 +85,7 @@ def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placeme
 def _deal_anew(
     placement: Placement, degrees: Placement, places: Placement, sends: Any, slowness: Any
 ) -> bool:
-    """Reassign hosts to these places if that makes the loads more even; returns whether it did."""
+    """Reassign hosts to these positions if loads become more even; return True if they do."""
     hosts, given = placement[places], degrees[places]
     others = sends[hosts] - given
     loads = (slowness[hosts, None] * (others[:, None] + given)) ** 2
@@ -106,7 +106,7 @@ def _rank_tree(network: Network, server: int, shape: Shape, placement: Placement
     ranks = network.ranks_by_host
     leaders = [ranks[host][0] for host in placement]
     children: list[list[int]] = [[] for _ in range(len(network.workers) + 1)]
-    # Links first, loopback after: the longest path is served first.
+    # Links first, loopback after, so that the longest path is served first.
     for leader, parent in zip(leaders, shape.parents, strict=True):
         children[0 if parent == ROOT else leaders[parent] + 1].append(leader)
     for leader, host in zip(leaders, placement, strict=True):

@@ -120,7 +120,7 @@ def test_rows_are_rounded_once_together(wire: Any) -> None:
 def decode(found: Matrix, numel: int) -> np.ndarray[Any, Any]:
     values = Values.empty(numel, "float32")
     restored = decoded_values(numel, found.dtype, [found.data])
-    mean_into(values.data, [restored.data], decoded_.dtype, 1.0, out_dtype="float32")
+    mean_into(values.data, [restored.data], restored.dtype, 1.0, out_dtype="float32")
     return values.data.view(np.float32)
 
 
