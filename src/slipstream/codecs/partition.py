@@ -1,4 +1,9 @@
-"""Send one partition of what accumulated for a peer, in rotation (Ako's partial exchange)."""
+"""Send one partition of what accumulated for a peer, in rotation (Ako's partial exchange).
+
+References:
+    Watcharapichat, Lopez Morales, Castro Fernandez and Pietzuch: Ako: Decentralised Deep Learning
+    with Partial Gradient Exchange (2016).
+"""
 
 from __future__ import annotations
 
