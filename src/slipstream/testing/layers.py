@@ -33,7 +33,7 @@ Rows = Callable[[int, int, Unit], LayerRows | None]  # rank, round, unit; None: 
 
 
 def whole_numbers(seed: int) -> Rows:
-    """Small integers, whose sums and products are exact; every worker has its own rows."""
+    """Return small integers, whose sums and products are exact; each worker has its own rows."""
 
     def rows(rank: int, round_: int, unit: Unit) -> LayerRows | None:
         layer = unit.layer
@@ -55,7 +55,7 @@ def whole(numbers: np.random.Generator, rows: int, columns: int, dtype: str) -> 
 
 
 def dense(plan: Plan, layer: Layer, rows: LayerRows) -> dict[int, bytes]:
-    """The gradient of a worker's matrices, by tensor."""
+    """Return the gradient of a worker's matrices, by tensor."""
     made, count = LayerGradients(plan), len(rows.first)
     first, second = raw(rows.first), raw(rows.second)
     if layer.form == "rows":
@@ -71,7 +71,8 @@ def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bool) -> None:
-    """As a worker does: X in the forward pass if ``early``, the rest after backward."""
+    """Send a layer as a worker does: X in the forward pass if ``early``, the rest after
+    backward."""
     if rows is None:
         channel.ready_layer(unit.index, None)
         return
@@ -100,7 +101,7 @@ def held(
 
 
 class ByteLayers:
-    """Writes layers' gradients into a worker's tensors; implements ``LayerMath`` in numpy."""
+    """A writer of layers' gradients into a worker's tensors; implements ``LayerMath`` in numpy."""
 
     def __init__(self, plan: Plan, slots: ByteSlots) -> None:
         self._plan, self._slots = plan, slots
