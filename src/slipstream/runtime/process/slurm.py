@@ -1,4 +1,4 @@
-"""A job step of Slurm: what ``srun`` sets, as the variables that other launchers set.
+"""A job step of Slurm: the variables of ``srun``, as those that other launchers set.
 
 Only ``SLURM_STEP_*`` counts. A batch script has ``SLURM_NTASKS`` too, but is one process; so is a
 program that it starts without ``srun``.
@@ -17,9 +17,9 @@ STEPS_APART = 101  # consecutive jobs on one node have ports apart, and so have 
 
 
 def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """RANK and so on, of a task of a step of several tasks; empty for any other process.
+    """Return RANK and so on for a task in a step of several tasks; empty for any other process.
 
-    MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS are left out where they are set.
+    MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS are left out if they are set already.
 
     >>> step = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_STEP_NODELIST": "n[07-08]"}
     >>> found = slurm_variables({**step, "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"})
@@ -27,7 +27,7 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     ('2', '3', 'n07', '14005')
 
     Raises:
-        LaunchError: a variable is not what Slurm sets.
+        LaunchError: A variable is not what Slurm sets.
     """
     tasks = number(env, "SLURM_STEP_NUM_TASKS", 1)
     if env.get("RANK") or env.get("WORLD_SIZE") or tasks == 1:
@@ -49,13 +49,13 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def cores(env: Mapping[str, str], tasks: int) -> int:
-    """How many cores a task has, so that the tasks of a node do not share any."""
+    """Return the number of cores of a task, so that the tasks of a node do not share any."""
     on_node = number(env, "SLURM_CPUS_ON_NODE", tasks)
     return number(env, "SLURM_CPUS_PER_TASK", max(1, on_node // tasks))
 
 
 def hosts(text: str) -> Iterator[str]:
-    """The names of a list of nodes.
+    """Yield the names in a list of nodes.
 
     >>> list(hosts("node[01-03,7],gpu2"))
     ['node01', 'node02', 'node03', 'node7', 'gpu2']
@@ -67,7 +67,7 @@ def hosts(text: str) -> Iterator[str]:
 
 
 def spread(ranges: str) -> list[str]:
-    """The numbers of ``01-03,7``, with their leading zeros."""
+    """Return the numbers in ``01-03,7``, with their leading zeros."""
     found = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -78,13 +78,13 @@ def spread(ranges: str) -> list[str]:
 
 
 def tasks_by_node(text: str) -> list[int]:
-    """The numbers of tasks, node by node.
+    """Return the numbers of tasks, node by node.
 
     >>> tasks_by_node("2(x3),1")
     [2, 2, 2, 1]
 
     Raises:
-        LaunchError: it is no such list.
+        LaunchError: The text is no such list.
     """
     found: list[int] = []
     for part in filter(None, text.split(",")):
@@ -96,7 +96,7 @@ def tasks_by_node(text: str) -> list[int]:
 
 
 def number(env: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that is a whole number, from 0; the default if it is not set."""
+    """Return a variable that is a whole number, from 0; the default if it is not set."""
     text = env.get(name) or str(default)
     if not text.isdecimal():
         raise LaunchError(f"{name}={text!r} is not a whole number")
