@@ -12,8 +12,8 @@ from slipstream.runtime.figures.replica_reports import ReplicaReport
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything
-    except training payload: headers, heartbeats, the first copy of the weights."""
+    """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything except
+    training payload: headers, heartbeats, the first copy of the weights."""
 
     sent: int = 0
     received: int = 0
@@ -43,7 +43,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     replicas: list[ReplicaReport | None] = []  # by model, where all workers' are equal
 
     def encode(self) -> bytes:
-        """As bytes, for another rank."""
+        """Return the metrics as bytes, for another rank."""
         return msgspec.json.encode(self)
 
     @classmethod
@@ -53,7 +53,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
 
 def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
-    """All workers' metrics together: totals of bytes and samples, the mean of time waited."""
+    """Combine all workers' metrics: totals of bytes and samples, the mean of time waited."""
     first = figures[0]
     wall_s = max(worker.wall_s for worker in figures)
     samples = sum(worker.samples for worker in figures)
@@ -84,7 +84,7 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
 
 
 def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
-    """One worker's entry in the summary."""
+    """Return one worker's entry in the summary."""
     plain: dict[str, Any] = msgspec.to_builtins(figures)
     kept = ("rank", "steps", "wall_s", "samples", "loss", "wait_s", "parameters_sha256", "settings")
     return {**{key: plain[key] for key in kept}, "bytes": plain["traffic"]}

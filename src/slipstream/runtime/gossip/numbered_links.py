@@ -20,7 +20,7 @@ class NumberedLinks:
     A restarted peer has another incarnation number, and its links count from 0 again.
 
     A link is closed when its peer has died. The training thread opens it again when it has dropped
-    all that had accumulated for the dead peer; messages in between are not sent.
+    everything that had accumulated for the dead peer; messages in between are not sent.
     """
 
     def __init__(self, member: Member, incarnation: int) -> None:
@@ -31,7 +31,7 @@ class NumberedLinks:
         self._closed: set[Rank] = set()
         self._sent: Counter[Rank] = Counter()
         self._taken: Counter[Rank] = Counter()
-        # Of peers that have sent something, or were reported as back.
+        # Of peers that have sent a message, or were reported as back.
         self._incarnations: dict[Rank, int] = {}
 
     def incarnation_of(self, peer: Rank) -> int:
@@ -68,7 +68,7 @@ class NumberedLinks:
             return self._member.send(f"rank {peer}", body, frames)
 
     def sender(self, message: Message[Any], body: Part | Tail | HandoverDone) -> Rank | None:
-        """The rank of the sender, if the message is the next on its link; call ``taken`` after it.
+        """Return the sender's rank if the message is the next on its link; then call ``taken``.
 
         If a message is missing, the job ends, and the result is None.
         """

@@ -1,4 +1,4 @@
-"""Measures step times and link rates, and computes the number of partitions from them."""
+"""The number of partitions, computed from measured step times and link rates."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ CALM_LOOKS = 15  # without a delay, before a higher rate is tried
 MOST_LOOKS = 240
 LEAST_LEFT = 0.1  # smallest share of the known rate after one measurement
 A_LITTLE_MORE = 1.3  # factor of a trial; enough to change p
-NO_STEP = 5.0  # times the median: the worker did something else, such as an evaluation
+NO_STEP = 5.0  # times the median: the worker was not training, but evaluating, say
 
 
 class Pace:
-    """Returns p after every step; a given p does not change.
+    """A rule that returns p after every step; a given p does not change.
 
     The rate is the bytes acknowledged on all links divided by the time that the busiest link was
     busy: the links share this host's connection. A higher rate than before counts only if that link
-        was busy
-    for long: short transfers pass a shaper's bucket at full speed. A lower rate counts only if
-    partitions had to wait. So when none has waited for long, a slightly higher rate is tried;
-    again soon if that succeeds, and later if not.
+    was busy for long, since short transfers pass a shaper's bucket at full speed. A lower rate
+    counts only if partitions had to wait. So when none has waited for long, a slightly higher rate
+    is tried; again soon if that succeeds, and later if not.
+
+    Args:
+        rule: The rule of partial exchange.
+        model_bytes: The bytes of the trained weights.
+        peers: The names of the peers.
+        bytes_s: The rate of a link, until it is measured.
+        transport: The transport, which counts what has arrived.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -41,8 +48,8 @@ class Pace:
         transport: Transport,
         clock: Callable[[], float],
     ) -> None:
-        self.load: Load | None = None  # the last measured one
-        self._basis: Load | None = None  # the one from which p was computed
+        self.load: Load | None = None  # the last measured load
+        self._basis: Load | None = None  # the load from which p was computed
         self._rule, self._model_bytes, self.bytes_s = rule, model_bytes, bytes_s
         self._peers = list(peers)
         self._transport, self._clock = transport, clock
@@ -57,7 +64,7 @@ class Pace:
         self._before = self._delivered()
 
     def stepped(self, waited_s: float, held_up: bool) -> int:
-        """After a step: how long it waited for peers, and whether partitions had to wait; returns
+        """Record a step: how long it waited for peers, and whether partitions had to wait; return
         p."""
         now = self._clock()
         self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
@@ -99,7 +106,7 @@ class Pace:
         moved = [
             (now[peer][0] - nbytes, now[peer][1] - seconds)
             for peer, (nbytes, seconds) in self._before.items()
-            if now[peer][0] >= nbytes  # else it is a new connection
+            if now[peer][0] >= nbytes  # otherwise it is a new connection
         ]
         self._before = now
         nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
@@ -133,7 +140,7 @@ class Pace:
 
 
 def usual_s(durations_s: Sequence[float]) -> float:
-    """The mean of the durations, without outliers that were more than a step."""
+    """Return the mean of the durations, without outliers that were more than a step."""
     most_s = NO_STEP * median(durations_s)
     return fmean(each for each in durations_s if each <= most_s)
 

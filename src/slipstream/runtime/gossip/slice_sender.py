@@ -1,4 +1,4 @@
-"""Sends one worker's partitions to its peers: each is sent when the one before has left.
+"""The sender of one worker's partitions: each is sent when the one before has been sent.
 
 So on a slow link updates accumulate, and no queue grows.
 """
@@ -28,13 +28,15 @@ MESSAGE_VALUES = 1 << 18
 
 
 class SliceSender:
-    """What has accumulated for peers, and how it is sent; used by the training thread only.
+    """The updates accumulated for peers, and their sending; used by the training thread only.
 
     Args:
+        rank: This worker's rank.
         rule: The rule of partial exchange.
         partitions: p, until ``start_rotation`` changes it.
         peers: The receivers of updates.
-        numel: How many weights there are.
+        numel: The number of weights.
+        links: The links to the peers.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class SliceSender:
 
     @property
     def accumulators(self) -> list[Accumulator]:
-        """Each needs as much memory as the model."""
+        """The accumulators, each of which needs as much memory as the model."""
         return self._left_over + self._owed.accumulators
 
     @property
     def is_turning_over(self) -> bool:
-        """Whether something of the old rotation has not been sent yet."""
+        """True if something of the old rotation has not been sent yet."""
         return bool(self._left_over)
 
     def _accumulators(self, partitions: int) -> PeerAccumulators:
@@ -74,15 +76,15 @@ class SliceSender:
         self._owed.add(update)
 
     def start_rotation(self, partitions: int) -> None:
-        """All that has accumulated will be sent; new updates go into new accumulators."""
+        """Begin new accumulators for new updates; everything in the old ones will be sent."""
         self._left_over += self._owed.accumulators
         self._owed = self._accumulators(partitions)
 
     def offer(self, step: int) -> bool:
-        """Send due partitions where the one before has left.
+        """Send due partitions whose predecessor has been sent.
 
         Returns:
-            Whether everything that is due could be sent.
+            True if everything that is due could be sent.
         """
         for left in [left for left in self._left_over if self._is_free(left.peers)]:
             self._send(left.peers, step, 0, left.residual.values)
@@ -115,7 +117,7 @@ class SliceSender:
     # ---- peers that die and come back
 
     def owed_to(self, peer: Rank) -> Floats:
-        """A copy of all that has not been sent to a peer yet."""
+        """Return a copy of everything that has not been sent to a peer yet."""
         owed = Residual.zeros(self._numel)
         for each in self.accumulators:
             if peer in each.peers:
@@ -123,13 +125,13 @@ class SliceSender:
         return owed.values
 
     def include(self, peer: Rank, values: Floats) -> None:
-        """A peer is back, and gets these values first."""
+        """Include a peer that is back; these values are sent to it first."""
         self.peers.add(peer)
         self._left_over.append(Accumulator(0, {peer}, Residual(values)))
         self._owed.include(peer)
 
     def forget(self, peer: Rank) -> None:
-        """A peer has died: drop what has not been sent to it."""
+        """Drop what has not been sent to a peer that has died."""
         self.peers.discard(peer)
         self._leaving[peer].clear()
         self._owed.forget(peer)

@@ -1,4 +1,4 @@
-"""The other workers of a host: contribute to the host's sum, and take its result."""
+"""The channel of a host's other workers: contribute to the host's sum, and take its result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from slipstream.runtime.members.endpoint import Endpoint
 
 
 class HostFollower(HostChannel):
-    """All tensors of a plan, at a worker for which another one speaks; implements ``Channel``.
+    """All tensors of a plan, at a worker that another one represents; implements ``Channel``.
 
     Args:
         worker: Its number on the host, 1 or more.
-        layers: Those that may travel in compact form.
-        add: Adds the gradient of such a layer to this worker's; None: what comes back is written.
+        memory: The memory that the host's workers share.
+        slots: This worker's own tensors.
+        member: This worker's endpoint.
+        limit_s: The longest wait.
+        layers: The layers that may be sent in compact form.
+        add: Adds the gradient of such a layer to this worker's; None: results are written.
     """
 
     def __init__(
@@ -43,15 +47,16 @@ class HostFollower(HostChannel):
         self.wait_s = 0.0
         self.sent: Counter[str] = Counter()  # nothing leaves the host from here
         self.received: Counter[str] = Counter()
-        self._awaited: dict[int, int] = {}  # by tensor: the round whose result was not taken yet
-        self._noted_for = -1
-        self._told_round = 0
+        self._awaited: dict[int, int] = {}  # by tensor: the round whose result it has not taken yet
+        self._noted_round = -1
+        self._next_round = 0
 
     def ready(self, tensor: int) -> None:
         self._refuse_second(tensor)
-        # The host sums into the memory in which its results are: this one's turn to have read it.
+        # The host sums into the memory of its results, so this worker must have read its result
+        # first.
         self.wait([tensor])
-        self._fired.add(tensor)
+        self._ready_tensors.add(tensor)
         self._added.discard(tensor)
         values = self._slots.source(tensor)
         if values is not None:
@@ -60,8 +65,8 @@ class HostFollower(HostChannel):
 
     def _publish(self, tensor: int, present: bool) -> None:
         board = self._memory.board
-        if self._noted_for != self._round:
-            self._noted_for = self._round
+        if self._noted_round != self._round:
+            self._noted_round = self._round
             board.note(self.rank, self._round, settings_number(self.settings()))
         board.publish(self.rank, tensor, self._round, present, self.step)
 
@@ -74,7 +79,7 @@ class HostFollower(HostChannel):
             raise completed_twice(layer.name)
         self.wait(tensors)
         self._captured.add(unit)
-        self._fired.update(tensors)
+        self._ready_tensors.update(tensors)
         if self._add is not None:
             self._added.update(tensors)
         if matrices is not None:
@@ -83,16 +88,16 @@ class HostFollower(HostChannel):
                 loan.release()
         if layer.bias is not None:
             self._publish(layer.bias, False)
-        self._publish(layer.weight, matrices is not None)  # the last: it stands for all
+        self._publish(layer.weight, matrices is not None)  # last, since it stands for all
 
     # ---- rounds
 
     def flush(self) -> None:
         self._flush_layers(self._captured)
-        for tensor in self._unfired():
+        for tensor in self._unready_tensors():
             self.ready(tensor)
-        self._awaited.update(dict.fromkeys(self._fired, self._round))
-        self._fired.clear()
+        self._awaited.update(dict.fromkeys(self._ready_tensors, self._round))
+        self._ready_tensors.clear()
         self._captured.clear()
         self._round += 1
         self._member.round = max(self._member.round, self._round, self.step + 1)
@@ -115,7 +120,7 @@ class HostFollower(HostChannel):
         )
 
     def _take(self, wanted: Iterable[int]) -> bool:
-        """Take the results that are there; whether any is."""
+        """Take the results that have arrived; return whether there is any."""
         found = False
         for tensor in sorted(wanted):
             present = self._memory.board.result(tensor, self._awaited[tensor])
@@ -137,23 +142,23 @@ class HostFollower(HostChannel):
 
     @property
     def told_round(self) -> int:
-        """The open round of hosts, as far as this worker was told."""
-        self._hear()
-        return self._told_round
+        """The open round of hosts, as far as this worker knows."""
+        self._read_next_round()
+        return self._next_round
 
     def open_round(self) -> int:
-        """The round that this worker's host makes next; waits until it is known."""
+        """Return the round that this worker's host makes next; wait until it is known."""
         begun = time.monotonic()
-        self._wait_until(self._hear)
+        self._wait_until(self._read_next_round)
         self.wait_s += time.monotonic() - begun
-        return self._told_round
+        return self._next_round
 
-    def _hear(self) -> bool:
-        """Whether the worker that speaks for the host has said what comes after the last round."""
+    def _read_next_round(self) -> bool:
+        """Return whether the leader has published the round after the last one; read its number."""
         board, last = self._memory.board, self._round - 1
         if last < 0:
             return True
         if board.published(0, 0, last) is None:
             return False
-        self._told_round = board.noted(0, last)
+        self._next_round = board.noted(0, last)
         return True

@@ -73,8 +73,8 @@ class Heartbeat:
             why = f"has finished, but rank 0 still trains: {SAME_STEPS}"
             # It takes this as rank 0's own reason, so the reason names the worker; sent before the
             # fault.
-            told = Leave(f"{early[0]} {why}", reported=True)
-            self._member.transport.send(early[0], told, priority=CONTROL)
+            fault_report = Leave(f"{early[0]} {why}", reported=True)
+            self._member.transport.send(early[0], fault_report, priority=CONTROL)
             self._member.report(early[0], f"it {why}")
 
     def _on_beat(self, message: Message[Beat]) -> None:
