@@ -17,10 +17,10 @@ except ImportError as error:
 
 
 class OpenTelemetry(slipstream.Watcher):
-    """Gauges ``slipstream.loss`` and so on, with strategy and workers as attributes.
+    """A watcher with gauges ``slipstream.loss`` and so on; attributes are strategy and workers.
 
-    They go to the process's meter provider. Events, such as a failure of the job, go to the span
-    that the loop has open, if there is one.
+    Metrics are sent to the process's meter provider. Events, such as a failure of the job, are
+    added to the span that the loop has open, if there is one.
     """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:

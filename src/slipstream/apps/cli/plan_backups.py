@@ -1,4 +1,4 @@
-"""``slipstream plan-backups``: how many backup workers would have been best, from a run's log."""
+"""``slipstream plan-backups``: finds the best number of backup workers from a run's log."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def replayed_rounds(asked: int | None, workers: int) -> int:
 
 
 def read_durations(runlog: Path) -> dict[int, list[float]]:
-    """Every worker's step durations, from the log's last line about rounds."""
+    """Return every worker's step durations, from the log's last line about rounds."""
     found = None
     for line in _lines(runlog):
         if line.get("event") == "rounds":
@@ -144,7 +144,7 @@ def _refused(runlog: Path, problem: str) -> ConfigError:
 
 
 def read_points(text: str) -> list[tuple[int, float]]:
-    """``4:1200,8:700`` as points (N, iterations)."""
+    """Parse ``4:1200,8:700`` as points (N, iterations)."""
     points = []
     for part in text.split(","):
         first, _, needed = part.partition(":")
@@ -174,7 +174,8 @@ def _lines(runlog: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(runlog: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The content of a line; for one that is not about rounds, only check that it is an object."""
+    """Return the content of a line; only check that a line that is not about rounds is an
+    object."""
     content = None
     try:
         if ABOUT_ROUNDS in line:

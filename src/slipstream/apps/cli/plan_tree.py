@@ -1,4 +1,4 @@
-"""``slipstream plan-tree``: the trees over which servers should broadcast in a network."""
+"""``slipstream plan-tree``: finds the trees over which servers should broadcast in a network."""
 
 from __future__ import annotations
 
@@ -115,11 +115,13 @@ def plan_tree(
 
 
 def read_network(topology: Path | None, given: dict[str, Any]) -> Network:
-    """From the file, or from the options."""
+    """Return the network of the file, or that of the options."""
     said = [option for option, value in given.items() if value is not None]
     if topology is not None:
         if said:
-            raise ConfigError(f"{said[0]}: --topology {topology} says that; leave out one of them")
+            raise ConfigError(
+                f"{said[0]}: --topology {topology} has that already; leave out one of them"
+            )
         return read_topology(_text(topology), str(topology))
     if given["--hosts"] is None:
         raise ConfigError(
@@ -139,7 +141,7 @@ def read_network(topology: Path | None, given: dict[str, Any]) -> Network:
 def decide(
     network: Network, pins: dict[str, Any], model_mib: float, block_mib: float
 ) -> tuple[Choice, Candidate]:
-    """What was compared, and what to show: the best, or the best of the requested trees."""
+    """Return the comparison, and the candidate to show: the best, or the best of the requested."""
     for option, size in (("--model-mib", model_mib), ("--block-mib", block_mib)):
         if not 0 < size < float("inf"):
             raise ConfigError(f"{option} {size}: give an amount above 0")
@@ -171,7 +173,7 @@ def _text(topology: Path) -> str:
 
 
 def _drawing(network: Network, drawn: Candidate, server: int) -> Branch:
-    """Which rank forwards to which; links that leave a rack are marked."""
+    """Return a drawing of which rank forwards to which; links that leave a rack are marked."""
     placed = spots(network, server, drawn.children[server])
     branches: list[Branch] = []
     for spot in placed:
@@ -195,7 +197,7 @@ def _label(network: Network, server: int, spot: Spot) -> str:
 
 
 def _times(choice: Choice, drawn: Candidate) -> Table:
-    """Star and chain, and the fastest trees."""
+    """Return a table of star, chain, and the fastest trees."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     numbers = ("degree", "depth", "alpha", "seconds", "of star")
     for heading in ("overlay", *numbers, "busiest link", ""):
@@ -214,7 +216,7 @@ def _times(choice: Choice, drawn: Candidate) -> Table:
 
 
 def _against_star(one: Candidate, choice: Choice) -> float:
-    """Its share of a star's time; within one host both times are 0."""
+    """Return a candidate's share of a star's time; within one host both times are 0."""
     star_s = choice.star.prediction.seconds
     return one.prediction.seconds / star_s if star_s else 1.0
 
@@ -226,7 +228,7 @@ def _mark(one: Candidate, choice: Choice, drawn: Candidate) -> str:
 
 
 def _egress(network: Network, drawn: Candidate) -> Table:
-    """What each host sends, and in how many trees it forwards."""
+    """Return a table of what each host sends, and in how many trees it forwards."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("host", "rack", "sends", "seconds", "relays in"):
         shown.add_column(heading, justify="left" if heading in ("host", "rack") else "right")
@@ -247,7 +249,7 @@ def _egress(network: Network, drawn: Candidate) -> Table:
 
 
 def _relays(network: Network, drawn: Candidate) -> list[int]:
-    """By host: in how many trees a rank of it sends to another host."""
+    """Return, by host, in how many trees a rank of it sends to another host."""
     relays = [0] * len(network.hosts)
     for tree in drawn.children:
         for host, ranks in enumerate(network.ranks_by_host):
@@ -258,7 +260,9 @@ def _relays(network: Network, drawn: Candidate) -> list[int]:
 
 def _in_words(choice: Choice, drawn: Candidate, servers: int) -> str:
     gain = 1 / _against_star(drawn, choice)
-    others = f"; the other {servers - 1} have trees alike, with other places" if servers > 1 else ""
+    others = (
+        f"; the other {servers - 1} have similar trees, with other positions" if servers > 1 else ""
+    )
     if drawn is not choice.best:
         soonest = f"{choice.best.name} {choice.best.prediction.seconds:.4g} s"
         return f"pinned: {_name(drawn)}, {gain:.2f} x as fast as a star; soonest is {soonest}"

@@ -1,4 +1,4 @@
-"""``slipstream predict``: answers of a downloaded classifier, without the service and torch."""
+"""``slipstream predict``: classifies with a downloaded classifier, without service and torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def predict(
 
 
 def _given(texts: list[str] | None) -> Iterator[str]:
-    """The arguments, or the lines of stdin as they come; blank ones are skipped."""
+    """Yield the arguments, or the lines of stdin as they come; blank ones are skipped."""
     if texts:
         yield from texts
         return

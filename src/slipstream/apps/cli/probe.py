@@ -1,4 +1,4 @@
-"""``slipstream probe``: the available bandwidth of a path to another host."""
+"""``slipstream probe``: measures the available bandwidth of a path to another host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe(
         str | None,
         typer.Argument(
             metavar="HOST[:PORT]",
-            help=f"Where the listener is; with --listen, where to listen. Port {PORT} by default.",
+            help=f"The listener's address; with --listen, its own. Port {PORT} by default.",
         ),
     ] = None,
     listen: Annotated[
@@ -59,7 +59,7 @@ def probe(
         _listen(*read_place(host or LOOPBACK), secret)
         return
     if host is None:
-        raise LaunchError("say which host to probe, or --listen to answer probers")
+        raise LaunchError("name the host to probe, or give --listen to answer probers")
     if json is not None:
         prepare_file("--json", json)
     threshold_bytes_s = None if threshold is None else bits_per_second(threshold) / 8
@@ -76,7 +76,7 @@ def probe(
 
 
 def read_place(text: str) -> tuple[str, int]:
-    """``10.0.0.7``, ``node3:7998``, ``[fe80::1]:7998`` or ``::1`` as host and port."""
+    """Parse ``10.0.0.7``, ``node3:7998``, ``[fe80::1]:7998`` or ``::1`` as host and port."""
     match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?|([^\[\]]*:[^\[\]]*:.*)", text)
     if match is None:
         raise LaunchError(
@@ -90,7 +90,7 @@ def read_place(text: str) -> tuple[str, int]:
 
 
 def read_amount(text: str) -> int:
-    """``50mb`` is 50,000,000 bytes."""
+    """Parse an amount: ``50mb`` is 50,000,000 bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]i?b)", text.strip().lower())
     if match is None:
         raise ConfigError(f"an amount of {shown(text)} is not understood; write 50mb or 1gb")
@@ -103,7 +103,7 @@ def read_amount(text: str) -> int:
 
 
 def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> list[str]:
-    """One line with the range, one with the cost, and one with the verdict if requested."""
+    """Return a line with the range, one with the cost, and one with the verdict if requested."""
     lines = [
         f"available from here to {host}: {_range(found)}",
         f"{found.fleets} fleets, {found.streams} streams, {human_bytes(found.sent_nbytes)} sent in "
@@ -112,7 +112,7 @@ def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> li
     ]
     if 2 * found.late_streams > found.streams:
         lines.append(
-            f"{found.late_streams} of {found.streams} streams did not leave in time: this machine "
+            f"{found.late_streams} of {found.streams} streams were not sent in time: this machine "
             "is too busy for the range to be trusted"
         )
     if threshold_bytes_s is not None:
@@ -170,7 +170,7 @@ def _listen(address: str, port: int, secret: bytes | None) -> None:
 def _seen(counts: Counts) -> str:
     return (
         f"answered {counts.sessions} prober(s), {counts.streams} streams; ignored "
-        f"{counts.untracked} packets of untracked and {counts.malformed} that made no sense"
+        f"{counts.untracked} packets of untracked and {counts.malformed} malformed ones"
     )
 
 

@@ -13,7 +13,7 @@ from slipstream.units import human_bytes
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The content of ``--json`` as a table."""
+    """Return the content of ``--json`` as a table."""
     traffic = summary["bytes"]
     table = Table(show_header=False)
     table.add_column(style="bold")

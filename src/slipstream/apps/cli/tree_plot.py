@@ -41,7 +41,7 @@ def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server:
 
 
 def plain(name: str) -> str:
-    """Without formulas, which matplotlib would find between dollar signs."""
+    """Return a name without dollar signs, between which matplotlib would read formulas."""
     return name.replace("$", r"\$")
 
 
@@ -76,7 +76,7 @@ def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
     axis.set_xlim(-0.7, max(spot.x for spot in placed) + 0.7)
     axis.set_ylim(-max(spot.depth for spot in placed) - 0.5, 0.5)
     axis.axis("off")
-    axis.set_title(f"{drawn.name}: how server {server}'s shard travels", fontsize=9, color=INK)
+    axis.set_title(f"{drawn.name}: how server {server}'s shard is sent", fontsize=9, color=INK)
 
 
 def _legend(axis: Any, network: Network) -> None:

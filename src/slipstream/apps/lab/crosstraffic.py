@@ -49,7 +49,7 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
 
 
 if __name__ == "__main__":
-    # Ctrl-C is handled by the process that started this, which ends it.
+    # Ctrl-C is handled by the process that started this one, and ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     what, address, port, *rest = sys.argv[1:]
     if what == "receive":

@@ -1,4 +1,4 @@
-"""The actors of a job on Ray: where they are placed, how they are started and how they end."""
+"""The actors of a job on Ray: their placement, their start and their end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an ac
 def placed(
     workers: int, bundle: Mapping[str, float], placement: str, limit_s: float
 ) -> Iterator[Any]:
-    """A placement group with a bundle for each worker; raises LaunchError."""
+    """Create a placement group with a bundle for each worker; raise LaunchError if it fails."""
     group = placement_group([dict(bundle)] * workers, strategy=placement)
     try:
         if not group.wait(limit_s):
@@ -79,7 +79,7 @@ def no_place(workers: int, bundle: Mapping[str, float], placement: str, limit_s:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error that ended a worker; ``code`` is as of a process that ``slipstream run`` started."""
+    """An error that ended a worker; ``code`` is that of a process of ``slipstream run``."""
 
     rank: int
     error: Exception
@@ -89,11 +89,11 @@ class Failure:
 
 @dataclass(slots=True, repr=False)  # it has the secret
 class ActorJob:
-    """The actors of a job and how they end.
+    """The actors of a job, from their start to their end.
 
     Args:
-        settings: variables that are the same on all workers.
-        restarts: how many workers may be started again.
+        settings: Variables that are the same on all workers.
+        restarts: The number of workers that may be started again.
     """
 
     group: Any
@@ -153,7 +153,7 @@ class ActorJob:
     # ---- until all have ended
 
     def results(self) -> list[Any]:
-        """Wait for all workers; raises the error that ended the job."""
+        """Wait for all workers and return their results; raise the error that ended the job."""
         found: dict[int, Any] = {}
         watch = Supervision(Limits(), time.monotonic, restarts=self.restarts)
         for rank in self.ranks.values():
@@ -209,7 +209,7 @@ class ActorJob:
             self._start_again(rank_of(lost.member), incarnation)
 
     def _back(self) -> list[int]:
-        """Ranks that have rejoined; without an answer, all that were started again get a grace."""
+        """Return the ranks that have rejoined; if this is unknown, all that were started again."""
         try:
             return list(ray.get(self.returns.back.remote(), timeout=KILL_S))
         except RayError:
@@ -220,19 +220,19 @@ class ActorJob:
         level = logging.WARNING
         log_event(logger, "started_again", level=level, rank=rank, incarnation=incarnation)
         if self.returns is None:
-            # If this node dies, the driver does, too.
+            # This node, since the driver dies with it.
             here = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
             options = {"num_cpus": 0, "scheduling_strategy": here}
             self.returns = ray.remote(Returns).options(**options).remote()
-        ray.kill(self.actors[rank])  # it may live, and only be out of reach
+        ray.kill(self.actors[rank])  # it may be alive, but unreachable
         self.actors[rank] = self._actor(self.bundles[rank])
         self.told[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
         self._call(rank)
 
     def _cause(self) -> Exception:
-        """The first error that no other worker caused, with the place where it was raised."""
+        """Return the first error that no other worker caused, with the line that raised it."""
         causes = [failure for failure in self.failures if failure.code != EXIT_PEER_FAILED]
         first = (causes or self.tolerated[-1:] or self.failures)[0]
         if first.where:
@@ -257,7 +257,7 @@ def rank_of(member: str) -> int:
 
 
 def reason_of_death(error: RayActorError) -> str:
-    """Ray's last line about an actor that died."""
+    """Return Ray's last line about an actor that died."""
     reason = str(error).strip().splitlines()[-1].split(" Some common causes")[0]
     if isinstance(error, ActorUnavailableError):
         return f"its process or its node cannot be reached ({reason})"
