@@ -1,4 +1,4 @@
-"""The bench's side of a trial: starts fresh workers, synchronizes them, limits every wait."""
+"""The bench's side of a trial: starts new workers, synchronizes them, limits every wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrialFailed(SlipstreamError):
 
 
 class ForkServer:
-    """Starts the workers of one trial after the other; all have ended when the block ends."""
+    """A starter of the workers of one trial after the other; all end with the block."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
@@ -68,7 +68,8 @@ class ForkServer:
 
     @contextmanager
     def process_group(self, trial: Trial, places: Sequence[Place]) -> Iterator[ProcessGroup]:
-        """The workers of one trial, killed at the end of the block if they have not ended."""
+        """Start the workers of one trial; kill those that have not ended at the end of the
+        block."""
         folder = Path(self._folder.name)
         path = folder / "line"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -83,7 +84,7 @@ class ForkServer:
                     process_group.accept(listener)
                     yield process_group
                 finally:
-                    with contextlib.suppress(TrialFailed):  # else they have ended with it
+                    with contextlib.suppress(TrialFailed):  # otherwise they have ended with it
                         self._ask(KillAll())
                     process_group.close()
             finally:
@@ -95,7 +96,7 @@ class ForkServer:
             return self._started.get(timeout=START_LIMIT_S)
         except queue.Empty:
             raise TrialFailed(
-                "the process that starts workers did not; what it wrote above tells why"
+                "the process that starts workers did not start them; its output above may show why"
             ) from None
 
     def _ask(self, request: Request | KillAll) -> None:
@@ -105,7 +106,7 @@ class ForkServer:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise TrialFailed(
-                "the process that starts workers has ended; what it wrote above tells why"
+                "the process that starts workers has ended; its output above may show why"
             ) from None
 
 
@@ -118,7 +119,7 @@ class ProcessGroup:
         self._lines: list[socket.socket] = []
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept every worker's connection, or raise why one is missing."""
+        """Accept every worker's connection, or raise an error with the missing worker's output."""
         until = time.monotonic() + START_LIMIT_S
         while len(self._lines) < len(self._pids):
             listener.settimeout(0.2)
@@ -142,7 +143,7 @@ class ProcessGroup:
         self._heard.put({"rank": rank, "event": "gone", "content": None})
 
     def hear(self, event: str, limit_s: float) -> list[Any]:
-        """Every worker's message at this point, by rank."""
+        """Return every worker's message at this point, by rank."""
         until = time.monotonic() + limit_s
         said: dict[int, Any] = {}
         while len(said) < len(self._pids):
@@ -155,7 +156,7 @@ class ProcessGroup:
                     + self.tails()
                 ) from None
             if message["event"] == "gone":
-                # The first to end is not always the cause: let the others report, too.
+                # The first to end is not always the cause, so let the others report, too.
                 time.sleep(1.0)
                 raise TrialFailed(f"rank {message['rank']} ended before {event!r}\n{self.tails()}")
             if message["event"] == event:
@@ -177,7 +178,7 @@ class ProcessGroup:
             time.sleep(0.01)
 
     def tails(self) -> str:
-        """The end of every worker's output."""
+        """Return the end of every worker's output."""
         parts = []
         for rank in range(len(self._pids)):
             file = self._folder / f"rank{rank}.err"

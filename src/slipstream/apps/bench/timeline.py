@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 # A sleep ends late by about 70 µs; so it ends early, and the rest is spent in a busy loop.
 SPIN_S = 0.0001
-# A real device gets its work ahead of time, which hides the host's work between two layers.
-# A longer gap is no overhead: the host was waiting, for the network or for a straggler.
+# A real device gets its work ahead of time, which hides the host's work between two layers. A
+# longer gap is no overhead: the host was waiting, for the network or for a straggler.
 SLACK_S = 0.0005
 
 
 class Timeline:
-    """One device's work, one piece after the other.
+    """The work of one device, one piece after the other.
 
     Waits are measured against the device's own time, not against the start of a wait: if a sleep
     or the host was late with one piece, the next one is shorter. Lateness is carried over
@@ -59,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def included(self) -> Iterator[None]:
-        """Work within is already part of the device's published speed: carry it over."""
+        """Carry over the work in the block, which the device's published speed already includes."""
         begun = self._clock()
         yield
         self._left += self._clock() - begun

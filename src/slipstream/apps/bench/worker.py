@@ -46,7 +46,7 @@ class Loop:
         self.compute_s: list[float] = []
 
     def run(self, steps: int, *, keep_weights: bool = False) -> list[float]:
-        """Make steps; returns the duration of each."""
+        """Make steps; return the duration of each."""
         begun = time.perf_counter()
         times = []
         kept = 0
@@ -64,7 +64,7 @@ class Loop:
         return times
 
     def _wants_weights(self, done: int, kept: int, steps: int) -> bool:
-        """Every so many rounds, or at the next round that this worker takes part in."""
+        """Return whether to keep the weights now: once in several rounds that this worker makes."""
         every = self._trial.evaluate_every
         return bool(every) and (done // every > kept // every or done == steps)
 
@@ -84,7 +84,7 @@ class Loop:
         self._step += 1
 
     def _delay_s(self) -> float:
-        """All gradients of a slow worker's step are late."""
+        """Return the delay of a slow worker's step, of which all gradients are late."""
         base_s = self._base_s or (statistics.median(self.compute_s) if self.compute_s else 0.0)
         return self._stragglers.delay_s(
             self._rank, self._step, seed=self._trial.seed, base_s=base_s
@@ -108,12 +108,12 @@ class Loop:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, without DDP's wrapper."""
+    """Return the user's own module, without DDP's wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def emulate(trial: Trial, session: Session) -> Pace | None:
-    """Makes the computation take as long as on the device, if there is one."""
+    """Let the computation take as long as on the device, if there is one."""
     net = bare(session.model)
     if isinstance(net, EmulatedNet):
         net.include_update(session.inner or session.optimizer)
@@ -121,7 +121,7 @@ def emulate(trial: Trial, session: Session) -> Pace | None:
 
 
 def device_step_s(trial: Trial, model: nn.Module) -> float | None:
-    """How long a step takes on the emulated device; None if there is none."""
+    """Return the time of a step on the emulated device; None if there is none."""
     if trial.paced_ms is not None:
         return trial.paced_ms / 1000
     net = bare(model)
@@ -133,7 +133,7 @@ def device_step_s(trial: Trial, model: nn.Module) -> float | None:
 def work(
     trial: Trial, workload: Workload, rank: int, world: int, say: Say, wait: Callable[[], None]
 ) -> None:
-    """One worker's whole trial."""
+    """Run one worker's whole trial."""
     torch.set_num_threads(trial.threads)
     torch.manual_seed(0)
     model = workload.model()

@@ -20,7 +20,7 @@ _FORMAT = "write LABEL INDEX:VALUE INDEX:VALUE …"
 
 
 def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
-    """Rows with targets 0 and 1; a label of −1 or 0 becomes 0.
+    """Read rows with targets 0 and 1; a label of −1 or 0 becomes 0.
 
     Give ``features`` if it is known; by default it is the file's largest index, which may be
     smaller.
@@ -51,7 +51,7 @@ def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
 
 
 def read_sparse_rows(folder: Path, *, features: int | None = None) -> Split[SparseExamples]:
-    """A folder's files: those that end in ``.t`` or mention a test, and the rest to train on.
+    """Read a folder's files: those for a test end in ``.t`` or mention one, the rest are to train.
 
     Without a test file a random fifth is for the test.
     """

@@ -57,7 +57,7 @@ class TextSplit:
 
 
 def encode_text(text: LabelledText, *, seed: int = 0) -> TextSplit:
-    """Number words and labels by the training part; split off a tenth where no test is given."""
+    """Number words and labels by the training part; split off a tenth if no test is given."""
     check_enough(text)
     train, test = text.train, text.test
     if not test:

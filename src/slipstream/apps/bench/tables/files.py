@@ -49,7 +49,8 @@ _FORMAT = f"give each layer {', '.join(COLUMNS)}"
 
 
 def read_table(path: Path, *, batch: int | None = None) -> Table:
-    """The table in a file; its times are for ``batch`` rows, unless the file gives the number."""
+    """Read the table in a file; its times are for ``batch`` rows, unless the file has the
+    number."""
     text = read_text(path, "give a layer table as .csv or .json", MOST_BYTES)
     if path.suffix.lower() == ".json":
         name, said, rows = _from_json(path, text)
@@ -59,7 +60,7 @@ def read_table(path: Path, *, batch: int | None = None) -> Table:
     if not layers:
         raise refused(path, None, "no layers in it", _FORMAT)
     if len(layers) > MOST_LAYERS:
-        raise refused(path, None, f"more than {MOST_LAYERS} layers", "put alike ones together")
+        raise refused(path, None, f"more than {MOST_LAYERS} layers", "merge equal ones")
     if sum(layer.parameters for layer in layers) > MOST_PARAMETERS:
         problem = f"more than {MOST_PARAMETERS:.0e} parameters"
         raise refused(path, None, problem, "give the layers of one worker's part of the net")
@@ -100,7 +101,7 @@ def _from_json(path: Path, text: str) -> tuple[str, int | None, Iterator[Row]]:
 
 
 def _json_rows(path: Path, text: str, entries: list[Any]) -> Iterator[Row]:
-    """JSON parsers give no lines; but each layer has one ``"layer":``, in the same order."""
+    """Yield entries with their lines: each layer has one ``"layer":``, in the same order."""
     starts = (match.start() for match in re.finditer(r'"layer"\s*:', text))
     line: int | None = 1
     seen = 0
@@ -129,7 +130,7 @@ def _layer(path: Path, line: int | None, row: Mapping[str, Any]) -> Layer:
 
 
 def _shapes(said: Any) -> tuple[Shape, ...]:
-    """``"1000x2048;1000"``, ``[1000, 2048]`` or ``[[1000, 2048], [1000]]``."""
+    """Parse ``"1000x2048;1000"``, ``[1000, 2048]`` or ``[[1000, 2048], [1000]]``."""
     if isinstance(said, str):
         said = [part.strip().lower().split("x") for part in said.split(";") if part.strip()]
     elif said is None:

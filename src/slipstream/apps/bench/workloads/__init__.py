@@ -36,7 +36,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def known(name: str) -> None:
-    """Refuse a name that is not a workload's."""
+    """Check that a name is a workload's."""
     if name not in WORKLOADS:
         near = difflib.get_close_matches(name, WORKLOADS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,7 +50,7 @@ def workload(
     scale: float | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Workload:
-    """Load or generate the data and put the workload together.
+    """Load or generate the data and assemble the workload.
 
     Args:
         name: One of ``WORKLOADS``.
@@ -59,10 +59,11 @@ def workload(
         sizes: Other sizes than the workload's own, by name, such as ``{"layers": 2}``.
 
     Returns:
-        The workload.
+        The workload, with its model, data and optimizer.
 
     Raises:
-        ConfigError: There is no such workload, it does not take one of these, or the data is bad.
+        ConfigError: There is no such workload, it does not take an argument, or the data is
+            invalid.
 
     >>> workload("gpt", sizes={"layers": 2, "width": 64}).name
     'gpt'
@@ -86,7 +87,7 @@ def _not_taken(name: str, key: str, able: list[str]) -> ConfigError:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Sizes from text such as ``"layers=2,width=64"``; none from an empty one.
+    """Parse sizes from text such as ``"layers=2,width=64"``; none from an empty one.
 
     Raises:
         ConfigError: The text is of another form, or names a size twice.
