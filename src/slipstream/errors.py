@@ -16,7 +16,7 @@ SlipstreamError
     ├── PeerFailed              a member reported that it failed
     ├── LeftBehind              the other members continued without this worker
     ├── WaitLimit               a wait reached its limit; names the missing members
-    ├── JobEnded                a loop goes on training after the end of its job
+    ├── JobEnded                a loop trains on after the end of its job
     ├── OutOfDescriptors        this process may open no more files or connections
     ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
     └── FrameRefused            a message that does not match what was announced

@@ -86,8 +86,8 @@ class LayerCodec(Part, frozen=True):
 
     def chance(self, rank: Rank, step: int, unit: int, place: int) -> int:
         """Return the seed that rounds one matrix of one worker; independent of all other seeds."""
-        drawn = np.random.SeedSequence((self.seed, rank, step, unit, place))
-        return int(drawn.generate_state(1)[0])
+        sequence = np.random.SeedSequence((self.seed, rank, step, unit, place))
+        return int(sequence.generate_state(1)[0])
 
     def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
         """Return the required width and precision of the layer's two matrices."""

@@ -127,22 +127,22 @@ class Bases:
 
     def __init__(self, codec: LowRank, shape: Shape, ahead: int) -> None:
         self._codec, self._shape, self._ahead = codec, matrix_shape(shape), ahead
-        self._known: dict[int, Projection] = {}
+        self._projections: dict[int, Projection] = {}
 
     def at(self, round_: int) -> Projection:
-        if round_ not in self._known:
+        if round_ not in self._projections:
             if round_ >= self._ahead:
                 raise RuntimeFault(
                     f"the basis of round {round_} is unknown: round {round_ - self._ahead} was not "
                     "learned"
                 )
-            self._known[round_] = self._projection(round_, None)
-        return self._known[round_]
+            self._projections[round_] = self._projection(round_, None)
+        return self._projections[round_]
 
     def learn(self, round_: int, merged: Buffer | None) -> None:
-        self._known[round_ + self._ahead] = self._projection(round_ + self._ahead, merged)
-        for over in [known for known in self._known if known <= round_]:
-            del self._known[over]
+        self._projections[round_ + self._ahead] = self._projection(round_ + self._ahead, merged)
+        for past in [known for known in self._projections if known <= round_]:
+            del self._projections[past]
 
     def _projection(self, round_: int, merged: Buffer | None) -> Projection:
         """Return a round's basis: of the merged factor if it is finite, else of the seed."""
@@ -186,8 +186,8 @@ class Projection:
         if not largest(values.data, "float32") <= LARGEST_VALUE:
             factor.view(np.float32)[:] = np.nan
             return (frame,)
-        rows, rank, left = self._shape[0], self._codec.rank, self._side == 1
-        low_rank_pack(factor, values.data, residual.values, self._basis, rows, rank, left)
+        rows, rank, from_left = self._shape[0], self._codec.rank, self._side == 1
+        low_rank_pack(factor, values.data, residual.values, self._basis, rows, rank, from_left)
         return (frame,)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:

@@ -41,7 +41,7 @@ class Wanted:
 
 
 class LayerMath(Protocol):
-    """Computes a layer's gradient: torch at workers, numpy at servers.
+    """The computation of a layer's gradient: torch at workers, numpy at servers.
 
     Results are added to an existing gradient, as torch does.
     """
@@ -60,13 +60,13 @@ class Scratch:
     """Memory for stacked matrices, reused from round to round."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Bytes] = {}
+        self._memories: dict[int, Bytes] = {}
 
     def take(self, place: int, nbytes: int) -> Bytes:
-        held = self._held.get(place)
-        if held is None or held.nbytes < nbytes:
-            held = self._held[place] = np.empty(nbytes, np.uint8)
-        return held[:nbytes]
+        memory = self._memories.get(place)
+        if memory is None or memory.nbytes < nbytes:
+            memory = self._memories[place] = np.empty(nbytes, np.uint8)
+        return memory[:nbytes]
 
 
 def matrix_nbytes(numel: int, dtype: str) -> int:

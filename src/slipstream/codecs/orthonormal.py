@@ -58,8 +58,8 @@ def _make_unit(others: Doubles, row: Doubles) -> bool:
     for _ in range(2):
         shares = (others * row).sum(axis=1)
         row -= (others * shares[:, None]).sum(axis=0)
-    left = np.sqrt((row * row).sum())
-    if left <= DEPENDENT * length:
+    remaining = np.sqrt((row * row).sum())
+    if remaining <= DEPENDENT * length:
         return False
-    row /= left
+    row /= remaining
     return True

@@ -62,7 +62,7 @@ class AboutCodec(Protocol):
 
 @runtime_checkable
 class Codec(AboutCodec, Protocol):
-    """Encodes values as wire frames and back; ``frames`` is the number of frames per segment.
+    """A codec of values to wire frames and back; ``frames`` is their number per segment.
 
     A codec that does not send everything keeps the rest in a ``Residual``, one for each segment on
     each link: the sender keeps the return value of ``init`` and passes it to every ``encode``.

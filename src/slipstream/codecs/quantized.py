@@ -99,8 +99,8 @@ class Quantized(Part, frozen=True):
         out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
         # The factor spreads steps over all seeds: runs with neighbouring seeds do not soon share
         # random numbers.
-        drawn = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
-        seed = drawn if self.rounding == "stochastic" else None
+        step_seed = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
+        seed = step_seed if self.rounding == "stochastic" else None
         quantize_pack(out, values.data, residual.values, self.bits, self.block, seed)
         return (out,)
 

@@ -71,14 +71,14 @@ class Residual:
         Returns:
             The entries to send, and zeros in the place of those that stay. A NaN is sent.
         """
-        taken = self.values.copy()
+        due = self.values.copy()
         if above < 0:
             self.values[:] = 0
         else:
-            stays = np.abs(taken) <= above
-            taken[stays] = 0
+            stays = np.abs(due) <= above
+            due[stays] = 0
             self.values[~stays] = 0
-        return taken
+        return due
 
     def put_back(self, codec: Decoder, frames: Sequence[Buffer]) -> None:
         """Add back what was sent in a contribution that was dropped, except non-finite values."""

@@ -69,9 +69,9 @@ class Drop(Part, frozen=True):
         """Return the bound for values plus memory, from every ``stride``-th entry."""
         # Odd, so that the sample does not hit the same columns of a matrix again and again.
         stride = max(1, values.numel // SAMPLES) | 1
-        taken = slice(clock % stride, None, stride)
+        sample = slice(clock % stride, None, stride)
         with np.errstate(over="ignore", invalid="ignore"):
-            acc = np.abs(values.data.view(np.float32)[taken] + memory[taken])
+            acc = np.abs(values.data.view(np.float32)[sample] + memory[sample])
         acc = np.sort(acc[np.isfinite(acc)])
         if acc.size == 0:
             return 0.0
@@ -200,8 +200,8 @@ def kth_largest(k: int, magnitudes: Floats) -> float:
     sample = magnitudes[:: max(1, magnitudes.size // SAMPLES) | 1]
     wanted = min(sample.size, 16 + int(1.5 * k * sample.size / magnitudes.size))
     guess = np.partition(sample, sample.size - wanted)[sample.size - wanted]
-    few = magnitudes[~(magnitudes < guess)]
-    among = few if few.size >= k else magnitudes
+    candidates = magnitudes[~(magnitudes < guess)]
+    among = candidates if candidates.size >= k else magnitudes
     return float(np.partition(among, among.size - k)[among.size - k])
 
 

@@ -28,10 +28,10 @@ class Histogram:
         """Return the duration that this share of all does not exceed, to the precision of the
         bins."""
         wanted = share * self.counts.total()
-        seen = 0
+        counted = 0
         for place in sorted(self.counts):
-            seen += self.counts[place]
-            if seen >= wanted:
+            counted += self.counts[place]
+            if counted >= wanted:
                 return self._upper_s(place)
         return math.nan
 
@@ -65,9 +65,9 @@ class Arrivals:
 
     def arrived(self, rank: Rank, round_: int, now: float) -> None:
         """Record that a worker's gradient has arrived."""
-        if (begun := self.served_at.pop(rank, None)) is not None:
+        if (start := self.served_at.pop(rank, None)) is not None:
             steps = self.durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
-            steps.append(max(now - begun, FINEST_S))
+            steps.append(max(now - start, FINEST_S))
         if (opened := self.opened_at.get(round_)) is not None:
             self.came[round_] += 1
             self.kth.setdefault(self.came[round_], Histogram()).add(now - opened)

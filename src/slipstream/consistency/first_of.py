@@ -84,9 +84,9 @@ class FirstOf(Admission, frozen=True):
         if workers == 1:
             first = 1  # the script runs as one process
         if not 1 <= first <= workers:
-            asked = f"backup={self.backup}" if self.first is None else f"first={self.first}"
+            argument = f"backup={self.backup}" if self.first is None else f"first={self.first}"
             allowed = f"1 to {workers}" if self.first is not None else f"0 to {workers - 1}"
-            raise ConfigError(f"{asked} with {workers} workers: choose from {allowed}")
+            raise ConfigError(f"{argument} with {workers} workers: choose from {allowed}")
         changed = {"first": first, "backup": None, "min_first": min(self.min_first, first)}
         return msgspec.structs.replace(self, **changed)
 
@@ -237,7 +237,7 @@ class Agreement:
             num_arrived=len(self._arrived), members=members, open_s=open_s
         ):
             return []
-        made = Made(self.round, tuple(sorted(self._arrived)))
+        decision = Made(self.round, tuple(sorted(self._arrived)))
         self.record.made.update(self._arrived)
         for rank in self._arrived:
             self.record.arrivals.served(rank, now)
@@ -246,7 +246,7 @@ class Agreement:
         self.round += 1
         self._open(now)
         self._reconsider_first()
-        return [made]
+        return [decision]
 
     def _reconsider_first(self) -> None:
         if self.reconsider is None:

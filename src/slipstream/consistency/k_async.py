@@ -131,11 +131,11 @@ class KAsyncDecider:
         workers."""
         if len(self._arrived) < max(1, min(self.k, len(self.members | self._arrived))):
             return []
-        made = Made(self.round, tuple(sorted(self._arrived)))
+        decision = Made(self.round, tuple(sorted(self._arrived)))
         self.record.made.update(self._arrived)
         for rank in self._arrived:
             self.record.arrivals.served(rank, now)
         self._arrived.clear()
         self.round += 1
         self.record.arrivals.opened(self.round, now)
-        return [made]
+        return [decision]

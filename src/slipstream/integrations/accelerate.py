@@ -163,8 +163,8 @@ def pairs_in(given: Sequence[Any]) -> list[Pair]:
     models = [each for each in given if isinstance(each, nn.Module)]
     pairs: list[Pair] = []
     for optimizer in (each for each in given if isinstance(each, Optimizer)):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        owners = [model for model in models if held <= {id(p) for p in model.parameters()}]
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [model for model in models if parameters <= {id(p) for p in model.parameters()}]
         if len(owners) != 1:
             raise slipstream.ConfigError(
                 f"the parameters of a {type(optimizer).__name__} must all be of one model that is "
@@ -207,10 +207,10 @@ def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
         raise slipstream.ConfigError(
             "mixed_precision='fp8' replaces layers in prepare: use 'bf16' or 'no'"
         )
-    found = accelerator.process_index, accelerator.num_processes
-    if found != (job.rank, job.world_size):
+    numbers = accelerator.process_index, accelerator.num_processes
+    if numbers != (job.rank, job.world_size):
         raise slipstream.ConfigError(
-            f"Accelerate is process {found[0]} of {found[1]}, the job is rank {job.rank} of "
+            f"Accelerate is process {numbers[0]} of {numbers[1]}, the job is rank {job.rank} of "
             f"{job.world_size}: start both with one launcher (slipstream run, torchrun, accelerate "
             "launch), and on hosts without GPU make Accelerator(cpu=True) or "
             "TrainingArguments(use_cpu=True)"

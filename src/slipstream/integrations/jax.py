@@ -82,11 +82,11 @@ class Engine:
         self._layouts = [(leaf.shape, leaf.dtype) for leaf in leaves]
         shared = dict(zip(self._names, self._on_host(leaves), strict=True))
         self._exchange = job.exchange(shared, strategy, outputs_last=True)
-        self.params, self._alone = params, job.world_size == 1
+        self.params, self._is_single_worker = params, job.world_size == 1
         weights = self._exchange.weights()  # also with one worker, where nothing is exchanged
-        if not self._alone:
-            given = map(self._adopt, weights)
-            self.params = self._tree.unflatten(map(put_back, given, leaves))
+        if not self._is_single_worker:
+            arrays = map(self._adopt, weights)
+            self.params = self._tree.unflatten(map(put_back, arrays, leaves))
 
     def mean(self, grads: Any) -> Any:
         """Return the mean of all workers' gradients; every rank must call it, once a step.
@@ -104,7 +104,9 @@ class Engine:
         for number in reversed(range(len(tensors))):  # as a backward pass completes them
             self._exchange.ready(number, tensors[number])
         # While gradients are being exchanged, since this takes JAX some time.
-        means = leaves if self._alone else list(map(self._adopt, self._exchange.places()))
+        means = (
+            leaves if self._is_single_worker else list(map(self._adopt, self._exchange.places()))
+        )
         for number, written in enumerate(self._exchange.finish()):
             if written is None:  # no worker had a gradient that counts
                 means[number] = jnp.zeros_like(leaves[number])
@@ -157,8 +159,8 @@ class Engine:
         """Return the arrays on the CPU device, where slipstream can read them, once computed."""
         if any(leaf.devices() != {self._host} for leaf in leaves):
             leaves = jax.device_put(leaves, self._host)
-        found: list[Any] = jax.block_until_ready(leaves)
-        return found
+        arrays: list[Any] = jax.block_until_ready(leaves)
+        return arrays
 
 
 def adopt(tensor: Any) -> Any:
@@ -189,8 +191,8 @@ def adopter(host: Any) -> Callable[[Any], Any]:
             return share(tensor.__dlpack__(), host, None, False, 1)  # no stream, no copy, a CPU
 
         first = torch.zeros(16)
-        found, wanted = adopt_on_host(first), adopt(first)
-        if found.unsafe_buffer_pointer() == first.data_ptr() and found.sharding == wanted.sharding:
+        fast, wanted = adopt_on_host(first), adopt(first)
+        if fast.unsafe_buffer_pointer() == first.data_ptr() and fast.sharding == wanted.sharding:
             return adopt_on_host
     except Exception as error:  # another version of JAX may raise any error
         logger.info("JAX shares arrays by from_dlpack: %s", error)

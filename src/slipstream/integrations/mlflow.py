@@ -28,14 +28,14 @@ class MLflow(slipstream.Watcher):
             self._run = (mlflow.active_run() or mlflow.start_run()).info.run_id
             if self._own:
                 mlflow.end_run("RUNNING")  # it continues, but is no longer the active one
-            named = {f"slipstream/{name}": value for name, value in content.items()}
-            mlflow.log_params(named, run_id=self._run)
+            parameters = {f"slipstream/{name}": value for name, value in content.items()}
+            mlflow.log_params(parameters, run_id=self._run)
         if event == "failed":
             self._status = "FAILED"
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        named = {f"slipstream/{name}": value for name, value in figures.items()}
-        mlflow.log_metrics(named, step=step, run_id=self._run)
+        values = {f"slipstream/{name}": value for name, value in figures.items()}
+        mlflow.log_metrics(values, step=step, run_id=self._run)
 
     def close(self) -> None:
         if self._own:

@@ -27,8 +27,10 @@ class OpenTelemetry(slipstream.Watcher):
         if event == "start":
             self._attributes, self._gauges = dict(content), dict[str, Any]()
             self._meter = metrics.get_meter("slipstream", slipstream.__version__)
-        told = {name: value for name, value in content.items() if isinstance(value, str | int)}
-        trace.get_current_span().add_event(f"slipstream.{event}", told)
+        attributes = {
+            name: value for name, value in content.items() if isinstance(value, str | int)
+        }
+        trace.get_current_span().add_event(f"slipstream.{event}", attributes)
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in {"step": step, **figures}.items():

@@ -36,8 +36,8 @@ class WandB(slipstream.Watcher):
             self._run.finish(exit_code=1)
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        named = {"step": step, **figures}
-        values = {f"slipstream/{name}": value for name, value in named.items()}
+        with_step = {"step": step, **figures}
+        values = {f"slipstream/{name}": value for name, value in with_step.items()}
         self._run.log(values, commit=self._own)
 
     def close(self) -> None:

@@ -184,10 +184,12 @@ def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
     return lambda first: a + b / first
 
 
-def _iterations(given: Iterations | Sequence[tuple[int, float]] | None, workers: int) -> Iterations:
-    if given is None:
+def _iterations(
+    iterations: Iterations | Sequence[tuple[int, float]] | None, workers: int
+) -> Iterations:
+    if iterations is None:
         return assumed_iterations(workers)
-    return given if callable(given) else fit_iterations(given)
+    return iterations if callable(iterations) else fit_iterations(iterations)
 
 
 # ---- round times
@@ -223,22 +225,22 @@ def replay(steps: Floats) -> tuple[Floats, Floats]:
     split = worker[:, None]  # all splits in parallel: row i is N = i + 1
     counts = worker <= split
     ends = np.tile(steps[:, 0], (workers, 1))  # end of each worker's current step
-    begun = np.ones((workers, workers), np.int64)
+    next_step = np.ones((workers, workers), np.int64)
     late = np.zeros((workers, workers), np.bool_)
     made = np.empty((workers, workers), np.bool_)
     dropped = np.zeros(workers, np.int64)
     closes = np.zeros((workers, 1))
     for _ in range(rounds):
-        arrives = np.where(late, ends + steps[worker, begun], ends)
+        arrives = np.where(late, ends + steps[worker, next_step], ends)
         order = np.argsort(arrives, axis=1, kind="stable")
         np.put_along_axis(made, order, counts, axis=1)
         closes = np.take_along_axis(arrives, np.take_along_axis(order, split, axis=1), axis=1)
         anew = late & (made | (ends < closes))
         dropped += anew.sum(axis=1)
-        begun += anew
+        next_step += anew
         ends = np.where(anew, arrives, ends)
-        ends = np.where(made, closes + steps[worker, begun], ends)
-        begun += made
+        ends = np.where(made, closes + steps[worker, next_step], ends)
+        next_step += made
         late = ~made
     return closes[:, 0] / rounds, dropped / rounds
 

@@ -65,17 +65,23 @@ def trend(sent_s: Sequence[float], arrived_s: Sequence[float | None]) -> Trend:
 
     The two clocks may differ by any offset. The order of arrival does not matter.
     """
-    pairs = [(at, there) for at, there in zip(sent_s, arrived_s, strict=True) if there is not None]
+    pairs = [
+        (at, arrived) for at, arrived in zip(sent_s, arrived_s, strict=True) if arrived is not None
+    ]
     if len(pairs) < (1 - LARGEST_LOSS) * len(sent_s):
         return Trend.INCREASING
     if len(pairs) < FEWEST_DELAYS:
         return Trend.AMBIGUOUS
     # Relative to the first packet: a float of seconds since 1970 cannot represent nanoseconds.
     first_sent, first_arrived = pairs[0]
-    middles = group_medians([(there - first_arrived) - (at - first_sent) for at, there in pairs])
+    middles = group_medians(
+        [(arrived - first_arrived) - (at - first_sent) for at, arrived in pairs]
+    )
     if middles[-1] - middles[0] <= LARGEST_SKEW * (pairs[-1][0] - first_sent):
         return Trend.LEVEL
-    return _together(_judge(pct(middles), PCT_THRESHOLDS), _judge(pdt(middles), PDT_THRESHOLDS))
+    return _combined(
+        _classify(pct(middles), PCT_THRESHOLDS), _classify(pdt(middles), PDT_THRESHOLDS)
+    )
 
 
 def group_medians(delays: Sequence[float]) -> list[float]:
@@ -97,14 +103,14 @@ def pdt(middles: Sequence[float]) -> float:
     return (middles[-1] - middles[0]) / travelled if travelled else 0.0
 
 
-def _judge(value: float, thresholds: tuple[float, float]) -> Trend:
+def _classify(value: float, thresholds: tuple[float, float]) -> Trend:
     increasing, level = thresholds
     if value > increasing:
         return Trend.INCREASING
     return Trend.LEVEL if value < level else Trend.AMBIGUOUS
 
 
-def _together(one: Trend, other: Trend) -> Trend:
+def _combined(one: Trend, other: Trend) -> Trend:
     """Combine two tests: one may be unsure; two that contradict each other give no result."""
     clear = {one, other} - {Trend.AMBIGUOUS}
     return clear.pop() if len(clear) == 1 else Trend.AMBIGUOUS
@@ -309,11 +315,11 @@ class Passive:
             raise ValueError(f"{nbytes} bytes in {busy_s} s: no transfer is like that")
         if nbytes < self._least_nbytes or not busy_s:
             return
-        kept = 0.5 ** (busy_s / self._half_life_s)
+        share = 0.5 ** (busy_s / self._half_life_s)
         # The start of a transfer is older than its end: its weight is the mean over its duration.
-        weight = (1 - kept) / math.log(2) * self._half_life_s / busy_s
-        self._nbytes = kept * self._nbytes + weight * nbytes
-        self._seconds = kept * self._seconds + weight * busy_s
+        weight = (1 - share) / math.log(2) * self._half_life_s / busy_s
+        self._nbytes = share * self._nbytes + weight * nbytes
+        self._seconds = share * self._seconds + weight * busy_s
 
     @property
     def bytes_s(self) -> float | None:

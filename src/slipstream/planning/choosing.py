@@ -150,9 +150,9 @@ class ByTime(Part, frozen=True):
         dense = ways.dense_seconds(shape.dense_bytes, self.speeds)
         compact = compact_seconds(shape, rows, ways.workers, self.speeds, compact_bytes)
         reason = f"{1000 * compact:.3g} ms against {1000 * dense:.3g} ms dense"
-        taken = compact < dense
-        seconds = compact if taken else dense
-        return _verdict(shape, rows, ways, compact_bytes, taken, seconds, reason)
+        is_compact = compact < dense
+        seconds = compact if is_compact else dense
+        return _verdict(shape, rows, ways, compact_bytes, is_compact, seconds, reason)
 
 
 # Every chooser that a policy may name.

@@ -74,16 +74,16 @@ def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[t
     """Cut the tensors, one after the other, every ``room`` elements; yield the segments of
     chunks."""
     run: list[Segment] = []
-    left = room
+    remaining = room
     for tensor in tensors:
         start, numel = 0, specs[tensor].numel
         while start < numel:
-            stop = min(numel, start + left)
+            stop = min(numel, start + remaining)
             run.append(Segment(tensor, start, stop))
-            left -= stop - start
+            remaining -= stop - start
             start = stop
-            if not left:
+            if not remaining:
                 yield tuple(run)
-                run, left = [], room
+                run, remaining = [], room
     if run:
         yield tuple(run)

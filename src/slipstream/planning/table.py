@@ -69,18 +69,18 @@ def tabulate(
 
 
 def _tensor_row(spec: Spec, scheme: str, way: Ways, speeds: Speeds | None) -> Row:
-    moved, dense = (_cost(each, spec.nbytes, speeds) for each in (way, way.plain))
+    costs, dense = (_cost(each, spec.nbytes, speeds) for each in (way, way.plain))
     why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
-    return Row(spec.name, spec.shape, scheme, *moved, *dense, why, way.every)
+    return Row(spec.name, spec.shape, scheme, *costs, *dense, why, way.every)
 
 
 def _layer_row(
     shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
 ) -> Row:
-    moved, dense = (_cost(each, shape.dense_bytes, speeds) for each in (way, way.plain))
+    costs, dense = (_cost(each, shape.dense_bytes, speeds) for each in (way, way.plain))
     if verdict.compact:
-        scheme, moved = f"{shape.form}/{verdict.place}", (verdict.link_bytes, verdict.seconds)
-    return Row(shape.name, (shape.outputs, shape.inputs), scheme, *moved, *dense, verdict.why)
+        scheme, costs = f"{shape.form}/{verdict.place}", (verdict.link_bytes, verdict.seconds)
+    return Row(shape.name, (shape.outputs, shape.inputs), scheme, *costs, *dense, verdict.why)
 
 
 def _cost(way: Ways, nbytes: float, speeds: Speeds | None) -> tuple[float, float | None]:
@@ -117,21 +117,21 @@ def as_text(rows: Sequence[Row], link: str = "a worker's link") -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     shape, name = " x ".join(str(size) for size in row.shape), printable(row.name)
-    moved = human_bytes(row.link_bytes)
-    return (name, shape, row.scheme, moved, _ms(row.seconds), row.why)
+    nbytes = human_bytes(row.link_bytes)
+    return (name, shape, row.scheme, nbytes, _ms(row.seconds), row.why)
 
 
 def _sums(sums: Totals, link: str) -> str:
-    said = (
+    text = (
         f"a step moves {human_bytes(sums.link_bytes)} over {link} each way; "
         f"all dense: {human_bytes(sums.dense_link_bytes)}"
     )
     if sums.seconds is not None and sums.dense_seconds is not None and sums.speedup is not None:
-        said += (
+        text += (
             f"\nexchange predicted at {_ms(sums.seconds)} ms; all dense: "
             f"{_ms(sums.dense_seconds)} ms ({sums.speedup:.1f} times as long)"
         )
-    return said
+    return text
 
 
 def _spread(rows: Sequence[Row]) -> str:

@@ -94,8 +94,8 @@ def call_of(strategy: Strategy) -> str:
     >>> call_of(push_pull(update="server")), call_of(async_sgd())
     ('push_pull(update="server")', 'async_sgd')
     """
-    moved = strategy.name == "push_pull" and strategy.rounds.update.holder_applies
-    return 'push_pull(update="server")' if moved else strategy.name
+    at_server = strategy.name == "push_pull" and strategy.rounds.update.holder_applies
+    return 'push_pull(update="server")' if at_server else strategy.name
 
 
 def is_json(text: str) -> bool:
@@ -118,7 +118,7 @@ def read_call(text: str) -> tuple[str, dict[str, object]]:
         pairs = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in node.keywords]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise malformed from error
-    named = {key: value for key, value in pairs if key is not None}
-    if len(named) < len(pairs):  # given twice, or as **{…}
+    arguments = {key: value for key, value in pairs if key is not None}
+    if len(arguments) < len(pairs):  # given twice, or as **{…}
         raise malformed
-    return node.func.id, named
+    return node.func.id, arguments

@@ -10,8 +10,8 @@
 
     ḡᵗ = (1/N) Σ over the first N of gᵢᵗ,   θᵗ⁺¹ = F(θᵗ, ḡᵗ),   θ̄ ← α θ̄ + (1 − α) θᵗ⁺¹
 
-The paper leaves open whether servers agree on the N. Here they do: if shards dropped different
-workers, training on data that is not dealt at random would suffer.
+Deviations: the paper leaves open whether servers agree on the N. Here they do: if shards dropped
+different workers, training on data that is not dealt at random would suffer.
 
 References:
     Chen, Pan, Monga, Bengio and Jozefowicz: Revisiting Distributed Synchronous SGD (2016).

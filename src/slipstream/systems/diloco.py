@@ -90,14 +90,14 @@ def diloco(
     >>> diloco(every=100, fragments=4, overlap_steps=5).rounds.update.inner.mix
     0.5
     """
-    kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
+    share = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
         Rounds(
             outer_routes(wire, first, hierarchical),
             Consistency(All() if first is None else FirstOf(first)),
             Update(
-                LocalSteps(every, fragments, overlap_steps, kept),
+                LocalSteps(every, fragments, overlap_steps, share),
                 Nesterov(lr, momentum, at="worker" if first is None else "server"),
             ),
             AfterBackward(),

@@ -105,8 +105,10 @@ def parameter_flow(
     select = selector(decay, congested_delta, congested_below)
     filtered = msgspec.structs.replace(filter_as(codec), select=select)
     patterns = delta if isinstance(delta, Mapping) else {"*": delta}
-    roads = {p: filtered_route(topology, filtered, d, broadcast_delta) for p, d in patterns.items()}
-    rules = tuple(Rule(Large(SMALLEST, pattern=p), road) for p, road in roads.items())
+    routes = {
+        p: filtered_route(topology, filtered, d, broadcast_delta) for p, d in patterns.items()
+    }
+    rules = tuple(Rule(Large(SMALLEST, pattern=p), route) for p, route in routes.items())
     steps = payload == "update"
     return Strategy(
         "parameter_flow",

@@ -131,8 +131,10 @@ class Stage:
             assert server.shard is not None
             memories[node] = server.shard.aggregator.memories
         for node, residuals in memories.items():
-            mine = [chunk for chunk in plan.chunks_of(node) if plan.holders_of(chunk)[0] == node]
-            for tensor, part in owed_by(plan, mine, residuals).items():
+            own_chunks = [
+                chunk for chunk in plan.chunks_of(node) if plan.holders_of(chunk)[0] == node
+            ]
+            for tensor, part in owed_by(plan, own_chunks, residuals).items():
                 owed[tensor] = owed[tensor] + part if tensor in owed else part
         return owed
 

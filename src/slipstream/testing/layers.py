@@ -56,14 +56,14 @@ def whole(numbers: np.random.Generator, rows: int, columns: int, dtype: str) -> 
 
 def dense(plan: Plan, layer: Layer, rows: LayerRows) -> dict[int, bytes]:
     """Return the gradient of a worker's matrices, by tensor."""
-    made, count = LayerGradients(plan), len(rows.first)
+    gradients, count = LayerGradients(plan), len(rows.first)
     first, second = raw(rows.first), raw(rows.second)
     if layer.form == "rows":
-        made.add_rows(layer, Values(first, "int64"), Values(second, layer.dtype), count, 1.0)
+        gradients.add_rows(layer, Values(first, "int64"), Values(second, layer.dtype), count, 1.0)
     else:
-        given = Values(second, layer.dtype), Values(first, layer.dtype)
-        made.multiply(layer, *given, count, 1.0)
-    return {tensor: values.data.tobytes() for tensor, values in made.flat.items()}
+        matrices = Values(second, layer.dtype), Values(first, layer.dtype)
+        gradients.multiply(layer, *matrices, count, 1.0)
+    return {tensor: values.data.tobytes() for tensor, values in gradients.flat.items()}
 
 
 def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -107,16 +107,16 @@ class ByteLayers:
         self._plan, self._slots = plan, slots
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
-        made = LayerGradients(self._plan)
-        made.multiply(layer, dy, x, rows, share)
-        self._write(made)
+        gradients = LayerGradients(self._plan)
+        gradients.multiply(layer, dy, x, rows, share)
+        self._write(gradients)
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
-        made = LayerGradients(self._plan)
-        made.add_rows(layer, ids, values, rows, share)
-        self._write(made)
+        gradients = LayerGradients(self._plan)
+        gradients.add_rows(layer, ids, values, rows, share)
+        self._write(gradients)
 
-    def _write(self, made: LayerGradients) -> None:
-        for tensor, values in made.flat.items():
+    def _write(self, gradients: LayerGradients) -> None:
+        for tensor, values in gradients.flat.items():
             self._slots.sink(tensor).data[:] = values.data
             self._slots.finish(tensor)

@@ -122,14 +122,14 @@ class ByteSlots:
     def __init__(self, specs: Sequence[Spec], *, weights_return: bool = False) -> None:
         self._held = [zeros(spec) for spec in specs]
         self._gradients = [zeros(spec) for spec in specs] if weights_return else self._held
-        self._given = [False] * len(specs)
-        self._settled: set[int] = set()
+        self._is_present = [False] * len(specs)
+        self._finished: set[int] = set()
 
     def begin(self, contributions: Sequence[bytes | None]) -> None:
         """Set a new round's contributions, by tensor; None where this worker has none."""
-        self._settled.clear()
+        self._finished.clear()
         for tensor, content in enumerate(contributions):
-            self._given[tensor] = content is not None
+            self._is_present[tensor] = content is not None
             if content is not None:
                 memoryview(self._gradients[tensor].data)[:] = content
             elif self._gradients is self._held:
@@ -138,22 +138,22 @@ class ByteSlots:
     def results(self) -> Tensors:
         """Return the results; None for tensors without a contribution."""
         return tuple(
-            content if tensor in self._settled else None
+            content if tensor in self._finished else None
             for tensor, content in enumerate(self.contents())
         )
 
     def contents(self) -> tuple[bytes, ...]:
         """Return all current tensors."""
-        return tuple(held.data.tobytes() for held in self._held)
+        return tuple(values.data.tobytes() for values in self._held)
 
     def source(self, tensor: int) -> Values | None:
-        return self._gradients[tensor] if self._given[tensor] else None
+        return self._gradients[tensor] if self._is_present[tensor] else None
 
     def sink(self, tensor: int) -> Values:
         return self._held[tensor]
 
     def finish(self, tensor: int) -> None:
-        self._settled.add(tensor)
+        self._finished.add(tensor)
 
 
 def zeros(spec: Spec) -> Values:

@@ -104,14 +104,14 @@ def simulate(
     plan = strategy.plan(specs, Cluster(workers, servers))
     if len(plan.over_links()) < len(plan.units) or plan.partial_exchange is not None:
         raise ConfigError(f"{strategy.name}: only rounds over links can be simulated")
-    given = contribute or normal(specs, seed)
+    contributor = contribute or normal(specs, seed)
     conducts = [(conduct or {}).get(rank, Conduct()) for rank in range(workers)]
     if slow is not None and slow < workers:
         conducts[slow] = replace(conducts[slow], speed=SLOW)
     stage = Stage(plan, seed, optimizer)
-    told = (stage, rounds, given)
+    shared = (stage, rounds, contributor)
     of_layers = rows or whole_numbers(seed)
-    cast = [Worker(rank, *told, conducts[rank], of_layers) for rank in range(workers)]
+    cast = [Worker(rank, *shared, conducts[rank], of_layers) for rank in range(workers)]
     return outcome(stage, cast, stage.play(cast))
 
 

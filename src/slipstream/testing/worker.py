@@ -97,8 +97,8 @@ class Worker:
 
     def _note(self, clock: int, tensors: Collection[int]) -> None:
         contents = self.slots.contents()
-        given = range(len(contents))
-        self.updates.append(tuple(contents[t] if t in tensors else None for t in given))
+        numbers = range(len(contents))
+        self.updates.append(tuple(contents[t] if t in tensors else None for t in numbers))
 
     def _row_counts(self) -> list[int]:
         rows = (self._compact[unit] for unit in self.stage.plan.choices())
@@ -202,8 +202,8 @@ class Worker:
         self._compact = {unit: self.rows(self.rank, round_, unit) for unit in self._layers}
         for unit, rows in self._compact.items():
             assert unit.layer is not None
-            made = {} if rows is None else dense(self.stage.plan, unit.layer, rows)
-            by_tensor |= {tensor: made.get(tensor) for tensor in unit.tensors}
+            gradients = {} if rows is None else dense(self.stage.plan, unit.layer, rows)
+            by_tensor |= {tensor: gradients.get(tensor) for tensor in unit.tensors}
         given = tuple(by_tensor[t] for t in range(len(specs)))
         self.driver.resume(len(self.steps))
         compact = list(self._compact)

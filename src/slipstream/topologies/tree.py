@@ -42,7 +42,7 @@ class Tree(Topology, frozen=True):
     def __post_init__(self) -> None:
         # Trees that were read from a file are lists.
         try:
-            plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
+            plain = tuple(tuple(tuple(receivers) for receivers in tree) for tree in self.children)
         except TypeError as error:
             raise ConfigError(
                 f"Tree({self.children!r}): for every server give a list of lists of ranks: whom "
@@ -89,7 +89,7 @@ def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
     """Return what is wrong with a tree; empty if nothing is."""
     if len(tree) != cluster.workers + 1:
         return f"is made for {len(tree) - 1} worker(s), not {cluster.workers}"
-    times = Counter(rank for given in tree for rank in given)
+    times = Counter(rank for receivers in tree for rank in receivers)
     for rank in sorted({*times, *cluster.worker_nodes}, key=str):
         wanted = rank in cluster.worker_nodes and rank not in gone
         if times[rank] != wanted:
@@ -107,8 +107,8 @@ def _bypass(tree: RankTree, rank: Rank) -> RankTree:
         raise ConfigError(f"rank {rank} is in no tree; they have ranks 0 to {len(tree) - 2}")
     heirs = tree[rank + 1]
     passed_on = [
-        tuple(heir for child in given for heir in (heirs if child == rank else (child,)))
-        for given in tree
+        tuple(heir for child in receivers for heir in (heirs if child == rank else (child,)))
+        for receivers in tree
     ]
     passed_on[rank + 1] = ()
     return tuple(passed_on)

@@ -113,24 +113,24 @@ class Outcome:
     @property
     def compute_s(self) -> float | None:
         """The time of forward and backward, including any waits of a system within them."""
-        found = [timing.compute_s for run in self.runs for timing in run.timings]
-        return statistics.median(found) if found else None
+        times_s = [timing.compute_s for run in self.runs for timing in run.timings]
+        return statistics.median(times_s) if times_s else None
 
     @property
     def link_bytes(self) -> float | None:
         """The busiest link's bytes per step, sent or received."""
-        moved = [
+        bytes_per_step = [
             max(max(link.sent, link.received) for link in run.links) / self.steps
             for run in self.runs
             if run.links
         ]
-        return statistics.median(moved) if moved else None
+        return statistics.median(bytes_per_step) if bytes_per_step else None
 
     @property
     def metric(self) -> float | None:
         """The metric of the final weights, the mean over workers."""
-        found = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
-        return statistics.mean(found) if found else None
+        metrics = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
+        return statistics.mean(metrics) if metrics else None
 
     def reached(self, good: Callable[[float], bool]) -> list[Snapshot | None]:
         """Return, by run, the first snapshot that was good enough, or None."""
@@ -203,8 +203,8 @@ def compare(
     with ground(comparison) as where, ForkServer() as fork_server:
         for repetition in range(comparison.repetitions):
             for outcome in (alone, *outcomes):
-                said = _run_once(outcome, comparison, where, fork_server, bounds, alone.compute_s)
-                note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {said}")
+                result = _run_once(outcome, comparison, where, fork_server, bounds, alone.compute_s)
+                note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {result}")
     return outcomes, Bounds(bounds.dense_s, bounds.exact_s, alone.median_s)
 
 

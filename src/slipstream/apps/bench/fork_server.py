@@ -87,9 +87,9 @@ def fork_on_request() -> None:
         text += more
         while b"\n" in text:
             line, _, text = text.partition(b"\n")
-            asked = msgspec.json.decode(line, type=Request | KillAll)
-            if isinstance(asked, Request):
-                children |= fork_all(asked)
+            request = msgspec.json.decode(line, type=Request | KillAll)
+            if isinstance(request, Request):
+                children |= fork_all(request)
             else:
                 kill_all(children)
 

@@ -204,6 +204,6 @@ class Recommender(nn.Module):
         pairs, bags = rated
         user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
         genres = self.genres(bags.indices, bags.offsets)
-        seen = torch.cat([user, item, genres, user * item, user * genres], 1)
-        rating: Tensor = self.mean + self.net(seen).squeeze(1)
+        inputs = torch.cat([user, item, genres, user * item, user * genres], 1)
+        rating: Tensor = self.mean + self.net(inputs).squeeze(1)
         return rating

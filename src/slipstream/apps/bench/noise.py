@@ -14,8 +14,8 @@ class Noise:
     """Memory filled with normal numbers, which repeat: drawing each one would take too long."""
 
     def __init__(self, seed: int, scale: float) -> None:
-        drawn = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(seed))
-        self._block = drawn.mul_(scale)
+        normal = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(seed))
+        self._block = normal.mul_(scale)
 
     def make(self, shape: tuple[int, ...]) -> Tensor:
         flat = torch.empty(math.prod(shape))

@@ -54,12 +54,12 @@ class ForkServer:
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
-            told = msgspec.json.decode(line, type=Started | Reaped)
-            if isinstance(told, Reaped):
-                self._reaped |= set(told.pids)
+            message = msgspec.json.decode(line, type=Started | Reaped)
+            if isinstance(message, Reaped):
+                self._reaped |= set(message.pids)
             else:
-                self._reaped -= set(told.pids)  # earlier workers with the same numbers
-                self._started.put(told.pids)
+                self._reaped -= set(message.pids)  # earlier workers with the same numbers
+                self._started.put(message.pids)
 
     def __exit__(self, *_: object) -> None:
         with self._process as process:
@@ -115,7 +115,7 @@ class ProcessGroup:
 
     def __init__(self, pids: Sequence[int], folder: Path, reaped: set[int]) -> None:
         self._pids, self._folder, self._reaped = pids, folder, reaped
-        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: list[socket.socket] = []
 
     def accept(self, listener: socket.socket) -> None:
@@ -139,18 +139,18 @@ class ProcessGroup:
             for text in file:
                 message = msgspec.json.decode(text)
                 rank = message["rank"]
-                self._heard.put(message)
-        self._heard.put({"rank": rank, "event": "gone", "content": None})
+                self._messages.put(message)
+        self._messages.put({"rank": rank, "event": "gone", "content": None})
 
     def hear(self, event: str, limit_s: float) -> list[Any]:
         """Return every worker's message at this point, by rank."""
         until = time.monotonic() + limit_s
-        said: dict[int, Any] = {}
-        while len(said) < len(self._pids):
+        contents: dict[int, Any] = {}
+        while len(contents) < len(self._pids):
             try:
-                message = self._heard.get(timeout=max(0.0, until - time.monotonic()))
+                message = self._messages.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                silent = [str(rank) for rank in range(len(self._pids)) if rank not in said]
+                silent = [str(rank) for rank in range(len(self._pids)) if rank not in contents]
                 raise TrialFailed(
                     f"no {event!r} from rank {', '.join(silent)} within {limit_s:.0f} s\n"
                     + self.tails()
@@ -160,8 +160,8 @@ class ProcessGroup:
                 time.sleep(1.0)
                 raise TrialFailed(f"rank {message['rank']} ended before {event!r}\n{self.tails()}")
             if message["event"] == event:
-                said[message["rank"]] = message["content"]
-        return [said[rank] for rank in sorted(said)]
+                contents[message["rank"]] = message["content"]
+        return [contents[rank] for rank in sorted(contents)]
 
     def tell(self) -> None:
         """Let every worker continue."""

@@ -168,8 +168,8 @@ _READERS: dict[str, Callable[[str, str], Straggle]] = {
 }
 
 
-def _number(text: str, said: str) -> float:
+def _number(text: str, number: str) -> float:
     try:
-        return float(said)
+        return float(number)
     except ValueError:
-        raise ConfigError(f"cannot read {text!r}: {said!r} is not a number; {_FORMS}") from None
+        raise ConfigError(f"cannot read {text!r}: {number!r} is not a number; {_FORMS}") from None

@@ -27,8 +27,8 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        output: Tensor = self.output(seen.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        output: Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, width))
         return output
 
 

@@ -65,8 +65,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 def loaded(trial: Trial) -> Workload:
     """Return the trial's workload; data that was read once is not read again."""
-    kept = ("workload", "data", "scale", "sizes", "device")
-    return _load(Trial(**{name: getattr(trial, name) for name in kept}))
+    fields = ("workload", "data", "scale", "sizes", "device")
+    return _load(Trial(**{name: getattr(trial, name) for name in fields}))
 
 
 @functools.cache

@@ -47,26 +47,26 @@ class Loop:
 
     def run(self, steps: int, *, keep_weights: bool = False) -> list[float]:
         """Make steps; return the duration of each."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         times = []
-        kept = 0
+        last_kept = 0
         for done in self._session.steps(steps):
             at = time.perf_counter()
             self._one()
             times.append(time.perf_counter() - at)
-            if keep_weights and self._rank == 0 and self._wants_weights(done, kept, steps):
-                kept = done
+            if keep_weights and self._rank == 0 and self._wants_weights(done, last_kept, steps):
+                last_kept = done
                 self._session.finish()
                 with self._session.weights():
                     state = bare(self._session.model).state_dict()
                     weights = {name: value.clone() for name, value in state.items()}
-                self._weights.append((done, time.perf_counter() - begun, weights))
+                self._weights.append((done, time.perf_counter() - start, weights))
         return times
 
-    def _wants_weights(self, done: int, kept: int, steps: int) -> bool:
+    def _wants_weights(self, done: int, last_kept: int, steps: int) -> bool:
         """Return whether to keep the weights now: once in several rounds that this worker makes."""
         every = self._trial.evaluate_every
-        return bool(every) and (done // every > kept // every or done == steps)
+        return bool(every) and (done // every > last_kept // every or done == steps)
 
     def _one(self) -> None:
         session = self._session
@@ -74,12 +74,12 @@ class Loop:
         if self._pace is not None:
             self._pace.begin_step()
         session.optimizer.zero_grad()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loss = self._workload.loss(session.model(inputs), targets)
         delay_s = self._delay_s()
         time.sleep(delay_s)
         loss.backward()
-        self.compute_s.append(time.perf_counter() - begun - delay_s)
+        self.compute_s.append(time.perf_counter() - start - delay_s)
         session.optimizer.step()
         self._step += 1
 
@@ -138,9 +138,9 @@ def work(
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model)
-    given = {"lr": trial.lr, "momentum": trial.momentum}
+    settings = {"lr": trial.lr, "momentum": trial.momentum}
     for group in optimizer.param_groups:
-        group.update({name: value for name, value in given.items() if value is not None})
+        group.update({name: value for name, value in settings.items() if value is not None})
     with training(trial.system, model, optimizer) as session:
         loop = Loop(trial, workload, session, rank, world)
         loop.run(trial.warmup)
@@ -148,10 +148,10 @@ def work(
         say("ready", None)
         wait()
         loop.compute_s.clear()
-        begun, used = time.perf_counter(), time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         times = loop.run(trial.steps, keep_weights=True)
         session.finish()
-        elapsed_s, cpu_s = time.perf_counter() - begun, time.process_time() - used
+        elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - used
         say("timed", Timing(elapsed_s, cpu_s, times, statistics.median(loop.compute_s)))
         wait()
         say("judged", msgspec.to_builtins(loop.judge()))

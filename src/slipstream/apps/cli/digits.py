@@ -64,8 +64,8 @@ class Digits:
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
         order = torch.randperm(self.train_samples, generator=generator)
         for end in range(recipe.batch, len(order) + 1, recipe.batch):
-            mine = order[end - recipe.batch : end][rank::workers]
-            yield self.images[mine], self.labels[mine]
+            rows = order[end - recipe.batch : end][rank::workers]
+            yield self.images[rows], self.labels[rows]
 
     def accuracy(self, model: nn.Module) -> float:
         """Return the accuracy on the test samples; if weights are equal, one worker is enough."""

@@ -238,11 +238,11 @@ def _table(lab: Network) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     rows = zip(lab.hosts, lab.rates, lab.links_up(), lab.bytes(), strict=True)
-    for index, (host, bps, is_up, moved) in enumerate(rows):
+    for index, (host, bps, is_up, traffic) in enumerate(rows):
         table.add_row(
             *(str(index), host.name, host.address, str(host.rack), _bits(bps)),
             *("up" if is_up else "down", str(len(host.pids()))),
-            *(human_bytes(moved.sent), human_bytes(moved.received)),
+            *(human_bytes(traffic.sent), human_bytes(traffic.received)),
         )
     return table
 

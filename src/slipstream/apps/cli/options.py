@@ -148,9 +148,9 @@ def settings(
     )
 
 
-def part_modules(given: Sequence[str] | None) -> tuple[str, ...]:
+def part_modules(requested: Sequence[str] | None) -> tuple[str, ...]:
     """Return the modules of ``--parts``, else those of the environment."""
-    return module_names(given or listed(os.environ.get("SLIPSTREAM_PARTS", ""), ""))
+    return module_names(requested or listed(os.environ.get("SLIPSTREAM_PARTS", ""), ""))
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -31,8 +31,8 @@ def places(
 ) -> Iterator[Places]:
     """Yield places on this machine, or on a lab's hosts, which is made for the block if needed."""
     if lab is None:
-        here = Placement()
-        yield Places([here] * (workers or 1), [here] * servers, settings)
+        this_machine = Placement()
+        yield Places([this_machine] * (workers or 1), [this_machine] * servers, settings)
     elif lab in existing():
         yield _on_hosts(find(lab), workers, servers, settings)
     else:
@@ -76,6 +76,6 @@ def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Setting
     # Hosts have no names, and torch's store would print this for every connection.
     env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     on = [Placement(host.prefix, host.address, env) for host in lab.hosts]
-    told = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
+    lab_settings = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
     of_workers = [placement for placement in on[:hosts] for _ in range(workers // hosts)]
-    return Places(of_workers, on[hosts : hosts + servers], told)
+    return Places(of_workers, on[hosts : hosts + servers], lab_settings)

@@ -101,11 +101,11 @@ def read_model(text: str) -> list[Spec]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     try:
-        made = make() if callable(make) else make
+        model = make() if callable(make) else make
     except (ImportError, AttributeError) as error:  # the model's own errors keep their traceback
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
-    if not hasattr(made, "named_parameters"):
-        raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")
+    if not hasattr(model, "named_parameters"):
+        raise ConfigError(f"{text!r} gives a {type(model).__name__}; name what makes an nn.Module")
     from slipstream.torch.tensors.inventory import Inventory
 
-    return list(Inventory.of(made).specs)
+    return list(Inventory.of(model).specs)

@@ -79,14 +79,14 @@ def plan_backups(
         write_report(json, report)
 
 
-def replayed_rounds(asked: int | None, workers: int) -> int:
+def replayed_rounds(requested: int | None, workers: int) -> int:
     most = affordable_rounds(workers)
-    if asked is not None and asked > most:
+    if requested is not None and requested > most:
         raise ConfigError(
-            f"--rounds {shown(asked)}: for {workers} workers {most} can be replayed at most; give "
-            "fewer, or leave it out"
+            f"--rounds {shown(requested)}: for {workers} workers {most} can be replayed at most; "
+            "give fewer, or leave it out"
         )
-    return min(ROUNDS, most) if asked is None else asked
+    return min(ROUNDS, most) if requested is None else requested
 
 
 def read_durations(runlog: Path) -> dict[int, list[float]]:

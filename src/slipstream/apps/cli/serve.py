@@ -162,12 +162,12 @@ def add(
     with _open(data, database) as opened, opened.transaction() as transaction:
         is_first = not any_key(transaction)
         key = add_key(transaction, name, quota)
-        taken = take_local(transaction, name) if is_first else 0
+        num_taken = take_local(transaction, name) if is_first else 0
     typer.echo(key)
     if is_first:
         typer.echo(
             f"From now on every request to the service of {data} needs a key. {name} owns the "
-            f"classifiers that were made without one: {taken}.",
+            f"classifiers that were made without one: {num_taken}.",
             err=True,
         )
     if is_new:

@@ -206,8 +206,8 @@ class Network:
             assert receiver.stdout is not None
             if receiver.stdout.readline() != "ready\n":
                 raise LaunchError(f"nothing can receive traffic on {self.hosts[sink].name}")
-            told = [address, str(crosstraffic.PORT), str(bps), str(seconds)]
-            sender = self.hosts[source].popen([*program, "send", *told])
+            arguments = [address, str(crosstraffic.PORT), str(bps), str(seconds)]
+            sender = self.hosts[source].popen([*program, "send", *arguments])
             try:
                 yield sender
             finally:
@@ -217,15 +217,15 @@ class Network:
 
     def _ports(self, names: Iterable[str]) -> list[dict[str, Any]]:
         listed = json.loads(_run(planning.counters(self._plan)))
-        found: dict[str, dict[str, Any]] = {link["ifname"]: link for link in listed}
+        by_name: dict[str, dict[str, Any]] = {link["ifname"]: link for link in listed}
         wanted = list(names)
         # Hosts of a lab are removed one by one, and its switch may be the last.
-        if absent := [name for name in wanted if name not in found]:
+        if absent := [name for name in wanted if name not in by_name]:
             raise LaunchError(
                 f"lab {self.name} has no port {', '.join(absent)} any more: it is being removed, "
                 f"or half of it was; `slipstream lab down {self.name}` removes the rest"
             )
-        return [found[name] for name in wanted]
+        return [by_name[name] for name in wanted]
 
     def _queues(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = json.loads(_run(planning.queues(self._plan)))
@@ -348,10 +348,10 @@ def find(name: str | None = None) -> Network:
     name = name or names[0]
     if name not in names:
         raise LaunchError(f"there is no lab {name!r}; there is {', '.join(names)}")
-    return Network(_seen(name))
+    return Network(_existing_plan(name))
 
 
-def _seen(name: str) -> Plan:
+def _existing_plan(name: str) -> Plan:
     """Return the plan of a lab, reconstructed from the kernel's state."""
     ports = {link["ifname"] for link in json.loads(_run(planning.counters(Plan(name, ()))))}
     hosts = sum(port.startswith(f"{name}-p") for port in ports)

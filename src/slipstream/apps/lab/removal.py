@@ -49,9 +49,9 @@ def existing() -> list[str]:
 
 def remove(lab: str, *, grace_s: float = 2.0) -> None:
     """Remove one lab; do nothing if it is removed already."""
-    mine = [name for name in namespaces() if lab_of(name) == lab]
-    _end_processes(mine, grace_s=grace_s)
-    for name in mine:
+    own_namespaces = [name for name in namespaces() if lab_of(name) == lab]
+    _end_processes(own_namespaces, grace_s=grace_s)
+    for name in own_namespaces:
         # The maker and its watchdog may both remove a lab: the second finds nothing to do.
         _output("ip", "netns", "delete", name)
 
@@ -67,13 +67,13 @@ def remove_all() -> list[str]:
 def _end_processes(names: list[str], *, grace_s: float) -> None:
     killing_from = time.monotonic() + grace_s
     giving_up_at = killing_from + 5.0
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while (pids := pids_in(names)) and time.monotonic() < giving_up_at:
         if time.monotonic() >= killing_from:
             signal_all(names, pids, signal.SIGKILL)
         else:
-            signal_all(names, pids - asked, signal.SIGTERM)
-            asked |= pids
+            signal_all(names, pids - signalled, signal.SIGTERM)
+            signalled |= pids
         time.sleep(0.02)
 
 
@@ -89,7 +89,7 @@ def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None
     A process may have ended since it was listed, and its number may be reused. So each one is
     checked again through a pidfd, which stays with one process.
     """
-    inside = {found for name in names if (found := _identity(f"{NETNS_FOLDER}/{name}"))}
+    inside = {identity for name in names if (identity := _identity(f"{NETNS_FOLDER}/{name}"))}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError), _held(pid) as send:
             if _identity(f"/proc/{pid}/ns/net") in inside:
@@ -100,25 +100,25 @@ def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None
 def _held(pid: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that signals the process that has this number now, and no later one."""
     try:
-        held = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except OSError:  # Linux before 5.3
         yield partial(os.kill, pid)
         return
     try:
-        yield partial(signal.pidfd_send_signal, held)
+        yield partial(signal.pidfd_send_signal, pidfd)
     finally:
-        os.close(held)
+        os.close(pidfd)
 
 
 def _identity(namespace: str) -> tuple[int, int] | None:
     """Return a namespace's identity; None if it no longer exists."""
     try:
-        found = os.stat(namespace)
+        status = os.stat(namespace)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _output(*command: str) -> str:

@@ -69,9 +69,9 @@ class Trouble:
     def arguments(self, rate: Rate) -> tuple[str, ...]:
         """Return ``netem``'s arguments; its limit must have space for all packets in flight."""
         bps = _FASTEST_BPS / 10 if rate is None else bits_per_second(rate)
-        held = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
+        in_flight = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
         return (
-            *("netem", "limit", str(max(1000, held)), "delay", f"{self.delay_ms:g}ms"),
+            *("netem", "limit", str(max(1000, in_flight)), "delay", f"{self.delay_ms:g}ms"),
             *("loss", f"{self.loss_percent:g}%"),
         )
 

@@ -43,7 +43,7 @@ _TIMESPEC = struct.Struct("@ll")
 
 @dataclass(slots=True)
 class Counts:
-    """What a listener has received."""
+    """The numbers of packets and bytes that a listener has received and sent."""
 
     sessions: int = 0
     streams: int = 0
@@ -94,7 +94,7 @@ class Reception:
             return None
         session.heard_s = now_s
         self.counts.packets += 1
-        if packet.kind is Kind.PROBE and self._noted(session, packet, arrived_ns):
+        if packet.kind is Kind.PROBE and self._record_packet(session, packet, arrived_ns):
             return None
         if packet.kind is Kind.ASK and _reportable(session, packet, len(datagram)):
             return _report(session, packet)
@@ -125,7 +125,7 @@ class Reception:
         for nonce in silent:
             del self._sessions[nonce]
 
-    def _noted(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
+    def _record_packet(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
         """Record a packet. A session has one stream at a time; a late packet of another is
         ignored."""
         if not packet.index < packet.count <= MOST_PACKETS or packet.stream < session.stream:
@@ -181,7 +181,7 @@ class Listener:
             )
         self.address, self.port = address, port
         self._reception = Reception(secret)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     @property
     def counts(self) -> Counts:
@@ -204,13 +204,13 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         self._socket.close()
 
     def _serve(self) -> None:
         self._socket.settimeout(0.1)
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             try:
                 # One byte more than the largest packet, so that a larger one is detected.
                 received = self._socket.recvmsg(LARGEST_NBYTES + 1, 64)

@@ -86,8 +86,8 @@ def parse(datagram: bytes) -> Packet | None:
 def genuine(datagram: bytes, key: bytes, body_nbytes: int = 0) -> bool:
     """Return whether the tag was made with the key."""
     body = datagram[HEAD_NBYTES : HEAD_NBYTES + body_nbytes]
-    said = datagram[HEADER.size : HEAD_NBYTES]
-    return hmac.compare_digest(tag_of(key, datagram[: HEADER.size] + body), said)
+    tag = datagram[HEADER.size : HEAD_NBYTES]
+    return hmac.compare_digest(tag_of(key, datagram[: HEADER.size] + body), tag)
 
 
 def greeting_key(secret: bytes | None) -> bytes:
@@ -119,7 +119,7 @@ def is_loopback(where: tuple[Any, ...]) -> bool:
 
 
 def open_socket(family: int) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_DGRAM)
+    new = socket.socket(family, socket.SOCK_DGRAM)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        made.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
-    return made
+        new.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
+    return new

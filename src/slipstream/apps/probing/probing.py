@@ -76,10 +76,10 @@ class _Allowance:
         fill = path.fill(frame_nbytes)
         flight = self.send(shape, fill)
         emptied = path.emptied(fill * frame_nbytes, flight.filled_s)
-        found = trend_of(flight) if emptied else None
+        trend = trend_of(flight) if emptied else None
         self.flown += 1
-        self.late += found is None
-        return found
+        self.late += trend is None
+        return trend
 
 
 def measure(
@@ -190,22 +190,22 @@ def _send_trains(allowance: _Allowance) -> _Path:
                 break
         flight = _send_train(allowance, shape, rest_s)
         fastest_bytes_s = max(fastest_bytes_s, _PACEABLE * flight.sent_bytes_s)
-        seen = _seen_by(flight, fastest_bytes_s)
-        if seen is not None:
-            knees.append(seen)
-            rest_s = _rest_s(seen)
-            if seen.clear and len(knees) > 1:
+        shown = _seen_by(flight, fastest_bytes_s)
+        if shown is not None:
+            knees.append(shown)
+            rest_s = _rest_s(shown)
+            if shown.clear and len(knees) > 1:
                 break
-        packets *= 1 if seen is not None and seen.clear else 2
+        packets *= 1 if shown is not None and shown.clear else 2
     if not knees:
         return _Path(fastest_bytes_s, None)
-    burst_nbytes = max(seen.burst_nbytes for seen in knees)
+    burst_nbytes = max(shown.burst_nbytes for shown in knees)
     return _Path(fastest_bytes_s, replace(knees[-1], burst_nbytes=burst_nbytes))
 
 
-def _rest_s(seen: Knee) -> float:
+def _rest_s(shown: Knee) -> float:
     """Return a pause in which the bucket fills, even if other traffic uses most of the link."""
-    filled_s = 4 * seen.train_nbytes / seen.rate_bytes_s
+    filled_s = 4 * shown.train_nbytes / shown.rate_bytes_s
     return min(max(filled_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
 
@@ -215,8 +215,8 @@ def _seen_by(train: Flight, fastest_bytes_s: float) -> Knee | None:
     The train's own sending speed is no measure: if a full link uses the sender's core, a train
     slows down as soon as the bucket is empty.
     """
-    found = knee(train.arrived_s, train.shape.frame_nbytes) if train.unbroken else None
-    return found if found is not None and found.rate_bytes_s < fastest_bytes_s else None
+    shown = knee(train.arrived_s, train.shape.frame_nbytes) if train.unbroken else None
+    return shown if shown is not None and shown.rate_bytes_s < fastest_bytes_s else None
 
 
 def _send_train(allowance: _Allowance, shape: Shape, rest_s: float) -> Flight:
@@ -241,9 +241,9 @@ def _send_fleet(allowance: _Allowance, shape: Shape, path: _Path, fleet: int) ->
     for _ in range(_MOST_ATTEMPTS * fleet):
         if decided(trends, fleet):
             break
-        found = allowance.send_stream(shape, path)
-        if found is not None:
-            trends.append(found)
+        trend = allowance.send_stream(shape, path)
+        if trend is not None:
+            trends.append(trend)
         time.sleep(shape.seconds)
     return vote([*trends, *[Trend.AMBIGUOUS] * (fleet - len(trends))])
 

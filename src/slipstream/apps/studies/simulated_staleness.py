@@ -47,7 +47,7 @@ class SimulatedStaleness:
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, ramp_up: int) -> None:
         ramped_staleness(0, staleness=steps, ramp_up=ramp_up)  # refuses invalid values
         self._steps, self._ramp_up = steps, ramp_up
-        self._taken = 0
+        self._num_steps = 0
         self._queue: deque[dict[Tensor, Tensor]] = deque()
         self._fresh: dict[Tensor, Tensor | None] = {}
         self._handles = [
@@ -79,8 +79,8 @@ class SimulatedStaleness:
                 f"{type(optimizer).__name__}.step(closure) computes gradients while it steps, so "
                 "old ones cannot be put in their place; call backward() first, then step()"
             )
-        allowed = ramped_staleness(self._taken, staleness=self._steps, ramp_up=self._ramp_up)
-        self._taken += 1
+        allowed = ramped_staleness(self._num_steps, staleness=self._steps, ramp_up=self._ramp_up)
+        self._num_steps += 1
         if not allowed:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -110,24 +110,24 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
             LaunchError: They do not fit, or an address is missing.
             SecretError: The job needs a secret.
         """
-        asked = f"Trainer(devices={num_devices}, num_nodes={num_nodes})"
+        trainer = f"Trainer(devices={num_devices}, num_nodes={num_nodes})"
         if self._env is None:
             if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= {*os.environ}:
                 raise LaunchError(
-                    f"{asked}: set MASTER_ADDR and MASTER_PORT to node 0's address and a free "
+                    f"{trainer}: set MASTER_ADDR and MASTER_PORT to node 0's address and a free "
                     "port, and NODE_RANK, on every node; or start with torchrun or srun"
                 )
             return
         started, here = self._env.world_size, self._env.local_world_size
         if num_devices * num_nodes != started:
             raise LaunchError(
-                f"{asked} is for {num_devices * num_nodes} workers, but {started} were started: "
+                f"{trainer} is for {num_devices * num_nodes} workers, but {started} were started: "
                 f"set devices and num_nodes so that their product is {started}, or start "
                 f"{num_devices * num_nodes}"
             )
         if here not in (None, num_devices):
             raise LaunchError(
-                f"{asked}, but {here} of the {started} workers were started on this host: set "
+                f"{trainer}, but {here} of the {started} workers were started on this host: set "
                 f"devices={here} and num_nodes={started // (here or 1)}"
             )
 
@@ -164,13 +164,13 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
 
     def _held_port(self) -> dict[str, str]:
         """Release the port that was held for slipstream; return the variables that pass it on."""
-        held, self._port = self._port, None
-        if held is None:
+        port, self._port = self._port, None
+        if port is None:
             return {}
         if self.world_size() == 1:
-            held.close()
+            port.close()
             return {}
-        return {"SLIPSTREAM_STORE_FD": str(held.detach())}
+        return {"SLIPSTREAM_STORE_FD": str(port.detach())}
 
     def teardown(self) -> None:
         if self._env is None:

@@ -64,9 +64,9 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         **options: Any,
     ) -> None:
         with reported_once():
-            given = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
-            self._strategy = given
-            self._chosen = chosen(given)
+            requested = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
+            self._strategy = requested
+            self._chosen = chosen(requested)
             self._options = known_options(options)
             environment = SlipstreamEnvironment()
         super().__init__(

@@ -103,7 +103,7 @@ class ActorJob:
     restarts: int
     actors: list[Any] = field(default_factory=list)  # by rank
     bundles: list[int] = field(default_factory=list)  # by rank
-    told: list[dict[str, str]] = field(default_factory=list)  # by rank
+    variables: list[dict[str, str]] = field(default_factory=list)  # by rank
     ranks: dict[Any, int] = field(default_factory=dict)  # by the reference of a call
     failures: list[Failure] = field(default_factory=list)
     tolerated: list[Failure] = field(default_factory=list)  # of workers that were started again
@@ -119,7 +119,7 @@ class ActorJob:
         order = sorted(range(workers), key=lambda index: nodes.index(nodes[index]))
         self.actors, self.bundles = [self.actors[index] for index in order], order
         address = self._ask([self.actors[0].call.remote(listen, len(set(nodes)) == 1)])[0]
-        self.told = environments([nodes[index] for index in order], address, self.settings)
+        self.variables = environments([nodes[index] for index in order], address, self.settings)
         for rank in range(workers):
             self._call(rank)
 
@@ -147,26 +147,26 @@ class ActorJob:
             ) from error
 
     def _call(self, rank: int) -> None:
-        call = self.actors[rank].call.remote(train, self.fn, self.told[rank], self.returns)
+        call = self.actors[rank].call.remote(train, self.fn, self.variables[rank], self.returns)
         self.ranks[call] = rank
 
     # ---- until all have ended
 
     def results(self) -> list[Any]:
         """Wait for all workers and return their results; raise the error that ended the job."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         watch = Supervision(Limits(), time.monotonic, restarts=self.restarts)
         for rank in self.ranks.values():
             watch.started(f"rank {rank}")
         while watch.running:
             left_s = min(1.0, max(0.0, watch.deadline - time.monotonic()))
             for call in ray.wait(list(self.ranks), timeout=left_s)[0]:
-                self._take(watch, self._ended(call, found))
+                self._take(watch, self._ended(call, results))
             if time.monotonic() >= watch.deadline and watch.escalate() is not None:
                 self._kill(rank_of(name) for name in watch.to_signal)
         if watch.verdict().code:
             raise self._cause()
-        return [found.get(rank) for rank in range(len(self.actors))]
+        return [results.get(rank) for rank in range(len(self.actors))]
 
     def _kill(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -174,7 +174,7 @@ class ActorJob:
             self.killed.add(rank)
             ray.kill(self.actors[rank])
 
-    def _ended(self, call: Any, found: dict[int, Any]) -> Ended:
+    def _ended(self, call: Any, results: dict[int, Any]) -> Ended:
         rank = self.ranks.pop(call)
         try:
             outcome: Outcome = ray.get(call)
@@ -186,7 +186,7 @@ class ActorJob:
         else:
             self.over.append(self.actors[rank])
             if outcome.error is None:
-                found[rank] = outcome.result
+                results[rank] = outcome.result
                 return Ended(f"rank {rank}", 0)
             secondary = isinstance(outcome.error, CAUSED)
             code = EXIT_PEER_FAILED if secondary else 1
@@ -198,7 +198,7 @@ class ActorJob:
 
     def _take(self, watch: Supervision, ended: Ended) -> None:
         if self.returns is not None and ended.member == watch.leader:
-            for rank in self._back():
+            for rank in self._rejoined_ranks():
                 watch.take(CameBack(f"rank {rank}"))
         before = len(watch.replaced)
         watch.take(ended)
@@ -208,7 +208,7 @@ class ActorJob:
             watch.started(lost.member)
             self._start_again(rank_of(lost.member), incarnation)
 
-    def _back(self) -> list[int]:
+    def _rejoined_ranks(self) -> list[int]:
         """Return the ranks that have rejoined; if this is unknown, all that were started again."""
         try:
             return list(ray.get(self.returns.back.remote(), timeout=KILL_S))
@@ -221,14 +221,14 @@ class ActorJob:
         log_event(logger, "started_again", level=level, rank=rank, incarnation=incarnation)
         if self.returns is None:
             # This node, since the driver dies with it.
-            here = NodeAffinitySchedulingStrategy(
+            this_node = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
-            options = {"num_cpus": 0, "scheduling_strategy": here}
+            options = {"num_cpus": 0, "scheduling_strategy": this_node}
             self.returns = ray.remote(Returns).options(**options).remote()
         ray.kill(self.actors[rank])  # it may be alive, but unreachable
         self.actors[rank] = self._actor(self.bundles[rank])
-        self.told[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
+        self.variables[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
         self._call(rank)
 
     def _cause(self) -> Exception:

@@ -55,12 +55,12 @@ def run(
     """
     bundle = _checked_arguments(fn, workers, resources, placement, place_limit_s)
     chosen = checked(strategy, several=workers > 1)
-    again = _checked_restarts(restarts, workers, chosen)
+    num_restarts = _checked_restarts(restarts, workers, chosen)
     if not ray.is_initialized():
         ray.init()
     sent = _sent(fn)
     with placed(workers, bundle, placement, place_limit_s) as group:
-        job = ActorJob(group, bundle, sent, settings_of(chosen), again)
+        job = ActorJob(group, bundle, sent, settings_of(chosen), num_restarts)
         try:
             job.start(workers)
             return job.results()

@@ -37,11 +37,11 @@ class SlipstreamBackend(Backend):
         nodes = worker_group.execute(node_id)
         address = worker_group.execute_single(0, listen, len(set(nodes)) == 1)
         settings = settings_of(checked(backend_config.strategy))
-        told = environments(nodes, address, settings)
+        by_rank = environments(nodes, address, settings)
         ray.get(
             [
                 worker_group.execute_single_async(rank, set_environment, variables)
-                for rank, variables in enumerate(told)
+                for rank, variables in enumerate(by_rank)
             ]
         )
 
@@ -58,8 +58,8 @@ def cause_first() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, CAUSED):
             time.sleep(CAUSE_FIRST_S)
-        if (told := portable(error)) is not error:
-            raise told.with_traceback(error.__traceback__) from None
+        if (sendable := portable(error)) is not error:
+            raise sendable.with_traceback(error.__traceback__) from None
         raise
 
 

@@ -62,8 +62,8 @@ def checked(strategy: Strategy | str | None, *, several: bool = True) -> Strateg
 
 def settings_of(strategy: Strategy | None) -> dict[str, str]:
     """Return the variables that are the same on all workers of a new job, with a new secret."""
-    named = {} if strategy is None else {"SLIPSTREAM_STRATEGY": strategy.to_json()}
-    return {"SLIPSTREAM_SECRET": secrets.token_hex(32), **named}
+    variables = {} if strategy is None else {"SLIPSTREAM_STRATEGY": strategy.to_json()}
+    return {"SLIPSTREAM_SECRET": secrets.token_hex(32), **variables}
 
 
 def environments(
@@ -77,7 +77,7 @@ def environments(
         settings: The variables that are the same on all workers.
     """
     shared_by, before = Counter(nodes), Counter[str]()
-    found = []
+    by_rank = []
     for rank, node in enumerate(nodes):
         own = {
             "RANK": rank,
@@ -87,9 +87,9 @@ def environments(
             "MASTER_ADDR": address[0],
             "MASTER_PORT": address[1],
         }
-        found.append({name: str(value) for name, value in own.items()} | dict(settings))
+        by_rank.append({name: str(value) for name, value in own.items()} | dict(settings))
         before[node] += 1
-    return found
+    return by_rank
 
 
 # ---- in the worker's process
@@ -162,11 +162,11 @@ class AsScript:
         return exited
 
 
-def failed(raised: BaseException, told: Exception) -> Outcome:
-    """Return the outcome of a function that raised; ``told`` is the error that the driver
+def failed(raised: BaseException, reported: Exception) -> Outcome:
+    """Return the outcome of a function that raised; ``reported`` is what the driver
     raises."""
     sys.last_value = raised  # for exit handlers, as after a script's error
-    return Outcome(error=told, where=where_of(raised))
+    return Outcome(error=reported, where=where_of(raised))
 
 
 def train(fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = None) -> Outcome:
@@ -210,15 +210,15 @@ class Returns:
     """An actor with the ranks that were started again and have rejoined the job."""
 
     def __init__(self) -> None:
-        self._back: list[int] = []
+        self._rejoined: list[int] = []
 
     def note(self, rank: int) -> None:
         """Record that a worker has rejoined."""
-        self._back.append(rank)
+        self._rejoined.append(rank)
 
     def back(self) -> list[int]:
         """Return the ranks of all workers that have rejoined."""
-        return self._back
+        return self._rejoined
 
 
 def notify_return(rank: int, returns: Any) -> None:

@@ -145,9 +145,9 @@ def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, li
         # Racks in order of distance, so that servers with the same view have the same problem.
         nearness = [(from_root[r], (r - home_rack) % len(racks)) for r in racks]
         order = sorted(racks, key=nearness.__getitem__)
-        there = _targets_by_rack(network, server)
+        num_targets = _targets_by_rack(network, server)
         problem = counts.Problem(
-            hosts=tuple(there[rack] for rack in order),
+            hosts=tuple(num_targets[rack] for rack in order),
             rack_costs=tuple(tuple(between[r][s] for s in order) for r in order),
             root_costs=tuple(from_root[rack] for rack in order),
             limits=limits,
@@ -161,9 +161,9 @@ def rotated_chains(network: Network) -> tuple[RankTree, ...]:
     racks = len(network.racks)
     shapes = []
     for server, home in enumerate(network.servers):
-        there = _targets_by_rack(network, server)
+        num_targets = _targets_by_rack(network, server)
         turn = [(network.hosts[home].rack + step) % racks for step in range(racks)]
-        shapes.append(chain(rack for rack in turn for _ in range(there[rack])))
+        shapes.append(chain(rack for rack in turn for _ in range(num_targets[rack])))
     return rotate(network, shapes)
 
 

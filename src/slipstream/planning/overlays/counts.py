@@ -57,7 +57,7 @@ class Counts:
 def solve(problem: Problem, *, gap: float = 0.0) -> Counts:
     """Return the cheapest counts, or counts proven to cost at most ``gap`` more, as a share."""
     variables = _Variables(problem)
-    variables.place_everybody()
+    variables.require_parents()
     variables.limit_children()
     solution = variables.program.solve(gap=gap)
 
@@ -90,7 +90,7 @@ class _Variables:
             for _ in self.above_last
         ]
 
-    def place_everybody(self) -> None:
+    def require_parents(self) -> None:
         """Require that each host of a rack has one parent."""
         for r, hosts in enumerate(self.problem.hosts):
             kinds = (self.inner, self.leaves)

@@ -137,15 +137,15 @@ class Network:
                 )
 
     def _check_size(self) -> None:
-        for kind, there, most in (
+        for kind, members, most in (
             ("hosts", self.hosts, MOST_HOSTS),
             ("racks", self.racks, MOST_RACKS),
             ("workers", self.workers, MOST_WORKERS),
             ("servers", self.servers, MOST_SERVERS),
         ):
-            if len(there) > most:
+            if len(members) > most:
                 raise ConfigError(
-                    f"a network of {len(there)} {kind}: trees are worked out for {most} at most; "
+                    f"a network of {len(members)} {kind}: trees are worked out for {most} at most; "
                     "describe a part of it, or let servers send to every worker (tree='star')"
                 )
 

@@ -32,7 +32,7 @@ def star(network: Network) -> tuple[RankTree, ...]:
 
 def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
     """Return a tree of ranks for every server, of its shape, with egress as even as possible."""
-    placements = [_turned(network, server, shape) for server, shape in enumerate(shapes)]
+    placements = [_shifted_hosts(network, server, shape) for server, shape in enumerate(shapes)]
     _balance(network, shapes, placements)
     return tuple(
         _rank_tree(network, server, shape, placement)
@@ -40,7 +40,7 @@ def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
     )
 
 
-def _turned(network: Network, server: int, shape: Shape) -> Placement:
+def _shifted_hosts(network: Network, server: int, shape: Shape) -> Placement:
     """Place hosts in their order, shifted by one for every server in the same rack.
 
     If every host of a rack has a colocated server, each host has every position once.
@@ -67,38 +67,38 @@ def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placeme
     slowness /= slowness.min()
     degrees = [np.array(shape.degrees, dtype=np.int64) for shape in shapes]
     sends = np.zeros(len(network.hosts))
-    for home, shape, placement, given in zip(
+    for home, shape, placement, node_degrees in zip(
         network.servers, shapes, placements, degrees, strict=True
     ):
         sends[home] += shape.root_degree
-        sends[placement] += given
+        sends[placement] += node_degrees
     for _ in range(MOST_PASSES):
-        moved = False
-        for shape, placement, given in zip(shapes, placements, degrees, strict=True):
+        has_changed = False
+        for shape, placement, node_degrees in zip(shapes, placements, degrees, strict=True):
             for rack in sorted(set(shape.racks)):
                 places = np.flatnonzero(np.array(shape.racks) == rack)
-                moved |= _deal_anew(placement, given, places, sends, slowness)
-        if not moved:
+                has_changed |= _reassign(placement, node_degrees, places, sends, slowness)
+        if not has_changed:
             return
 
 
-def _deal_anew(
+def _reassign(
     placement: Placement, degrees: Placement, places: Placement, sends: Any, slowness: Any
 ) -> bool:
     """Reassign hosts to these positions if loads become more even; return True if they do."""
-    hosts, given = placement[places], degrees[places]
-    others = sends[hosts] - given
-    loads = (slowness[hosts, None] * (others[:, None] + given)) ** 2
+    hosts, needed = placement[places], degrees[places]
+    others = sends[hosts] - needed
+    loads = (slowness[hosts, None] * (others[:, None] + needed)) ** 2
     if np.ptp(slowness[hosts]):
         matching = np.array(cheapest_matching(loads))
     else:  # Σ (o + g)² is smallest if the busiest get the fewest, which is faster
         matching = np.empty(len(hosts), dtype=np.int64)
-        matching[np.argsort(-others, kind="stable")] = np.argsort(given, kind="stable")
+        matching[np.argsort(-others, kind="stable")] = np.argsort(needed, kind="stable")
     gain = loads.trace() - loads[np.arange(len(hosts)), matching].sum()
     if gain <= 1e-9 * loads.max():
         return False
     placement[places[matching]] = hosts
-    sends[hosts] = others + given[matching]
+    sends[hosts] = others + needed[matching]
     return True
 
 

@@ -78,8 +78,8 @@ def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise table.refusal(key, f"{shown(number)} is no number of one; count from 0")
             if number in places:
-                there = f"hosts[{places[number]}]"
-                raise table.refusal(key, f"{shown(number)} is in {there} already; list it once")
+                where = f"hosts[{places[number]}]"
+                raise table.refusal(key, f"{shown(number)} is in {where} already; list it once")
             places[number] = host
     for number in range(len(places)):
         if number not in places:
@@ -89,17 +89,17 @@ def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int
 
 
 def _costs(file: TomlTable) -> PositionCosts | MeasuredCosts:
-    paper, given = PositionCosts(), file.table("costs")
+    paper, table = PositionCosts(), file.table("costs")
     costs = PositionCosts(
-        given.number("same_edge", paper.same_edge),
-        given.number("same_aggregation", paper.same_aggregation),
-        given.number("otherwise", paper.otherwise),
+        table.number("same_edge", paper.same_edge),
+        table.number("same_aggregation", paper.same_aggregation),
+        table.number("otherwise", paper.otherwise),
     )
-    given.done()
+    table.done()
     measured = file.list("bandwidths")
     if not measured:
         return costs
-    if given.content:
+    if table.content:
         raise file.refusal("costs", "bandwidths say what links cost; leave out one of the two")
     return MeasuredCosts.of([_bandwidths(file, i, measured) for i in range(len(measured))])
 

@@ -83,9 +83,9 @@ class ReplicaComparison:
         for rank, reports in sorted(self._others.items()):
             waiting = [report for report in reports if report.step not in own]
             for report in [report for report in reports if report.step in own]:
-                found = self._compare(rank, own[report.step], report)
-                if found is not None:
-                    return found
+                difference = self._compare(rank, own[report.step], report)
+                if difference is not None:
+                    return difference
                 self._equal[rank] = own[report.step], report
             reports.clear()
             reports.extend(waiting)
@@ -134,17 +134,18 @@ def cause_of(
     Args:
         before: The last reports of both ranks in which the parameter was equal.
     """
-    if found := differing_setting(one.settings, two.settings):
-        return found
+    if setting := differing_setting(one.settings, two.settings):
+        return setting
     if tensor in one.outside or tensor in two.outside:
         return WRITTEN
     if before is not None:
-        here, there = (
+        on_first, on_other = (
             now.writes[tensor] - then.writes[tensor]
             for now, then in zip((one, two), before, strict=True)
         )
-        if here != there:
-            return f"since then it was written {there} times there and {here} on rank 0: {WRITTEN}"
+        if on_first != on_other:
+            writes = f"{on_other} times there and {on_first} on rank 0"
+            return f"since then it was written {writes}: {WRITTEN}"
     if one.gradients and two.gradients and one.gradients[tensor] != two.gradients[tensor]:
         return CHANGED_GRADIENT
     return UNKNOWN

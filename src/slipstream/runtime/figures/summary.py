@@ -59,10 +59,10 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
     samples = sum(worker.samples for worker in figures)
     by_scheme: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    moved = dict.fromkeys(("sent", "received", "local", "control"), 0)
+    traffic = dict.fromkeys(("sent", "received", "local", "control"), 0)
     for worker in figures:
-        for way in moved:
-            moved[way] += getattr(worker.traffic, way)
+        for way in traffic:
+            traffic[way] += getattr(worker.traffic, way)
         by_scheme.update(worker.traffic.by_scheme)
         faults.update(worker.faults)
     return {
@@ -76,7 +76,7 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
         "loss": first.loss,
         "accuracy": first.accuracy,
         "weights_sha256": [worker.weights_sha256 for worker in figures],
-        "bytes": {**moved, "by_scheme": dict(by_scheme)},
+        "bytes": {**traffic, "by_scheme": dict(by_scheme)},
         "wait_s": sum(worker.wait_s for worker in figures) / len(figures),
         "faults": dict(faults),
         "per_worker": [per_worker(worker) for worker in figures] if len(figures) > 1 else [],
@@ -86,5 +86,14 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
 def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
     """Return one worker's entry in the summary."""
     plain: dict[str, Any] = msgspec.to_builtins(figures)
-    kept = ("rank", "steps", "wall_s", "samples", "loss", "wait_s", "parameters_sha256", "settings")
-    return {**{key: plain[key] for key in kept}, "bytes": plain["traffic"]}
+    fields = (
+        "rank",
+        "steps",
+        "wall_s",
+        "samples",
+        "loss",
+        "wait_s",
+        "parameters_sha256",
+        "settings",
+    )
+    return {**{key: plain[key] for key in fields}, "bytes": plain["traffic"]}

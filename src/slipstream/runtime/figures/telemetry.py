@@ -178,12 +178,12 @@ class RunLog(Watcher):
     def __init__(self, path: Path, header: Mapping[str, Any], incarnation: int = 0) -> None:
         """Open the log; a restarted process appends to the log of its previous incarnation."""
         self.name = f"the run log {path}"
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         with begun(self.name, path, append=bool(incarnation)) as self._file:
             self._write({"event": "start", **header})
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        elapsed = round(time.monotonic() - self._begun, 6)
+        elapsed = round(time.monotonic() - self._start, 6)
         self._file.write((json.dumps({"elapsed_s": elapsed, **content}) + "\n").encode())
 
     def note(self, step: int, figures: Figures) -> None:

@@ -233,8 +233,8 @@ TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{]|[\]}]', re.DOTALL)
 def check_nesting(text: bytes) -> None:
     """Check the depth of JSON before it is parsed: parsers recurse for every level."""
     depth = 0
-    for found in TOKEN.finditer(text):
-        first = found[0][:1]
+    for token in TOKEN.finditer(text):
+        first = token[0][:1]
         depth += (first in b"[{") - (first in b"]}")
         if depth > MOST_NESTED:
             raise ValueError(f"its JSON is nested deeper than {MOST_NESTED} levels")
@@ -319,16 +319,16 @@ def sections_in(
     packed = facts["optimizer"].get("$list")
     if not isinstance(packed, list) or len(packed) != pairs:
         raise ValueError(f"it does not have the states of {pairs} optimizers")
-    found: list[dict[str, T]] = [{} for _ in packed]
+    sections: list[dict[str, T]] = [{} for _ in packed]
     heads = [section_name(number, pairs) for number in range(pairs)]
     for name, tensor in tensors.items():
         number = next((n for n, head in enumerate(heads) if name.startswith(head)), None)
         if number is None:
             raise ValueError(f"it holds {name!r}, which belongs to no pair")
-        found[number][name.removeprefix(heads[number])] = tensor
+        sections[number][name.removeprefix(heads[number])] = tensor
     return [
         ({**facts, "step": step, "optimizer": optimizer}, own)
-        for step, optimizer, own in zip(facts["steps"], packed, found, strict=True)
+        for step, optimizer, own in zip(facts["steps"], packed, sections, strict=True)
     ]
 
 

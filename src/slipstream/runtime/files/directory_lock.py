@@ -67,8 +67,8 @@ class DirectoryLocks:
                 f"cannot lock the directory {directory}: {error.strerror}; give one that this "
                 "process may write to (checkpoints=…)"
             ) from error
-        found = os.fstat(file)
-        identity = (found.st_dev, found.st_ino)
+        status = os.fstat(file)
+        identity = (status.st_dev, status.st_ino)
         if identity in self._held:
             os.close(file)
             return
@@ -112,8 +112,8 @@ def _open(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise NotALock(path) from error
         raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
         raise NotALock(path)
     return file

@@ -131,9 +131,9 @@ def remove_if_dead(draft: Path) -> None:
         os.close(handle)
 
 
-def is_own_file(found: os.stat_result) -> bool:
+def is_own_file(status: os.stat_result) -> bool:
     """Return whether it is a regular file of this user."""
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def sync_directory(directory: Path) -> None:
@@ -165,11 +165,11 @@ def read_own(path: Path, limit_nbytes: int) -> bytes:
     """Return the content of a small file of this user or of root; raise OSError if it is another
     user's, too large or irregular."""
     with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid not in (os.geteuid(), 0):
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(errno.EACCES, "it belongs to another user")
-        if found.st_size > limit_nbytes:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {limit_nbytes}")
+        if status.st_size > limit_nbytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {limit_nbytes}")
         return file.read(limit_nbytes)
 
 

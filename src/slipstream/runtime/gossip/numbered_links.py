@@ -30,7 +30,7 @@ class NumberedLinks:
         self._sending = threading.Lock()  # both threads send
         self._closed: set[Rank] = set()
         self._sent: Counter[Rank] = Counter()
-        self._taken: Counter[Rank] = Counter()
+        self._num_received: Counter[Rank] = Counter()
         # Of peers that have sent a message, or were reported as back.
         self._incarnations: dict[Rank, int] = {}
 
@@ -50,7 +50,7 @@ class NumberedLinks:
         """Count from 0 again if the peer has an incarnation number that is not known yet."""
         if self._incarnations.get(peer) != incarnation:
             self._incarnations[peer] = incarnation
-            self._taken[peer] = 0
+            self._num_received[peer] = 0
 
     def send(
         self,
@@ -73,7 +73,7 @@ class NumberedLinks:
         If a message is missing, the job ends, and the result is None.
         """
         peer = rank_of(message.sender)
-        expected = self._taken[peer]
+        expected = self._num_received[peer]
         if body.incarnation != self._incarnations.setdefault(peer, body.incarnation):
             raise FrameRefused(f"a message of {message.sender} in another incarnation")
         if body.number < expected:
@@ -84,4 +84,4 @@ class NumberedLinks:
         return peer
 
     def taken(self, peer: Rank) -> None:
-        self._taken[peer] += 1
+        self._num_received[peer] += 1

@@ -57,19 +57,19 @@ class Pace:
         self.partitions = rule.partitions or max(1, len(peers))
         self._begun_s = self._stepped_s = clock()
         self._steps_s: list[float] = []  # duration of each, without waiting
-        self._held_up = False
+        self._has_waited = False
         self._calm = 0  # measurements in which no partition had to wait
         self._patience = CALM_LOOKS
         self._trying = False
         self._before = self._delivered()
 
-    def stepped(self, waited_s: float, held_up: bool) -> int:
+    def stepped(self, waited_s: float, has_waited: bool) -> int:
         """Record a step: how long it waited for peers, and whether partitions had to wait; return
         p."""
         now = self._clock()
         self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
         self._stepped_s = now
-        self._held_up = self._held_up or held_up
+        self._has_waited = self._has_waited or has_waited
         elapsed_s = now - self._begun_s
         if len(self._steps_s) >= LOOK_STEPS and elapsed_s >= (TICK_S if self.load else 0.0):
             self._look(elapsed_s)
@@ -98,28 +98,28 @@ class Pace:
             if self._rule.partitions is None:
                 # A partition has at least one value.
                 self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
-        self._begun_s, self._steps_s, self._held_up = self._clock(), [], False
+        self._begun_s, self._steps_s, self._has_waited = self._clock(), [], False
 
     def _listen(self, elapsed_s: float) -> None:
         """Update the rate from the transfers since the last measurement."""
         now = self._delivered()
-        moved = [
+        transfers = [
             (now[peer][0] - nbytes, now[peer][1] - seconds)
             for peer, (nbytes, seconds) in self._before.items()
             if now[peer][0] >= nbytes  # otherwise it is a new connection
         ]
         self._before = now
-        nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
-        seen = nbytes / busy_s if busy_s > 0 else 0.0
-        self._calm = 0 if self._held_up else self._calm + 1
+        nbytes, busy_s = sum(n for n, _ in transfers), max((s for _, s in transfers), default=0.0)
+        measured = nbytes / busy_s if busy_s > 0 else 0.0
+        self._calm = 0 if self._has_waited else self._calm + 1
         before = self.bytes_s
         share = busy_s / elapsed_s
-        if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
+        if (self._has_waited and share > FULL_TIME) or (measured > self.bytes_s and share > BUSY):
             # A link that stopped for a while has not become slow for ever.
-            self.bytes_s = max(seen, self.bytes_s * LEAST_LEFT)
-        if self._held_up and self._trying:
+            self.bytes_s = max(measured, self.bytes_s * LEAST_LEFT)
+        if self._has_waited and self._trying:
             self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
-        elif self._held_up:
+        elif self._has_waited:
             self._patience = CALM_LOOKS if narrowed(before, self.bytes_s) else self._patience
         elif self._calm >= (1 if self._trying else self._patience) and self.partitions > 1:
             self.bytes_s *= A_LITTLE_MORE

@@ -45,9 +45,11 @@ class HostFollower(HostChannel):
         self._added: set[int] = set()  # tensors whose last contribution was in compact form
         self.step = 0
         self.wait_s = 0.0
-        self.sent: Counter[str] = Counter()  # nothing leaves the host from here
+        self.sent: Counter[str] = Counter()  # stays empty: only the leader sends to other hosts
         self.received: Counter[str] = Counter()
-        self._awaited: dict[int, int] = {}  # by tensor: the round whose result it has not taken yet
+        self._rounds_awaited: dict[
+            int, int
+        ] = {}  # by tensor: the round whose result it has not taken yet
         self._noted_round = -1
         self._next_round = 0
 
@@ -96,18 +98,18 @@ class HostFollower(HostChannel):
         self._flush_layers(self._captured)
         for tensor in self._unready_tensors():
             self.ready(tensor)
-        self._awaited.update(dict.fromkeys(self._ready_tensors, self._round))
+        self._rounds_awaited.update(dict.fromkeys(self._ready_tensors, self._round))
         self._ready_tensors.clear()
         self._captured.clear()
         self._round += 1
         self._member.round = max(self._member.round, self._round, self.step + 1)
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        begun = time.monotonic()
-        wanted = set(self._awaited if tensors is None else tensors)
-        while wanted := wanted & self._awaited.keys():
+        start = time.monotonic()
+        wanted = set(self._rounds_awaited if tensors is None else tensors)
+        while wanted := wanted & self._rounds_awaited.keys():
             self._wait_until(lambda wanted=wanted: self._take(wanted))  # type: ignore[misc]
-        self.wait_s += time.monotonic() - begun
+        self.wait_s += time.monotonic() - start
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
         self._memory.wait(
@@ -121,22 +123,22 @@ class HostFollower(HostChannel):
 
     def _take(self, wanted: Iterable[int]) -> bool:
         """Take the results that have arrived; return whether there is any."""
-        found = False
+        has_arrived = False
         for tensor in sorted(wanted):
-            present = self._memory.board.result(tensor, self._awaited[tensor])
+            present = self._memory.board.result(tensor, self._rounds_awaited[tensor])
             if present is None:
                 continue
-            found = True
-            del self._awaited[tensor]
+            has_arrived = True
+            del self._rounds_awaited[tensor]
             if present and self._add is not None and tensor in self._added:
                 self._add(tensor, self._memory.place(0, tensor))
             elif present:
                 self._slots.sink(tensor).data[:] = self._memory.place(0, tensor).data
                 self._slots.finish(tensor)
-        return found
+        return has_arrived
 
     def refresh(self) -> None:
-        self._take(list(self._awaited))
+        self._take(list(self._rounds_awaited))
 
     # ---- where hosts may miss rounds
 
@@ -148,9 +150,9 @@ class HostFollower(HostChannel):
 
     def open_round(self) -> int:
         """Return the round that this worker's host makes next; wait until it is known."""
-        begun = time.monotonic()
+        start = time.monotonic()
         self._wait_until(self._read_next_round)
-        self.wait_s += time.monotonic() - begun
+        self.wait_s += time.monotonic() - start
         return self._next_round
 
     def _read_next_round(self) -> bool:

@@ -79,13 +79,13 @@ class HostLayers:
         """Return the two matrices that ``write`` has put there."""
         place = self._memory.matrices(worker, self._numbers[unit])
         rows, kind, others, other_kind = HEADER.unpack_from(place)
-        at, found = HEADER.size, []
+        at, matrices = HEADER.size, []
         wanted = self.codec(unit).matrices(self.layer(unit))
         for count, code, form in zip((rows, others), (kind, other_kind), wanted, strict=True):
             nbytes = count * form.width * BYTES[DTYPES[code]]
-            found.append(Matrix(count, place[at : at + nbytes], DTYPES[code]))
+            matrices.append(Matrix(count, place[at : at + nbytes], DTYPES[code]))
             at += nbytes
-        return found[0], found[1]
+        return matrices[0], matrices[1]
 
     def stacked(
         self,
@@ -103,13 +103,13 @@ class HostLayers:
             share: See ``HostMemory.aggregate``; the second matrix is divided by it.
         """
         layer, board = self.layer(unit), self._memory.board
-        given = [] if own is None else [tuple(own)]
+        by_worker = [] if own is None else [tuple(own)]
         for worker in range(1, len(self._memory.ranks)):
             if board.published(worker, layer.weight, round_):
-                given.append(self.read(worker, unit))
-        if not given:
+                by_worker.append(self.read(worker, unit))
+        if not by_worker:
             return None
-        firsts, seconds = ([matrices[place] for matrices in given] for place in (0, 1))
+        firsts, seconds = ([matrices[place] for matrices in by_worker] for place in (0, 1))
         return [
             self._encoded(unit, 0, firsts, links, 1.0),
             self._encoded(unit, 1, seconds, links, share),
@@ -124,17 +124,17 @@ class HostLayers:
         wire = codec.wire_dtype(dtype, place)
         loan = links.buffer(unit, place, matrix_nbytes(rows * width, wire))
         out = np.asarray(loan.data)
-        held = "float32" if wire in FEW_BITS else dtype  # the type that kernels quantise
-        memory: Scratch = Lent(out) if wire == held else self._scratch
+        stacked_as = "float32" if wire in FEW_BITS else dtype  # the type that kernels quantise
+        memory: Scratch = Lent(out) if wire == stacked_as else self._scratch
         matrices = [(part.rows, part.dtype, [part.data]) for part in parts]
-        whole = stack(matrices, width, held, memory, place)
+        whole = stack(matrices, width, stacked_as, memory, place)
         if wire in FEW_BITS:
             if divisor != 1.0 and rows:
-                mean_into(whole.data, [whole.data], held, divisor)
+                mean_into(whole.data, [whole.data], stacked_as, divisor)
             chance = codec.chance(links.rank, links.step, unit, place)
             quantize(out, whole.data, wire, chance)
-        elif rows and (wire != held or divisor != 1.0):
-            mean_into(out, [whole.data], held, divisor, out_dtype=wire)
+        elif rows and (wire != stacked_as or divisor != 1.0):
+            mean_into(out, [whole.data], stacked_as, divisor, out_dtype=wire)
         return Matrix(rows, out, wire), loan
 
 

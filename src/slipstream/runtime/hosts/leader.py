@@ -269,7 +269,7 @@ class HostLeader(HostChannel):
         self._round += 1
 
     def _await_host(self) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         while self._waiting:
             self._memory.wait(
                 self._pass_on,
@@ -279,7 +279,7 @@ class HostLeader(HostChannel):
                 limit_s=self._limit_s,
                 missing=lambda: self._memory.behind(self._round, self._waiting),
             )
-        self._waited_s += time.monotonic() - begun
+        self._waited_s += time.monotonic() - start
 
     @property
     def _others(self) -> range:
@@ -309,10 +309,10 @@ class HostLeader(HostChannel):
 
     def open_round(self) -> int:
         """Return the round that this host makes next; wait until it is known."""
-        found = 0 if self._rounds is None else self._rounds.open_round()
+        round_ = 0 if self._rounds is None else self._rounds.open_round()
         if self._round:
             self._publish_round(self._round - 1)
-        return found
+        return round_
 
     def _publish_round(self, last: int) -> None:
         """Publish to the host's other workers which round comes after this host's last one."""

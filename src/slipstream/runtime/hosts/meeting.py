@@ -1,4 +1,4 @@
-"""How the workers of one host get the memory that they share.
+"""The meeting of one host's workers, at which they get the memory that they share.
 
 The host's first worker creates it, without a name, and passes its descriptor to the others over a
 socket of this host. The socket's name is random, and is sent to the others over the job's
@@ -138,8 +138,8 @@ def shown(link: socket.socket, token: bytes) -> Rank:
         if not more:
             return -1
         proof += more
-    given, rank = PROOF.unpack(proof)
-    return rank if hmac.compare_digest(given, token) else -1
+    received, rank = PROOF.unpack(proof)
+    return rank if hmac.compare_digest(received, token) else -1
 
 
 def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
@@ -172,15 +172,15 @@ def check_memory(descriptor: int, nbytes: int, leader: Rank) -> None:
     """Check the size of the memory, and that it cannot change: reading it could otherwise kill this
     process."""
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    found = os.fstat(descriptor).st_size
+    size = os.fstat(descriptor).st_size
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & wanted == wanted
     except OSError:
         sealed = False
-    if found != nbytes or not sealed:
+    if size != nbytes or not sealed:
         os.close(descriptor)
         raise LaunchError(
-            f"rank {leader} on this host shares {found} bytes where {nbytes} are needed: use the "
+            f"rank {leader} on this host shares {size} bytes where {nbytes} are needed: use the "
             "same slipstream on all workers"
         )
 

@@ -68,14 +68,14 @@ class HostMemory:
         Returns:
             The number of workers that have contributed.
         """
-        given = [] if own is None else [own]
+        contributions = [] if own is None else [own]
         for worker in range(1, len(self.ranks)):
             if self.board.published(worker, tensor, round_):
-                given.append(self.place(worker, tensor))
-        if given:
+                contributions.append(self.place(worker, tensor))
+        if contributions:
             spec, out = self.specs[tensor], self.place(0, tensor)
-            mean_into(out.data, [values.data for values in given], spec.dtype, share)
-        return len(given)
+            mean_into(out.data, [values.data for values in contributions], spec.dtype, share)
+        return len(contributions)
 
     def behind(self, round_: int, tensors: Collection[int]) -> list[str]:
         """Return the workers, but the first, that have not contributed these tensors to a round."""
@@ -106,13 +106,13 @@ class HostMemory:
         """
         deadline = time.monotonic() + limit_s
         while True:
-            seen = self.board.bell(of_results)
+            bell = self.board.bell(of_results)
             if holds():
                 return
             member.check()
             if time.monotonic() > deadline:
                 raise WaitLimit(what, limit_s, missing(), member.last_refusal)
-            self.board.sleep(of_results, seen, LOOK_AROUND_S)
+            self.board.sleep(of_results, bell, LOOK_AROUND_S)
 
     def close(self) -> None:
         """Close the descriptor; memory with views stays mapped."""

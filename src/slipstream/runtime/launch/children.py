@@ -36,7 +36,7 @@ class Children:
     def __init__(self) -> None:
         self.grace_s = 0.0
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._needed, self._over, self._parent_ended = (threading.Event() for _ in range(3))
+        self._needed, self._is_over, self._parent_ended = (threading.Event() for _ in range(3))
         self._first = threading.Lock()
         self._end_writer = -1
         self._pid = self._rank = -1  # of the process that has started them
@@ -62,7 +62,7 @@ class Children:
 
     def _await(self, name: str) -> None:
         code = self._processes[name].wait()
-        if code == 0 or not self._needed.is_set() or self._over.wait(self.grace_s):
+        if code == 0 or not self._needed.is_set() or self._is_over.wait(self.grace_s):
             return
         if self._first.acquire(blocking=False):  # the others end because of this one
             print(f"slipstream: {name} exited with code {code}", file=sys.stderr, flush=True)
@@ -132,7 +132,7 @@ class Children:
         Raises:
             LaunchError: Another process has ended already.
         """
-        self._over.clear()
+        self._is_over.clear()
         self._needed.set()
         try:
             if self._parent_ended.is_set():
@@ -145,13 +145,13 @@ class Children:
                     )
             yield
         finally:
-            self._depend_no_more()
+            self._stop_depending()
 
     def leave(self) -> None:
         """Stop depending on the others, as this process has left the job."""
-        self._depend_no_more()
+        self._stop_depending()
         self.grace_s = 0.0
 
-    def _depend_no_more(self) -> None:
+    def _stop_depending(self) -> None:
         self._needed.clear()
-        self._over.set()
+        self._is_over.set()

@@ -96,13 +96,13 @@ def sweep(groups: Iterable[ChildGroup], linger_s: float = LINGER_S) -> None:
     They get a moment to end first: for example, multiprocessing's resource tracker ends by itself
     after its parent, and removes leaked shared memory.
     """
-    left = list(groups)
+    remaining = list(groups)
     deadline = time.monotonic() + linger_s
-    while left := [group for group in left if group.send(0)]:
+    while remaining := [group for group in remaining if group.send(0)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    for group in left:
+    for group in remaining:
         group.send(signal.SIGKILL)
 
 

@@ -209,12 +209,12 @@ class LearnerSupervisor:
             return Verdict(1, "the job ended without its last checkpoint")
         return verdict
 
-    def _directory_for(self, asked: str | None) -> Path:
+    def _directory_for(self, requested: str | None) -> Path:
         """Return the locked directory that learners request, or one that is removed with the
         job."""
-        if asked is not None:
-            self._locks.take(Path(asked))
-            return Path(asked)
+        if requested is not None:
+            self._locks.take(Path(requested))
+            return Path(requested)
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
             self._group.add_directory(self._directory)

@@ -283,12 +283,14 @@ class ProcessGroup:
         descriptors = {"SLIPSTREAM_BACK_FD": writer}
         if control is not None:
             descriptors["SLIPSTREAM_CONTROL_FD"] = control
-        again = {key: value for key, value in env.items() if key not in DESCRIPTORS}
-        again |= {key: str(descriptor) for key, descriptor in descriptors.items()}
-        again["SLIPSTREAM_INCARNATION"] = str(incarnation)
+        variables = {key: value for key, value in env.items() if key not in DESCRIPTORS}
+        variables |= {key: str(descriptor) for key, descriptor in descriptors.items()}
+        variables["SLIPSTREAM_INCARNATION"] = str(incarnation)
         passed = tuple(descriptors.values())
         try:
-            self.add_worker(name, command, again, placement, has_terminal=False, pass_fds=passed)
+            self.add_worker(
+                name, command, variables, placement, has_terminal=False, pass_fds=passed
+            )
         finally:
             os.close(writer)
         threading.Thread(target=self._await_return, args=(name, reader), daemon=True).start()
@@ -309,8 +311,8 @@ class ProcessGroup:
         """Return the signal that a worker can handle. Before ``slipstream.init`` it has nothing to
         save, and an interrupt would only print a traceback."""
         presence = self._presence.get(name)
-        begun = presence is not None and presence.begun
-        return signal.SIGTERM if signum is signal.SIGINT and not begun else signum
+        has_begun = presence is not None and presence.begun
+        return signal.SIGTERM if signum is signal.SIGINT and not has_begun else signum
 
     def _close_servers(self) -> None:
         for server in self._servers:

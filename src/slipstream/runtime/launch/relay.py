@@ -47,13 +47,13 @@ class Relay(threading.Thread):
         """
         self._most_nbytes = self._copied_nbytes + LAST_NBYTES
         while self.is_alive() and not gives_up():
-            begun, writing_since = time.monotonic(), self._writing_since
-            waited_s = 0.0 if writing_since is None else begun - writing_since
+            start, writing_since = time.monotonic(), self._writing_since
+            waited_s = 0.0 if writing_since is None else start - writing_since
             if waited_s > READER_S or (writing_since is None and idle_s <= 0):
                 break
             self.join(LOOK_S)
             if writing_since is None:
-                idle_s -= time.monotonic() - begun
+                idle_s -= time.monotonic() - start
         return idle_s
 
 

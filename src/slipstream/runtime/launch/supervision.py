@@ -218,8 +218,8 @@ class Supervision:
 
     def _can_lose_one(self) -> bool:
         """Return whether the job can continue without one more: at least one worker must remain."""
-        left = self.leader is not None or any(is_worker(name) for name in self.running)
-        return left and len(self.lost) < self.may_lose
+        leader_remains = self.leader is not None or any(is_worker(name) for name in self.running)
+        return leader_remains and len(self.lost) < self.may_lose
 
     def _restartable(self, event: Ended) -> bool:
         """Return whether to start a worker again: it was killed, and restarts are left; or it was

@@ -69,7 +69,7 @@ class Endpoint:
 
     @property
     def now(self) -> float:
-        """Return the time of the member's clock."""
+        """The time of the member's clock."""
         return self.pump.clock()
 
     @property

@@ -54,12 +54,12 @@ class Record:
     values: dict[Rank, bytes] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
 
-    def missing(self, here: Collection[Rank]) -> list[Rank]:
+    def missing(self, live: Collection[Rank]) -> list[Rank]:
         """Return the live ranks whose values have not arrived."""
         if self.source == "any":
-            return [] if self.values else sorted(here)
-        givers = here if self.source == "all" else {self.source}
-        return sorted(set(givers) - self.values.keys())
+            return [] if self.values else sorted(live)
+        senders = live if self.source == "all" else {self.source}
+        return sorted(set(senders) - self.values.keys())
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class Collector:
         self._workers = workers
         self._records: dict[str, Record] = {}
         self._open: dict[str, None] = {}  # keys, oldest first
-        self._kept = Kept()
+        self._ended_keys = Kept()
 
     def contribute(
         self, key: str, source: Source, rank: Rank, value: bytes | None, *, asks: bool = True
@@ -121,12 +121,12 @@ class Collector:
     def due(self, lost: Collection[Rank]) -> Iterator[tuple[str, list[Rank], Values]]:
         """Yield keys whose values have all arrived, the ranks that wait for them, and the
         values."""
-        here = set(range(self._workers)) - set(lost)
+        live = set(range(self._workers)) - set(lost)
         for key in list(self._open):
-            if not self._records[key].missing(here):
+            if not self._records[key].missing(live):
                 del self._open[key]
                 yield from self.answer(key)
-                for old in self._kept.add(key, self._records[key].nbytes):
+                for old in self._ended_keys.add(key, self._records[key].nbytes):
                     self._records.pop(old, None)
 
     def answer(self, key: str) -> Iterator[tuple[str, list[Rank], Values]]:
@@ -138,9 +138,9 @@ class Collector:
 
     def awaited(self, lost: Collection[Rank]) -> dict[str, list[str]]:
         """Return, by key of the oldest gatherings, the ranks whose values have not arrived."""
-        here = set(range(self._workers)) - set(lost)
+        live = set(range(self._workers)) - set(lost)
         return {
-            key: [f"rank {rank}" for rank in self._records[key].missing(here)]
+            key: [f"rank {rank}" for rank in self._records[key].missing(live)]
             for key in islice(self._open, SHOWN_OPEN)
         }
 
@@ -158,7 +158,7 @@ class Gathering:
     def __init__(self, member: Member, rank: Rank, workers: int, limit_s: float) -> None:
         self.limit_s = limit_s
         self._member, self._rank = member, rank
-        self._wanted: set[str] = set()
+        self._requested: set[str] = set()
         self._results: dict[str, Values] = {}
         self._watch: Callable[[Sequence[str]], None] = lambda missing: member.check()
         member.on(Gathered, self._on_gathered)
@@ -218,13 +218,13 @@ class Gathering:
                 f"{LARGEST_VALUE_BYTES} are; share a path or a checksum instead"
             )
         if body.asks:
-            self._wanted.add(body.key)
+            self._requested.add(body.key)
         self._member.send(HUB, body, contents, priority=URGENT)
 
     def _result(self, key: str) -> Values:
         self._wait(key)
         with self._member.lock:
-            self._wanted.discard(key)
+            self._requested.discard(key)
             return self._results.pop(key)
 
     def _wait(self, key: str) -> None:
@@ -245,7 +245,7 @@ class Gathering:
 
     def _on_gathered(self, message: Message[Gathered]) -> None:
         body = message.body
-        if message.sender != HUB or body.key not in self._wanted:
+        if message.sender != HUB or body.key not in self._requested:
             raise FrameRefused(f"{message.sender} sent values of {body.key!r} without a request")
         if len(body.ranks) != len(message.frames):
             raise FrameRefused(f"{len(message.frames)} values for {len(body.ranks)} ranks")

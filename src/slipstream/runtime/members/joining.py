@@ -59,7 +59,7 @@ class Membership:
 
     @property
     def first_on_each_host(self) -> tuple[int, ...]:
-        """Return the lowest rank on each host, in rank order."""
+        """The lowest rank on each host, in rank order."""
         hosts: dict[str, int] = {}
         for rank, address in enumerate(self.addresses):
             hosts.setdefault(address.rpartition(":")[0], rank)

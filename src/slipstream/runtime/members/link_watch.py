@@ -49,8 +49,8 @@ class LinkWatch:
         if self._enough is None:
             return False
         now = self._clock()
-        lacking = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
-        return bool(lacking)
+        congested = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
+        return bool(congested)
 
     def _lacks(self, peer: str, link: Watched, now: float) -> bool:
         assert self._enough is not None

@@ -120,7 +120,7 @@ class Rendezvous:
             self._master = self._shared_token()
         credentials = Credentials.for_run(self._master, b"meeting", encrypt=False)
         if not env.incarnation:
-            self._take_place(credentials)
+            self._claim_rank(credentials)
         places = self._read_all("place", credentials, Place)
         for rank, place in enumerate(places):
             self._check_place(rank, place)
@@ -142,13 +142,13 @@ class Rendezvous:
         addresses[self._env.rank] = own
         return tuple(addresses)
 
-    def _take_place(self, credentials: Credentials) -> None:
+    def _claim_rank(self, credentials: Credentials) -> None:
         key = f"place/{self._env.rank}"
         own = self._signed(key, credentials, Place(self._nonce, self._env.world_size))
-        found = bytes(self._ask("compare_set", key, "", own))
-        if found == own:
+        stored = bytes(self._ask("compare_set", key, "", own))
+        if stored == own:
             return
-        self._opened(key, found, self._env.rank, credentials, Place)
+        self._verified(key, stored, self._env.rank, credentials, Place)
         raise LaunchError(
             f"rank {self._env.rank} has joined the job at {self._where} already, in another "
             "process: another job uses this port, or this rank was started twice; choose another "
@@ -182,7 +182,7 @@ class Rendezvous:
         keys = {f"{kind}/{rank}": f"rank {rank}" for rank in range(self._env.world_size)}
         self._wait(keys)
         return [
-            self._opened(key, bytes(self._ask("get", key)), rank, credentials, of)
+            self._verified(key, bytes(self._ask("get", key)), rank, credentials, of)
             for rank, key in enumerate(keys)
         ]
 
@@ -210,15 +210,17 @@ class Rendezvous:
             )
         return "set SLIPSTREAM_SECRET (or the secret file) to the same text on every rank"
 
-    def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
+    def _verified(
+        self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]
+    ) -> T:
         signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
         if not credentials.genuine(self._claim(key, content), signature):
             if rank == self._env.rank:
-                named = f"the value of rank {rank}, this process's own rank,"
+                subject = f"the value of rank {rank}, this process's own rank,"
             else:
-                named = f"the value of rank {rank}"
+                subject = f"the value of rank {rank}"
             raise SecretError(
-                f"{named} in the store at {self._where} is not signed with this job's secret: "
+                f"{subject} in the store at {self._where} is not signed with this job's secret: "
                 f"{self._same_secret}; if it is the same, another job uses this port, or another "
                 "program writes to it",
                 # Rank 0 detects it too, unless it is in a job that has begun.

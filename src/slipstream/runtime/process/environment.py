@@ -131,14 +131,14 @@ class Environment:
             LaunchError: A variable is invalid or missing.
             SecretError: The job's secret cannot be read, or is too short.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, kind in get_type_hints(cls, include_extras=True).items():
             for variable in getattr(kind, "__metadata__", ()):
                 if text := env.get(variable.name):
-                    found[name] = variable.read(text, variable.name)
+                    values[name] = variable.read(text, variable.name)
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         read = cls(
-            **found,
+            **values,
             agent_store=agent_store,
             secret=read_secret(env),
             user_secret_file=user_secret_path(env),

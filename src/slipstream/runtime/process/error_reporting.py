@@ -60,8 +60,8 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
         if prints:
             message = printable_lines(f"slipstream: {error}{location(error, trace)}")
             # Torch's hook keeps the printed text in memory, and loses it if this process exits now.
-            held = isinstance(sys.stderr, io.StringIO)
-            print(message, file=sys.__stderr__ if held else sys.stderr, flush=True)
+            is_captured = isinstance(sys.stderr, io.StringIO)
+            print(message, file=sys.__stderr__ if is_captured else sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             if under_torchrun and not waits:
                 time.sleep(REPORT_S)  # torchrun names the rank that exits first as the cause

@@ -33,7 +33,7 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     if env.get("RANK") or env.get("WORLD_SIZE") or tasks == 1:
         return {}
     step = STEPS_APART * number(env, "SLURM_JOB_ID", 0) + number(env, "SLURM_STEP_ID", 0)
-    found = {
+    variables = {
         "RANK": str(number(env, "SLURM_PROCID", 0)),
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": str(number(env, "SLURM_LOCALID", 0)),
@@ -43,9 +43,9 @@ def slurm_variables(env: Mapping[str, str]) -> dict[str, str]:
     by_node = tasks_by_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = number(env, "SLURM_NODEID", 0)
     if node < len(by_node):
-        found["LOCAL_WORLD_SIZE"] = str(by_node[node])
-        found["OMP_NUM_THREADS"] = str(cores(env, by_node[node]))
-    return {name: text for name, text in found.items() if text and not env.get(name)}
+        variables["LOCAL_WORLD_SIZE"] = str(by_node[node])
+        variables["OMP_NUM_THREADS"] = str(cores(env, by_node[node]))
+    return {name: text for name, text in variables.items() if text and not env.get(name)}
 
 
 def cores(env: Mapping[str, str], tasks: int) -> int:
@@ -68,13 +68,13 @@ def hosts(text: str) -> Iterator[str]:
 
 def spread(ranges: str) -> list[str]:
     """Return the numbers in ``01-03,7``, with their leading zeros."""
-    found = []
+    numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
             raise LaunchError(f"SLURM_STEP_NODELIST has [{ranges}], which is no list of numbers")
-        found += [f"{each:0{len(first)}d}" for each in range(int(first), int(last or first) + 1)]
-    return found
+        numbers += [f"{each:0{len(first)}d}" for each in range(int(first), int(last or first) + 1)]
+    return numbers
 
 
 def tasks_by_node(text: str) -> list[int]:
@@ -86,13 +86,13 @@ def tasks_by_node(text: str) -> list[int]:
     Raises:
         LaunchError: The text is no such list.
     """
-    found: list[int] = []
+    tasks: list[int] = []
     for part in filter(None, text.split(",")):
         matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if matched is None:
             raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list such as 2(x3),1")
-        found += [int(matched[1])] * int(matched[2] or 1)
-    return found
+        tasks += [int(matched[1])] * int(matched[2] or 1)
+    return tasks
 
 
 def number(env: Mapping[str, str], name: str, default: int) -> int:

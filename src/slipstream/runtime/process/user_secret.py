@@ -45,11 +45,11 @@ def user_secret(path: Path) -> str:
 def make(path: Path) -> None:
     """Write a new secret, completely or not at all; if another process is faster, its secret
     stays."""
-    there = next(folder for folder in path.parents if folder.exists())
+    existing = next(folder for folder in path.parents if folder.exists())
     way_out = (
         f"it would be made in {path.parent}; set HOME to a folder of this user (sudo keeps it)"
     )
-    require_own(there, os.stat(there), way_out)
+    require_own(existing, os.stat(existing), way_out)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{secrets.token_hex(8)}.draft")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -136,9 +136,9 @@ def summarized(ages: Mapping[int, int]) -> dict[str, float]:
 def median(values: Iterable[tuple[int, int]], count: int) -> float:
     """Return the median of counted values in ascending order."""
     wanted = ((count - 1) // 2, count // 2)
-    found: list[int] = []
-    seen = 0
+    middle: list[int] = []
+    counted = 0
     for value, number in values:
-        found += [value for place in wanted if seen <= place < seen + number]
-        seen += number
-    return statistics.fmean(found)
+        middle += [value for place in wanted if counted <= place < counted + number]
+        counted += number
+    return statistics.fmean(middle)

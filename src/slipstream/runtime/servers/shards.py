@@ -45,13 +45,13 @@ def choose_clusters(
         TooManyServers: No model is large enough for the requested servers.
     """
     env = membership.env
-    asked = len(env.server_addresses) or env.servers
-    most = running or asked or len(membership.first_on_each_host)
+    requested = len(env.server_addresses) or env.servers
+    most = running or requested or len(membership.first_on_each_host)
     clusters = [largest_cluster(strategy, each, membership, most, hosts) for each in specs]
     used = max(cluster.servers for cluster in clusters)
-    if asked and not running and 0 < used < asked:
+    if requested and not running and 0 < used < requested:
         largest = max(specs, key=lambda each: sum(spec.numel for spec in each))
-        strategy.plan(largest, cluster_of(membership, hosts, asked))
+        strategy.plan(largest, cluster_of(membership, hosts, requested))
     return clusters
 
 
@@ -96,13 +96,13 @@ class Shards:
             self.addresses = env.server_addresses
         else:
             starters = membership.first_on_each_host
-            mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
-            self._start_own(mine, membership)
+            own_indices = [k for k in range(count) if starters[k % len(starters)] == env.rank]
+            self._start_own(own_indices, membership)
             self.addresses = tuple(
                 gathering.read(f"server/{k}", starters[k % len(starters)], str)
                 for k in range(count)
             )
-            self.colocated = frozenset(f"server {k}" for k in mine)
+            self.colocated = frozenset(f"server {k}" for k in own_indices)
         for name, address in zip(self.names, self.addresses, strict=True):
             membership.transport.connect(name, address)
         membership.member.bind(self._processes(membership))
@@ -121,8 +121,8 @@ class Shards:
     def _processes(self, membership: Membership) -> dict[str, int]:
         return {name: membership.run.credentials.process_of(name) for name in self.names}
 
-    def _start_own(self, mine: list[int], membership: Membership) -> None:
-        for k in mine:
+    def _start_own(self, indices: list[int], membership: Membership) -> None:
+        for k in indices:
             server = start_server(
                 index=k,
                 credentials=membership.run.credentials,

@@ -74,7 +74,7 @@ def check(system: str) -> None:
     >>> check("ddp+powersgd(rank=2)")
     """
     if is_peer(system):
-        _made(system)
+        _create(system)
         return
     try:
         parse(system)
@@ -82,7 +82,7 @@ def check(system: str) -> None:
         raise UnknownStrategy(f"{error}; and of other projects {', '.join(PEERS)}") from error
 
 
-def _made(system: str) -> Train:
+def _create(system: str) -> Train:
     """Return a peer with its arguments: numbers, as ``every=32``."""
     name = name_of(system)
     # Names of peers have characters that no call can have.
@@ -115,5 +115,5 @@ def training(
     system: str, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> AbstractContextManager[Session]:
     """Return a context in which the contestant of this name trains."""
-    train: Train = _made(system) if is_peer(system) else partial(ours.train, system)
+    train: Train = _create(system) if is_peer(system) else partial(ours.train, system)
     return contextmanager(train)(model, optimizer)

@@ -153,10 +153,10 @@ def split_evenly(model: nn.Module, count: int) -> list[nn.ParameterList]:
     total = sum(p.numel() for p in parameters)
     parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
     before, place = 0, 0
-    for left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
+    for num_left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
         wanted = min(count - 1, before * count // total)
         # One at a time, so that no part is empty; and soon enough that one is left for each.
-        if parts[place] and (place < wanted or left <= count - 1 - place):
+        if parts[place] and (place < wanted or num_left <= count - 1 - place):
             place += 1
         parts[place].append(parameter)
         before += parameter.numel()

@@ -60,9 +60,9 @@ class CharacterText:
         Raises:
             ConfigError: The text is too short for rows of this length.
         """
-        kept = len(self.characters) - max(1, round(len(self.characters) * TEST_SHARE))
-        train = Windows(self.characters[:kept], context)
-        held_out = self.characters[kept:][: max(MOST_HELD_OUT, context) + 1]
+        num_train = len(self.characters) - max(1, round(len(self.characters) * TEST_SHARE))
+        train = Windows(self.characters[:num_train], context)
+        held_out = self.characters[num_train:][: max(MOST_HELD_OUT, context) + 1]
         test = Windows(held_out, context, stride=context)
         if not len(train) or not len(test):
             raise ConfigError(

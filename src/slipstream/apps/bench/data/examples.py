@@ -90,5 +90,5 @@ class Split(Generic[E]):
 def split_off(count: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return indices in random order: for training, and the last ``share`` of them for a test."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    kept = count - max(1, round(count * share))
-    return order[:kept], order[kept:]
+    num_train = count - max(1, round(count * share))
+    return order[:num_train], order[num_train:]

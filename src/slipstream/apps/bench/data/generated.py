@@ -50,8 +50,8 @@ def separable_images(
     coarse = torch.randn(classes, 1, 7, 7, generator=generator)
     patterns = F.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
     targets = torch.arange(count) % classes
-    drawn = torch.randn(count, 1, size, size, generator=generator)
-    images = patterns[targets] + noise * drawn
+    normal = torch.randn(count, 1, size, size, generator=generator)
+    images = patterns[targets] + noise * normal
     train, test = (
         TensorExamples(images[part], targets[part]) for part in split_off(count, TEST_SHARE, seed)
     )
@@ -74,29 +74,29 @@ def coloured_images(
     targets = torch.arange(count) % classes
     # In parts, since as numbers they take four times the memory of their bytes.
     parts = targets.split(DRAWN_AT_ONCE)
-    images = torch.cat([_moved(patterns[part], shift, noise, generator) for part in parts])
+    images = torch.cat([_shifted(patterns[part], shift, noise, generator) for part in parts])
     train, test = (
         TensorExamples(images[part], targets[part]) for part in split_off(count, TEST_SHARE, seed)
     )
     return Split(train, test, classes, origin="generated colour images")
 
 
-def _moved(patterns: Tensor, shift: int, noise: float, generator: torch.Generator) -> Tensor:
+def _shifted(patterns: Tensor, shift: int, noise: float, generator: torch.Generator) -> Tensor:
     """Return patterns as bytes, each with a random cyclic shift."""
     count, channels, size, _ = patterns.shape
     moves = torch.randint(-shift, shift + 1, (2, count, 1), generator=generator)
     rows, columns = (torch.arange(size) + moves).remainder(size)
     image, channel = torch.arange(count), torch.arange(channels)
-    moved = patterns[
+    shifted = patterns[
         image[:, None, None, None],
         channel[:, None, None],
         rows[:, None, :, None],
         columns[:, None, None, :],
     ]
-    drawn = moved + noise * torch.randn(moved.shape, generator=generator)
+    noisy = shifted + noise * torch.randn(shifted.shape, generator=generator)
     # Three standard deviations either way are within a byte.
     contrast = 127 / (3 * math.sqrt(1 + noise**2))
-    return (128 + contrast * drawn).clamp_(0, 255).byte()
+    return (128 + contrast * noisy).clamp_(0, 255).byte()
 
 
 def random_rows(
@@ -166,9 +166,9 @@ def ratings_by_genre(
     """Generate such ratings, of items with one to three genres, which are half of their traits."""
     generator = seeded(seed)
     lengths = torch.randint(1, 4, (items,), generator=generator)
-    drawn = torch.rand(items, genres, generator=generator).argsort(1)[:, :3].tolist()
+    numbers = torch.rand(items, genres, generator=generator).argsort(1)[:, :3].tolist()
     of = [
-        [f"genre{g:02d}" for g in row[:n]] for row, n in zip(drawn, lengths.tolist(), strict=True)
+        [f"genre{g:02d}" for g in row[:n]] for row, n in zip(numbers, lengths.tolist(), strict=True)
     ]
     rows = genre_rows(of)
     bags, _ = rows.take(torch.arange(items))
@@ -195,5 +195,5 @@ def labelled_sentences(
             text.insert(draw(len(text) + 1), f"c{label}x{draw(8)}")
         return " ".join(text), f"class{label:03d}"
 
-    made = tuple(sentence(index % classes) for index in range(count))
-    return LabelledText(made, (), origin="generated sentences")
+    sentences = tuple(sentence(index % classes) for index in range(count))
+    return LabelledText(sentences, (), origin="generated sentences")

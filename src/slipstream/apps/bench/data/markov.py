@@ -41,8 +41,8 @@ class MarkovSource:
         generator = torch.Generator().manual_seed(seed)
         size = len(alphabet)
         by_last = torch.rand(size, size, generator=generator).argsort(1)[:, :followers]
-        drawn = torch.rand(size * size, followers, generator=generator, dtype=torch.float64)
-        weights = drawn**3 + 0.01  # uneven: one of them is likely
+        uniform = torch.rand(size * size, followers, generator=generator, dtype=torch.float64)
+        weights = uniform**3 + 0.01  # uneven: one of them is likely
         return cls(alphabet, by_last.repeat(size, 1), weights / weights.sum(1, keepdim=True))
 
     def next_pairs(self) -> Tensor:
@@ -57,9 +57,9 @@ class MarkovSource:
         after = self.next_pairs()
         at = torch.full((len(after),), 1 / len(after), dtype=torch.float64)
         for _ in range(STATIONARY_STEPS):
-            moved = (at.unsqueeze(1) * self.shares).flatten()
+            next_weights = (at.unsqueeze(1) * self.shares).flatten()
             # Halfway: a source that alternates would never converge otherwise.
-            at = (at + torch.zeros_like(at).index_add_(0, after.flatten(), moved)) / 2
+            at = (at + torch.zeros_like(at).index_add_(0, after.flatten(), next_weights)) / 2
         each = -(self.shares * self.shares.log()).sum(1)
         return float((at * each).sum())
 
@@ -70,11 +70,11 @@ class MarkovSource:
         uniform = torch.rand(count, generator=torch.Generator().manual_seed(seed))
         pairs = itertools.accumulate(
             uniform.tolist(),
-            lambda pair, drawn: after[pair][bisect.bisect(bounds[pair], drawn)],
+            lambda pair, number: after[pair][bisect.bisect(bounds[pair], number)],
             initial=0,
         )
-        drawn = torch.tensor([*itertools.islice(pairs, 1, None)], dtype=torch.int32)
-        return drawn.remainder(len(self.alphabet))
+        number = torch.tensor([*itertools.islice(pairs, 1, None)], dtype=torch.int32)
+        return number.remainder(len(self.alphabet))
 
 
 def markov_text(*, count: int = 300_000, seed: int = 0) -> CharacterText:

@@ -66,7 +66,9 @@ def _listed_genres(path: Path) -> dict[str, Sequence[str]]:
     if missing:
         raise refused(path, 1, f"no column {', '.join(missing)}", _WAY_OUT)
     listed = {row["movieId"]: row["genres"] or NO_GENRES for row in rows_of(path, rows)}
-    return {name: () if said == NO_GENRES else said.split("|") for name, said in listed.items()}
+    return {
+        name: () if genres == NO_GENRES else genres.split("|") for name, genres in listed.items()
+    }
 
 
 def genre_rows(genres: Sequence[Sequence[str]]) -> SparseExamples:

@@ -54,8 +54,8 @@ def read_ratings(path: Path) -> Ratings:
     items: dict[str, int] = {}
     pairs, values = [], []
     for row in rows_of(path, rows):
-        user, item, said = (row[column] for column in COLUMNS)
-        value = _rating(path, rows.line_num, said)
+        user, item, rating = (row[column] for column in COLUMNS)
+        value = _rating(path, rows.line_num, rating)
         if not user or not item:
             raise refused(path, rows.line_num, "no user or no film", "mend or remove the line")
         pairs.append((users.setdefault(user, len(users)), items.setdefault(item, len(items))))
@@ -72,12 +72,12 @@ def read_ratings(path: Path) -> Ratings:
     )
 
 
-def _rating(path: Path, line: int, said: str | None) -> float:
+def _rating(path: Path, line: int, text: str | None) -> float:
     try:
-        value = float(said or "")
+        value = float(text or "")
     except ValueError:
         value = math.nan
     if not abs(value) <= MOST_RATING:
-        problem = f"rating {shown(said)} is not a number"
+        problem = f"rating {shown(text)} is not a number"
         raise refused(path, line, problem, "mend or remove the line")
     return value

@@ -102,14 +102,14 @@ class Table:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The tensors for a planner: those that an emulated net of this table has."""
-        named = [
+        tensors = [
             (f"{layer.module}.{name}", shape, layer.module if layer.kind == "fc" else "")
             for layer in self.layers
             for name, shape in layer.named_shapes.items()
         ]
         return tuple(
             Spec(name, shape, "float32", order, layer=layer, form="factors" if layer else "")
-            for order, (name, shape, layer) in enumerate(named)
+            for order, (name, shape, layer) in enumerate(tensors)
         )
 
     def slowed(self, times: float) -> Table:

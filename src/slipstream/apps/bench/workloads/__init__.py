@@ -69,8 +69,8 @@ def workload(
     'gpt'
     """
     known(name)
-    given = {"data": data, "scale": scale, **(sizes or {})}
-    arguments = {key: value for key, value in given.items() if value is not None}
+    options = {"data": data, "scale": scale, **(sizes or {})}
+    arguments = {key: value for key, value in options.items() if value is not None}
     for key in arguments:
         able = [n for n, make in WORKLOADS.items() if key in inspect.signature(make).parameters]
         if name not in able:
@@ -97,11 +97,11 @@ def parse_sizes(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
-        found = SIZE.fullmatch(part)
-        if found is None or found[1] in NO_SIZES or found[1] in sizes:
+        match = SIZE.fullmatch(part)
+        if match is None or match[1] in NO_SIZES or match[1] in sizes:
             raise ConfigError(
                 f"sizes {shown(text)}: write NAME=NUMBER, joined by commas, each name once, such "
                 "as layers=2,width=64"
             )
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     return sizes
