@@ -129,8 +129,8 @@ def text_batch(
         rates: The probabilities to leave out a feature and to drop a pooled value.
         classes: The number of classes.
         noise: uint64, the state of the random generator, which advances. None: nothing is dropped.
-        batch: The memory for its parts, as `text_net_gradients` takes them; features and values have
-            room for all of the rows' features.
+        batch: The memory for its parts, as `text_net_gradients` takes them; features and values
+            have room for all of the rows' features.
     """
 
 def quantized_nbytes(count: int, bits: int, block: int) -> int:
@@ -153,8 +153,8 @@ def quantize_pack(
     are lost.
 
     A value that is not finite is received as such and does not change `residual`; finite values of
-    such a block stay in `residual`. `native/quantize.h` has the layout. Equal input gives equal bytes on
-    any processor. No two of the buffers may overlap.
+    such a block stay in `residual`. `native/quantize.h` has the layout. Equal input gives equal
+    bytes on any processor. No two of the buffers may overlap.
     """
 
 def quantize_pack_portable(
