@@ -124,8 +124,8 @@ def test_anything_is_taken_or_refused(table: bool, early: bool, frames: list[byt
         return
     rest, rows = frames, []
     for width in ((1, 5) if table else (5, 3))[: 1 if early else 2]:
-        count, dtype, used = frames_taken(rest, Wanted(width, tuple(BYTES)))
-        assert sum(map(len, rest[1:used])) == count * width * BYTES[dtype]
+        count, dtype, used = frames_taken(rest, Wanted(width))
+        assert sum(map(len, rest[1:used])) == matrix_nbytes(count * width, dtype)
         rows.append(count)
         rest = rest[used:]
     assert not rest
