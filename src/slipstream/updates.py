@@ -249,8 +249,7 @@ class Update(Part, frozen=True):
 
     @property
     def outer_optimizer(self) -> OuterOptimizer | None:
-        """The optimizer of outer gradients; None if the user's optimizer or nothing applies
-        results."""
+        """The optimizer of outer gradients, or None."""
         return self.outer if isinstance(self.outer, OuterOptimizer) else None
 
     @property

@@ -47,8 +47,7 @@ class LayerMath(Protocol):
     """
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
-        """Add share·dYᵀX to the weight's gradient (XᵀdY if transposed), share·Σ dY to the
-        bias's."""
+        """Add share·dYᵀX to the weight's gradient (XᵀdY if transposed), share·Σ dY to the bias'."""
         ...
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:

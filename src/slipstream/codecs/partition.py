@@ -40,8 +40,7 @@ class Rotation:
         return (sender if self.same_for_all else peer - sender) % self.partitions
 
     def part(self, turn: int, time: int, numel: int) -> slice:
-        """Return the range of ``numel`` values that is due; partition sizes differ by at most
-        one."""
+        """Return the range of ``numel`` values that is due; sizes differ by at most one."""
         due = (turn + time) % self.partitions
         return slice(due * numel // self.partitions, (due + 1) * numel // self.partitions)
 
@@ -58,8 +57,7 @@ class Accumulator:
 
 
 class PeerAccumulators:
-    """The values that one worker has not yet sent: one accumulator for all peers with the same
-    turn.
+    """The values that one worker has not sent: an accumulator for all peers of a turn.
 
     Every update is added to every accumulator, and a partition that is sent is removed from it. So
     each value of each update is sent to each peer exactly once, however seldom partitions are sent.
@@ -125,8 +123,7 @@ def bound(above: Above, due: Residual, ctx: EncodeContext) -> float:
 
 
 def packed(values: Floats) -> Buffer:
-    """Encode a partition whose small entries were held back, in the filter's format without
-    zeros."""
+    """Encode a partition with small entries held back: the filter's format, no zeros."""
     flat = Values(values.view(np.uint8), "float32")
     (frame,) = NOT_ZERO.encode(flat, Residual.zeros(values.size), HERE)
     return frame

@@ -33,8 +33,7 @@ class AboutCodec(Protocol):
 
     @property
     def splits(self) -> bool:
-        """True if contributions are cut into chunks; False if a tensor's contribution is one
-        piece."""
+        """True if contributions are cut into chunks; False if each tensor's is one piece."""
         ...
 
     def facts(self) -> Facts:
@@ -46,8 +45,7 @@ class AboutCodec(Protocol):
         ...
 
     def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
-        """Return a tensor's bytes on the wire: once, over one link, one way; on average over
-        rounds.
+        """Return a tensor's bytes over one link, one way, on average over rounds.
 
         Exact if the size does not depend on values, for a tensor that is sent in one piece. If it
         does, this is the most that values may take, or the size of the share of them that is sent.
@@ -72,8 +70,7 @@ class Codec(AboutCodec, Protocol):
     def frames(self) -> int: ...
 
     def init(self, numel: int, dtype: str) -> Residual | None:
-        """Return an empty residual for one segment on one link; None if everything is always
-        sent."""
+        """Return an empty residual for one segment on one link; None if nothing is kept."""
         ...
 
     def encode(self, values: Values, residual: Any, ctx: EncodeContext) -> tuple[Buffer, ...]:

@@ -31,8 +31,7 @@ def _check_bound(name: str, bound: object) -> None:
 
 
 class Bound(NamedTuple):
-    """A bound: entries above it are sent, and so are the first ``ties`` entries that are equal to
-    it."""
+    """A bound: entries above it are sent, and the first ``ties`` of those equal to it."""
 
     above: float
     ties: int = 0

@@ -17,8 +17,7 @@ class RoundCodec(Codec, Protocol):
     """A shared codec with the state of one round. Its frames are linear: they can be added up."""
 
     def merge(self, contributions: Sequence[Sequence[Buffer]], *, divisor: float) -> Buffer:
-        """Return the sum of contributions in the given order, divided, as one frame of the same
-        form.
+        """Return the sum of contributions, in order, divided, as one frame of the same form.
 
         Raises:
             RuntimeFault: A contribution was encoded with other state than this member's.

@@ -27,8 +27,7 @@ class Admission(Part, frozen=True):
         return self
 
     def ledger(self, workers: int, ahead: int) -> RoundLedger:
-        """Return an empty ledger for a unit; a worker may be ``ahead`` rounds ahead of its
-        results."""
+        """Return an empty ledger; a worker may be ``ahead`` rounds ahead of its results."""
         raise NotImplementedError
 
     def decider(

@@ -25,8 +25,7 @@ class Histogram:
         self.counts[place] += 1
 
     def quantile(self, share: float) -> float:
-        """Return the duration that this share of all does not exceed, to the precision of the
-        bins."""
+        """Return the duration that this share does not exceed, to the precision of bins."""
         wanted = share * self.counts.total()
         counted = 0
         for place in sorted(self.counts):

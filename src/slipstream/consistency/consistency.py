@@ -37,8 +37,7 @@ class Consistency(Part, frozen=True):
 
     @property
     def lockstep(self) -> bool:
-        """True if all workers make every round and wait for it. A worker in another round is then
-        an error."""
+        """True if all workers make every round; a worker in another round is an error."""
         return isinstance(self.admit, All) and self.gate == Lag(0)
 
     @property

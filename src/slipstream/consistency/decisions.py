@@ -98,8 +98,7 @@ class Decider(Protocol):
         ...
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
-        """Record that a holder has its whole part of a worker's gradient for a round; return
-        decisions.
+        """Record that a holder has its part of a worker's gradient; return decisions.
 
         Raises:
             FrameRefused: The worker cannot have computed this gradient.

@@ -35,8 +35,7 @@ class Lag(Part, frozen=True):
 
     @property
     def under_way(self) -> int:
-        """The most contributions to a unit that a worker may have made without having applied their
-        results."""
+        """The most contributions of a worker to a unit whose results it has not applied."""
         return self.steps + 1
 
     def may_start(self, progress: Progress) -> bool:

@@ -127,8 +127,7 @@ class KAsyncDecider:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Decision]:
-        """Make an update of all gradients that have arrived, if these are K or those of all
-        workers."""
+        """Make an update of the gradients that have arrived, if these are K or all."""
         if len(self._arrived) < max(1, min(self.k, len(self.members | self._arrived))):
             return []
         decision = Made(self.round, tuple(sorted(self._arrived)))

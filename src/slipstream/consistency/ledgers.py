@@ -12,8 +12,7 @@ from slipstream.types import Rank
 
 @dataclass(slots=True)
 class AllLedger:
-    """The rounds of a unit that every live worker makes; none is more than ``ahead`` rounds
-    ahead."""
+    """The rounds that every live worker makes; none is more than ``ahead`` rounds ahead."""
 
     members: set[Rank]
     round: int = 0

@@ -114,8 +114,7 @@ class Preparation:
     def _distribute(
         self, pairs: Sequence[Pair], placement: Mapping[int, bool | None]
     ) -> dict[int, Any]:
-        """Distribute all pairs at once; return the prepared objects, by the id of the given
-        ones."""
+        """Distribute all pairs at once; return prepared objects by id of the given ones."""
         done: dict[int, Any] = {}
         for model, _ in pairs:
             if id(model) not in done:

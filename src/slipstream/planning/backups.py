@@ -43,8 +43,7 @@ FIG_5_RATIO = 4.0  # Nc / n
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split: ``first`` workers make a round, ``backup`` more take part; and the resulting
-    cost."""
+    """A split: ``first`` workers make a round, ``backup`` more take part; and its cost."""
 
     first: int
     backup: int

@@ -120,8 +120,7 @@ def _combined(one: Trend, other: Trend) -> Trend:
 
 
 def vote(trends: Sequence[Trend], *, agreeing: float = 0.7) -> Verdict:
-    """Return the vote of all streams at one rate. Ambiguous ones do not vote, but half must
-    vote."""
+    """Return the vote of all streams at one rate, if at least half are unambiguous."""
     rising = trends.count(Trend.INCREASING)
     voters = rising + trends.count(Trend.LEVEL)
     if 2 * voters < len(trends) or not voters:

@@ -32,15 +32,13 @@ class LayerShape:
         return (self.outputs * self.inputs + self.outputs * self.bias) * self.item_bytes
 
     def compact_bytes(self, rows: float) -> float:
-        """Return the bytes of a worker's gradient in compact form, its values in their own
-        precision."""
+        """Return the bytes of one worker's compact gradient, in its own precision."""
         if self.form == "rows":
             return rows * (self.inputs * self.item_bytes + ID_BYTES)
         return rows * (self.outputs + self.inputs) * self.item_bytes
 
     def rebuild_flops(self, rows: float) -> float:
-        """Return the flops of the dense gradient from so many rows; 0 for a table, which needs
-        none."""
+        """Return the flops to compute the dense gradient from so many rows; 0 for a table."""
         return 0.0 if self.form == "rows" else 2.0 * rows * self.outputs * self.inputs
 
 
@@ -110,8 +108,7 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
 def compact_seconds(
     shape: LayerShape, rows: float, workers: int, speeds: Speeds, compact_bytes: float
 ) -> float:
-    """Return the time to send to every peer, and to compute the gradient of the other ranks'
-    rows."""
+    """Return the time to send to all peers, and to compute with the other ranks' rows."""
     link = (workers - 1) * compact_bytes
     extra = shape.rebuild_flops(rows * (workers - 1))
     messages = (workers - 1) * MESSAGE_S

@@ -71,8 +71,7 @@ def even_numel(total: int, group: Group, chunk_bytes: int) -> int:
 
 
 def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[tuple[Segment, ...]]:
-    """Cut the tensors, one after the other, every ``room`` elements; yield the segments of
-    chunks."""
+    """Cut the tensors, one after the other, every ``room`` elements; yield segments."""
     run: list[Segment] = []
     remaining = room
     for tensor in tensors:

@@ -1,5 +1,4 @@
-"""The number of partitions of an update, computed from the rate of links (Ako's cost model).
-Pure."""
+"""The number of partitions of an update, from the rate of links (Ako's cost model). Pure."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ def tabulate(
     shapes: Mapping[str, LayerShape],
     speeds: Speeds | None,
 ) -> list[Row]:
-    """Return a row for each layer or tensor; ``schemes[i]`` and ``ways[i]`` are of tensor i,
-    dense."""
+    """Return rows for layers and tensors; ``schemes[i]``, ``ways[i]`` are tensor i's, dense."""
     rows: list[Row] = []
     done: set[str] = set()
     for spec, scheme, way in zip(specs, schemes, ways, strict=True):

@@ -133,8 +133,7 @@ def local_sgd(
 
 
 def outer_routes(wire: Wire, first: int | None, hierarchical: bool) -> AnyPolicy:
-    """Return routes over collectives if values are plain and all workers take part; else over
-    links.
+    """Return collective routes if values are plain and all workers take part; else links.
 
     With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
     drops it.

@@ -170,8 +170,7 @@ def consistency_for(
 
 
 def topology_of(tree: str | Tree, block_bytes: int) -> AnyTopology:
-    """Return the given topology, or the one with the shortest predicted time on a topology file's
-    network."""
+    """Return the given topology, or the one that a topology file's network suits best."""
     if isinstance(tree, Tree):
         return tree
     if tree == "star":

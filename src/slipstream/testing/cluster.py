@@ -120,8 +120,7 @@ class Stage:
         return ShardService(len(self.servers), self.members[HUB], FOREVER_S).accounts()
 
     def owed_back(self, workers: Sequence[Worker]) -> Owed:
-        """Return what holders' codecs hold back of results: at servers, and at workers that
-        hold."""
+        """Return what holders' codecs hold back of results, at servers and workers."""
         owed: Owed = {}
         plan = self.plan
         memories: dict[Node, Callable[[int], Sequence[Any]]] = {
@@ -194,8 +193,7 @@ class Stage:
             self.members[server.member.name].take(arrived=0)
 
     def _pass_time(self, running: Sequence[Worker]) -> bool:
-        """Let time pass until a worker comes back or a round closes; return False if neither
-        will."""
+        """Let time pass until a worker returns or a round closes; return False if neither will."""
         before = len(self.trace)
         back = [worker.conduct.back_at for worker in running if not worker.here]
         shards = [server.shard for server in self.servers if server.shard is not None]
@@ -207,8 +205,7 @@ class Stage:
         return bool(back) or len(self.trace) > before
 
     def _give_up(self, running: Sequence[Worker]) -> None:
-        """Raise the runtime's error, as no worker can continue, once all know the others'
-        progress."""
+        """Raise the runtime's error for stuck workers, once all know the others' progress."""
         self._playing = False
         for _ in range(2):
             self.clock.advance(BEAT_S)

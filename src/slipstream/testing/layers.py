@@ -71,8 +71,7 @@ def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bool) -> None:
-    """Send a layer as a worker does: X in the forward pass if ``early``, the rest after
-    backward."""
+    """Send a layer as a worker does: X during forward if ``early``, the rest after backward."""
     if rows is None:
         channel.ready_layer(unit.index, None)
         return

@@ -49,11 +49,9 @@ class Topology(Part, frozen=True):
         return cluster.servers
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """Return the receivers of ``holder``'s results from ``node``; the holder is the first
-        node."""
+        """Return who gets ``holder``'s results from ``node``; the holder is the first node."""
         return ()
 
     def without(self, rank: Rank) -> Self:
-        """Return the same topology without a lost worker, whose children get results another
-        way."""
+        """Return the same topology without a lost worker; its children have other parents."""
         return self

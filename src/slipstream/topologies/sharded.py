@@ -13,8 +13,7 @@ from slipstream.types import Cluster, Node
 
 
 class Sharded(Topology, frozen=True):
-    """A topology whose chunks are dealt evenly: no shard is more than one chunk heavier than
-    another.
+    """A topology with evenly dealt chunks: loads of shards differ by at most one chunk.
 
     Args:
         whole_layers: Keep the chunks of a layer together; shards may end up uneven.

@@ -85,8 +85,7 @@ class Collectives:
                 raise WaitLimit("a collective", self._limit_s, [])
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise the fault that broke a connection: the error names no rank, but the heartbeat soon
-        will."""
+        """Raise the fault behind a broken connection, which names no rank itself."""
         deadline = time.monotonic() + self._grace_s
         while time.monotonic() < deadline:
             time.sleep(0.05)

@@ -204,8 +204,7 @@ def is_idle(connection: socket.socket) -> bool:
 
 
 def waiting_at(port: int, listener: socket.socket) -> int:
-    """Return how many connections wait to be accepted, if this socket listens at ``port``; else
-    0."""
+    """Return how many connections wait at ``port``, if this socket listens there."""
     try:
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if not listens or listener.getsockname()[1] != port:

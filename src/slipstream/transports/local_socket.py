@@ -44,8 +44,7 @@ class LocalSocket(Generic[Body]):
         return self._end.fileno()
 
     def send(self, body: object, descriptor: int | None = None) -> None:
-        """Send a message; raise ``Hangup`` if the other side is closed, ``TimeoutError`` if it is
-        stuck."""
+        """Send a message; raise ``Hangup`` if the other end is closed, ``TimeoutError`` if late."""
         content = self._encoder.encode(body)
         frame = HEAD.pack(len(content), int(descriptor is not None)) + content
         with self._sending:

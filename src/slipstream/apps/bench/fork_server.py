@@ -137,8 +137,7 @@ def reap(children: set[int]) -> None:
 
 
 def kill_all(children: set[int]) -> None:
-    """Kill all children; numbers of children that are not reaped are not reused, so this is
-    safe."""
+    """Kill all children; this is safe, as numbers of unreaped children are not reused."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
         with contextlib.suppress(ProcessLookupError):

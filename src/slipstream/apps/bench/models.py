@@ -44,8 +44,7 @@ def conv_net(classes: int = 10) -> nn.Sequential:
 
 
 def vgg_net(scale: float = 1.0) -> nn.Sequential:
-    """Return VGG19's layers; small images are pooled up to 7 × 7, which its first matrix
-    expects."""
+    """Return VGG19's layers; small images are pooled up to the 7 × 7 of its first matrix."""
     net = table("vgg19").scaled(scale)
     layers: list[nn.Module] = []
     inputs = 3
@@ -78,8 +77,7 @@ def alexnet_net(scale: float = 1.0, *, classes: int = 1) -> nn.Sequential:
 
 
 def _ready_to_learn(model: nn.Sequential) -> nn.Sequential:
-    """Set initial weights after He et al.; with torch's own, eight layers learn nothing for a long
-    time."""
+    """Set initial weights after He et al.; with torch's, eight layers hardly learn."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")

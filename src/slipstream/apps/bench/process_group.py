@@ -68,8 +68,7 @@ class ForkServer:
 
     @contextmanager
     def process_group(self, trial: Trial, places: Sequence[Place]) -> Iterator[ProcessGroup]:
-        """Start the workers of one trial; kill those that have not ended at the end of the
-        block."""
+        """Start the workers of one trial; at the end of the block, kill those that remain."""
         folder = Path(self._folder.name)
         path = folder / "line"
         with socket.socket(socket.AF_UNIX) as listener:

@@ -222,8 +222,7 @@ def _host(lab: Network, text: str) -> int:
 
 
 def _print(lab: Network) -> None:
-    """Print a table of the lab; lines wrap on a narrow terminal, since all of an address is
-    needed."""
+    """Print a table of the lab; on a narrow terminal lines wrap, to show whole addresses."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(lab))

@@ -174,8 +174,7 @@ def _lines(runlog: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(runlog: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the content of a line; only check that a line that is not about rounds is an
-    object."""
+    """Return the content of a line; one that is not about rounds is only checked."""
     content = None
     try:
         if ABOUT_ROUNDS in line:

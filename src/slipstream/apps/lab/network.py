@@ -193,8 +193,7 @@ class Network:
     def traffic(
         self, source: int, sink: int, rate: str | int | float, seconds: float = math.inf
     ) -> Iterator[subprocess.Popen[str]]:
-        """Send competing UDP traffic from one host to another, at a constant rate, while the block
-        runs."""
+        """Send competing UDP traffic between hosts at a constant rate, during the block."""
         bps, address = bits_per_second(rate), self.hosts[sink].address
         if source == sink:
             raise LaunchError("traffic from a host to itself crosses no link; name two hosts")

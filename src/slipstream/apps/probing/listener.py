@@ -73,8 +73,7 @@ class Reception:
         self._sessions: dict[bytes, _Session] = {}
 
     def take(self, datagram: bytes, arrived_ns: int, now_s: float) -> bytes | None:
-        """Handle a datagram; ``arrived_ns`` is of any monotonic clock, and never 0 (not
-        arrived)."""
+        """Handle a datagram; ``arrived_ns`` is of any monotonic clock, and never 0."""
         self.counts.received_nbytes += len(datagram)
         answer = self._answer(datagram, arrived_ns, now_s)
         if answer is not None:
@@ -126,8 +125,7 @@ class Reception:
             del self._sessions[nonce]
 
     def _record_packet(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
-        """Record a packet. A session has one stream at a time; a late packet of another is
-        ignored."""
+        """Record a packet; a late one of an earlier stream of the session is ignored."""
         if not packet.index < packet.count <= MOST_PACKETS or packet.stream < session.stream:
             return False
         if packet.stream > session.stream:
@@ -235,8 +233,7 @@ def _stamp_arrivals(into: socket.socket) -> bool:
 
 
 def _stamp(notes: Sequence[tuple[int, int, bytes]]) -> int:
-    """Return a packet's timestamp; 0, as if it had not arrived, without one: clocks must not
-    mix."""
+    """Return a packet's timestamp; 0 (not arrived) without one: clocks must not mix."""
     for level, kind, content in notes:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack_from(content)

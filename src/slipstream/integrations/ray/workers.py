@@ -163,8 +163,7 @@ class AsScript:
 
 
 def failed(raised: BaseException, reported: Exception) -> Outcome:
-    """Return the outcome of a function that raised; ``reported`` is what the driver
-    raises."""
+    """Return the outcome of a function that raised; the driver raises ``reported``."""
     sys.last_value = raised  # for exit handlers, as after a script's error
     return Outcome(error=reported, where=where_of(raised))
 

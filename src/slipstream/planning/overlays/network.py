@@ -42,8 +42,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class PositionCosts:
-    """Costs by position (section 3.4.1): within an edge switch, an aggregation switch, and
-    beyond."""
+    """Costs by position (section 3.4.1): within edge, within aggregation, beyond."""
 
     same_edge: float = 0.1
     same_aggregation: float = 0.5
@@ -75,8 +74,7 @@ class MeasuredCosts:
 
     @classmethod
     def of(cls, bandwidths: Sequence[Sequence[float]]) -> MeasuredCosts:
-        """Return costs from bits/s between hosts: 1 for the slowest pair, 0.1 for one that is ten
-        times as fast."""
+        """Return costs from bits/s between hosts: 1 for the slowest pair, 0.1 for 10x."""
         size = len(bandwidths)
         for i, row in enumerate(bandwidths):
             if len(row) != size:
@@ -168,8 +166,7 @@ class Network:
         return tuple(map(tuple, ranks))
 
     def targets(self, server: int) -> tuple[int, ...]:
-        """Return the hosts that a server must reach over the network: those with workers, except
-        its own."""
+        """Return the other hosts with workers, which a server must reach."""
         return tuple(sorted(set(self.workers) - {self.servers[server]}))
 
     @property

@@ -385,8 +385,7 @@ def is_item(value: Any) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Check names of tensors; raise ValueError for one that a checkpoint of one pair cannot
-    have."""
+    """Check the names of tensors of one pair; raise ValueError for another name."""
     for name in names:
         if SECTION.match(name):
             raise ValueError("it holds several models or optimizers; this job trains one")

@@ -74,8 +74,7 @@ class Weights(Protocol):
         ...
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
-        """Run ``step`` and scale its change of the weights by the coefficient; return that
-        change."""
+        """Run ``step``, scale its change of the weights, and return the scaled change."""
         ...
 
 

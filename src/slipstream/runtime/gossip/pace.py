@@ -64,8 +64,7 @@ class Pace:
         self._before = self._delivered()
 
     def stepped(self, waited_s: float, has_waited: bool) -> int:
-        """Record a step: how long it waited for peers, and whether partitions had to wait; return
-        p."""
+        """Record a step's wait for peers, and whether partitions had to wait; return p."""
         now = self._clock()
         self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
         self._stepped_s = now

@@ -1,5 +1,4 @@
-"""Layers whose gradients are sent as factors or rows: the rows of a host's workers, stacked
-once."""
+"""Layers sent as factors or rows: the rows of a host's workers, stacked once."""
 
 from __future__ import annotations
 

@@ -197,15 +197,13 @@ class HostLeader(HostChannel):
         self._pass_on()
 
     def _begin(self, tensors: Sequence[int]) -> None:
-        """Begin tensors that are ready here. Pass their last results on, since sums overwrite
-        them."""
+        """Begin tensors that are ready here; pass on their last results, which sums overwrite."""
         self.wait([tensor for tensor in tensors if self._slots.is_open(tensor)])
         self._ready_tensors.update(tensors)
         self._waiting += tensors
 
     def _pass_on(self) -> bool:
-        """Send the tensors that are ready on all workers of the host; return whether there is
-        any."""
+        """Send tensors that are ready on all workers of the host; return whether any is."""
         arrived = self._memory.board.arrived(self._round, self._waiting)
         for tensor in arrived:
             self._waiting.remove(tensor)

@@ -169,8 +169,7 @@ def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
 
 
 def check_memory(descriptor: int, nbytes: int, leader: Rank) -> None:
-    """Check the size of the memory, and that it cannot change: reading it could otherwise kill this
-    process."""
+    """Check the size of the memory, and that it cannot shrink: reads would be fatal."""
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     size = os.fstat(descriptor).st_size
     try:

@@ -46,8 +46,7 @@ class HostMemory:
         self.board = HostBoard(shared.memory, len(ranks), len(specs))
 
     def place(self, worker: int, tensor: int) -> Values:
-        """Return a worker's segment for a tensor; worker 0's is that of the host's sum and
-        result."""
+        """Return a worker's segment for a tensor; worker 0's has the host's sum and result."""
         spec, at = self.specs[tensor], self._segment.at(worker, tensor)
         return Values(self._bytes[at : at + spec.nbytes], spec.dtype)
 

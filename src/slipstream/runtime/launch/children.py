@@ -50,8 +50,7 @@ class Children:
         return f"{os.getpid()}/fd/{reader}"
 
     def watch(self, processes: Sequence[subprocess.Popen[bytes]], first: int = 1) -> None:
-        """Watch the processes of rank ``first`` and so on; this process waits for them at its
-        exit."""
+        """Watch the processes of rank ``first`` and so on; wait for them at exit."""
         self._pid, self._rank = os.getpid(), first - 1
         for rank, process in enumerate(processes, first):
             self._processes[f"rank {rank}"] = process
@@ -126,8 +125,7 @@ class Children:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """Let this process end with the others that it depends on, in the block and until
-        ``leave``.
+        """Let this process end with those that it depends on, until ``leave``.
 
         Raises:
             LaunchError: Another process has ended already.

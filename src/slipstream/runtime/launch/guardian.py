@@ -34,8 +34,7 @@ class ChildGroup:
 
     @classmethod
     def led_by(cls, leader: int) -> ChildGroup:
-        """Return the group of a child that is not reaped yet: until then its number is not
-        reused."""
+        """Return the group of a child that is not reaped, so that its number is not reused."""
         try:
             return cls(leader, os.pidfd_open(leader))
         except (AttributeError, OSError):
@@ -64,8 +63,7 @@ class ChildGroup:
         os.killpg(self.leader, signum)
 
     def _number_reused(self) -> bool:
-        """Return whether another process has the leader's number; this happens only if the group is
-        empty."""
+        """Return whether the leader's number was reused, which needs an empty group."""
         assert self.pidfd is not None
         try:
             signal.pidfd_send_signal(self.pidfd, 0)

@@ -108,8 +108,7 @@ class LearnerSupervisor:
         self._group.set_rules(leader=None, restarts=self._restarts, grace_s=GRACE_S)
 
     def _listen(self, name: str, end: socket.socket, bodies: Any) -> Send:
-        """Start a thread that turns messages into events; return a function to send to the
-        process."""
+        """Start a thread that turns messages into events; return a sender."""
         if name in self._lines:
             self._lines[name].close()
         line: LocalSocket[Any] = LocalSocket(end, bodies)
@@ -210,8 +209,7 @@ class LearnerSupervisor:
         return verdict
 
     def _directory_for(self, requested: str | None) -> Path:
-        """Return the locked directory that learners request, or one that is removed with the
-        job."""
+        """Return the locked directory requested, or one removed with the job."""
         if requested is not None:
             self._locks.take(Path(requested))
             return Path(requested)

@@ -26,8 +26,7 @@ class Presence:
             os.set_inheritable(self._descriptor, False)
 
     def begin(self) -> None:
-        """Signal that ``slipstream.init`` was called: an interrupt may end the worker like a
-        script."""
+        """Signal that ``slipstream.init`` was called: the worker may now be interrupted."""
         self._write(BEGUN)
 
     def join(self) -> None:

@@ -17,8 +17,7 @@ JOB = "the job"  # the name of the failed member if the launcher itself ends the
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of members: to end by themselves after a failure, after SIGINT, after SIGTERM;
-    to start."""
+    """Time limits of members: to end by themselves, after signals, and to start."""
 
     grace_s: float = 8.0
     interrupt_s: float = 30.0  # a script may save its model when it is interrupted
@@ -206,8 +205,7 @@ class Supervision:
         return None
 
     def _tolerated(self, event: Ended) -> bool:
-        """Return whether the job continues: the worker was killed, or the others continued
-        without."""
+        """Return whether the job continues: the worker was killed, or left behind by the others."""
         return (
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker

@@ -95,8 +95,7 @@ class Coordination:
         log_event(logger, "member_lost", at=self._pump.name, member=name)
 
     def give_up(self, name: str) -> None:
-        """Continue without a worker that is known to be dead, before its silence shows it; on rank
-        0."""
+        """Continue without a worker that is known to be dead; on rank 0."""
         if name in self._roster.heard:
             self.lose(name, 0.0)
 
@@ -169,8 +168,7 @@ class Coordination:
             log_event(logger, "member_failed", at=at, member=member, reason=fault.reason)
 
     def report(self, peer: str, reason: str) -> None:
-        """Report that this member has detected another one's failure; call it on the pump's
-        thread."""
+        """Report another member's failure, detected here; on the pump's thread."""
         if self._waiter.fault is not None:
             return
         if self.is_hub:

@@ -119,8 +119,7 @@ class Collector:
             record.waiting.add(rank)
 
     def due(self, lost: Collection[Rank]) -> Iterator[tuple[str, list[Rank], Values]]:
-        """Yield keys whose values have all arrived, the ranks that wait for them, and the
-        values."""
+        """Yield complete keys, the ranks that wait for them, and the values."""
         live = set(range(self._workers)) - set(lost)
         for key in list(self._open):
             if not self._records[key].missing(live):

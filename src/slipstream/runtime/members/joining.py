@@ -128,7 +128,6 @@ def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) 
 
 
 def end_with(launcher: int | None) -> None:
-    """End this process when its launcher has ended; Linux does this itself, other systems do
-    not."""
+    """End this process if its launcher has ended; Linux does this by itself."""
     if os.getppid() == 1 and launcher != 1:
         os._exit(1)

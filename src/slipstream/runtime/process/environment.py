@@ -182,8 +182,7 @@ class Environment:
 
     @property
     def encrypts(self) -> bool:
-        """True if links are encrypted: by default not on one host, where only root can read
-        traffic."""
+        """True if links are encrypted; by default not on one host, as root alone can read."""
         return not self.one_host if self.encrypt is None else self.encrypt
 
     def listen_host(self) -> str:
@@ -197,8 +196,7 @@ class Environment:
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def with_secret(self) -> Environment:
-        """Return this environment with a secret: the user's own, if one is needed and none was
-        given.
+        """Return this environment with the user's own secret, if one is needed.
 
         Raises:
             SecretError: Other users could join the job without a secret, and there is none.
@@ -223,8 +221,7 @@ class Environment:
 
     @property
     def _why_secret(self) -> str:
-        """The reason why other users could join this job without a secret; empty if they could
-        not."""
+        """The reason why others could join without a secret; empty if they could not."""
         if not self.one_host:
             host = self.master_addr
             return f"MASTER_ADDR={host} is another host: across hosts a job secret is needed"

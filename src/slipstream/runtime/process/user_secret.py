@@ -43,8 +43,7 @@ def user_secret(path: Path) -> str:
 
 
 def make(path: Path) -> None:
-    """Write a new secret, completely or not at all; if another process is faster, its secret
-    stays."""
+    """Write a new secret completely or not at all, unless another process was faster."""
     existing = next(folder for folder in path.parents if folder.exists())
     way_out = (
         f"it would be made in {path.parent}; set HOME to a folder of this user (sudo keeps it)"

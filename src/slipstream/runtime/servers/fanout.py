@@ -67,8 +67,7 @@ class Fanout:
         return set(self._plan.cluster.worker_nodes) - self._gone
 
     def _targets(self, result: Result) -> Iterable[Node]:
-        """Yield the workers to which this server sends directly; the others get results from
-        them."""
+        """Yield the workers that get a result directly; the others get it from them."""
         remaining = self._remaining()
         if result.audience is not None and not remaining <= set(result.audience):
             return result.audience

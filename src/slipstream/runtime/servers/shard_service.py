@@ -23,8 +23,7 @@ class ShardService:
         member.on(Account, self._on_account)
 
     def lease(self, batches: int, returned: int) -> Batch:
-        """Lease a batch of an epoch of ``batches``; the last ``returned`` ones were not trained
-        on."""
+        """Lease a batch of an epoch; the last ``returned`` ones were not trained on."""
         self._member.send(COORDINATOR, Lease(batches, returned))
         self._member.wait_until(
             lambda: self._leased is not None,

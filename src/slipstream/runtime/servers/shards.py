@@ -108,8 +108,7 @@ class Shards:
         membership.member.bind(self._processes(membership))
 
     def for_pair(self, count: int) -> Shards:
-        """Return the first ``count`` servers, which hold one pair; closing these ends no
-        process."""
+        """Return the first ``count`` servers, of one pair; closing these ends no process."""
         addresses = self.addresses[:count]
         names = {f"server {k}" for k in range(count)}
         return Shards(addresses, self.colocated & names)
@@ -192,8 +191,7 @@ class Shards:
             )
 
     def _collect_answers(self, whole: Member, member: Endpoint) -> dict[str, str | None]:
-        """Return the answers by server: why it refuses the plan, or None. They are added as they
-        arrive."""
+        """Return why each server refuses the plan, or None; answers are added on arrival."""
         answers: dict[str, str | None] = {}
 
         def on_ready(message: Message[Ready]) -> None:

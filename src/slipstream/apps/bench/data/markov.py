@@ -46,8 +46,7 @@ class MarkovSource:
         return cls(alphabet, by_last.repeat(size, 1), weights / weights.sum(1, keepdim=True))
 
     def next_pairs(self) -> Tensor:
-        """Return the pairs that may follow each pair: the first of its two characters is
-        dropped."""
+        """Return the pairs that may follow each pair, which lose the first of two characters."""
         size = len(self.alphabet)
         last = torch.arange(size * size).remainder(size).unsqueeze(1)
         return last * size + self.followers

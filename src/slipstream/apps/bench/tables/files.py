@@ -49,8 +49,7 @@ _FORMAT = f"give each layer {', '.join(COLUMNS)}"
 
 
 def read_table(path: Path, *, batch: int | None = None) -> Table:
-    """Read the table in a file; its times are for ``batch`` rows, unless the file has the
-    number."""
+    """Read the table in a file; its times are for ``batch`` rows, or for its own number."""
     text = read_text(path, "give a layer table as .csv or .json", MOST_BYTES)
     if path.suffix.lower() == ".json":
         name, own_batch, rows = _from_json(path, text)
