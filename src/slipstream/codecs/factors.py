@@ -2,6 +2,10 @@
 
 The weight's gradient is dYᵀX and the bias's the sum of dY's rows. So X (rows × inputs) and dY
 (rows × outputs) carry the same information in fewer numbers if a batch has few rows.
+
+References:
+    Xie, Kim, Zhou, Ho, Kumar, Yu and Xing: Distributed Machine Learning via Sufficient Factor
+    Broadcasting (2015).
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ class Above(Part, frozen=True):
     >>> Above(0.5, decay="constant")
     Above(delta=0.5, decay='constant', congested=None, congested_below=None, of_mean=False)
 
-    The filter is that of the Parameter Flow paper (Huawei Research).
+    References:
+        Future Network Theory Lab, Huawei Research: Improving Network Performance for Distributed
+        Machine Learning in Commodity Clusters with Parameter Flow.
     """
 
     delta: float | Drop = Drop(0.85)
