@@ -191,8 +191,8 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(
     # Who was started again in the midst of training does without.
     watchers.add(lambda: RunLog(Path("/dev/full"), {}), training=True)
     assert warnings_of(caplog) == [
-        "slipstream: cannot write the run log /dev/full: No space left on device. Training continues "
-        "without it"
+        "slipstream: cannot write the run log /dev/full: No space left on device. Training "
+        "continues without it"
     ]
     assert not watchers
 
